@@ -1,0 +1,38 @@
+# make demo   makes the environment and answers a mixed batch of nine tasks with one base model
+# make test   makes the environment and runs the tests
+VENV ?= .venv
+
+.PHONY: help demo test lint env-serve env-dev train-demo clean
+
+help:
+	@echo "make demo   run the main job: eight adapters and the base model in one batch"
+	@echo "make test   run the tests (under 10 minutes on 2 cores)"
+	@echo "make lint   style and types"
+	@echo "make train-demo   train the demo model and its adapters again (under an hour on a CPU)"
+	@echo "make clean  remove the environment and caches"
+
+$(VENV)/.ready-serve: pyproject.toml constraints.txt scripts/setup
+	scripts/setup $(VENV) serve
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt scripts/setup
+	scripts/setup $(VENV) dev
+
+env-serve: $(VENV)/.ready-serve
+
+env-dev: $(VENV)/.ready-dev
+
+demo: env-serve
+	$(VENV)/bin/loraplex demo
+
+test: env-dev
+	scripts/test $(VENV)
+
+lint: env-dev
+	scripts/lint $(VENV)
+
+train-demo: env-dev
+	$(VENV)/bin/python scripts/train_demo.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

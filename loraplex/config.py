@@ -1,0 +1,139 @@
+"""Settings, as frozen dataclasses. The command line takes its names, defaults and help from the fields.
+
+Sizes are bytes, times seconds. A setting that cannot be is a `ConfigError` that names it and its value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from loraplex.errors import ConfigError
+
+DTYPES = ("float32", "float16", "bfloat16")
+DEFAULT_KV_CACHE_BYTES = 512 * 2**20
+DEFAULT_ADAPTER_BYTES = 1 * 2**30
+DEFAULT_HOST_BYTES = 4 * 2**30
+
+
+def setting(default: Any, text: str) -> Any:
+    """A dataclass field with its help text beside it."""
+    return field(default=default, metadata={"help": text})
+
+
+def _require(is_fine: bool, text: str) -> None:
+    if not is_fine:
+        raise ConfigError(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRAConfig:
+    """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional bounds under vLLM's names."""
+
+    adapter_memory_bytes: int = setting(DEFAULT_ADAPTER_BYTES, "device bytes for adapters")
+    host_memory_bytes: int = setting(
+        DEFAULT_HOST_BYTES, "host bytes for adapters; on a CPU it bounds device and host together"
+    )
+    max_loras: int | None = setting(
+        None, "at most this many adapters on the device (vLLM's name; default: bytes decide)"
+    )
+    max_cpu_loras: int | None = setting(
+        None, "at most this many adapters in host memory (vLLM's name; default: bytes decide)"
+    )
+    max_lora_rank: int | None = setting(
+        None, "refuse adapters of a higher rank, 1..512 (vLLM's name; default: any rank)"
+    )
+    max_loaded_loras: int | None = setting(
+        None, "at most this many registered adapters (SGLang's name; default: no limit)"
+    )
+    lora_dtype: str = setting("auto", "auto (each adapter's own), float32, float16 or bfloat16")
+    bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
+    fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
+    lora_extra_vocab_size: int = setting(0, "vLLM's option; refused: adapters with added tokens are not honoured yet")
+    eviction_policy: str = setting("lru", "lru, or none: an adapter is only evicted by name")
+    aging_steps: int = setting(128, "a request that waits this many steps for adapter room makes running ones give way")
+    num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
+
+    def __post_init__(self) -> None:
+        _require(self.adapter_memory_bytes > 0, f"adapter_memory_bytes must be > 0, got {self.adapter_memory_bytes}")
+        _require(self.host_memory_bytes > 0, f"host_memory_bytes must be > 0, got {self.host_memory_bytes}")
+        _require(self.max_loras is None or self.max_loras > 0, f"max_loras must be > 0, got {self.max_loras}")
+        floor = self.max_loras or 1
+        _require(
+            self.max_cpu_loras is None or self.max_cpu_loras >= floor,
+            f"max_cpu_loras ({self.max_cpu_loras}) must be >= max_loras ({floor})",
+        )
+        _require(
+            self.max_lora_rank is None or 0 < self.max_lora_rank <= 512,
+            f"max_lora_rank must be 1..512, got {self.max_lora_rank}",
+        )
+        _require(
+            self.max_loaded_loras is None or self.max_loaded_loras >= floor,
+            f"max_loaded_loras ({self.max_loaded_loras}) must be >= max_loras ({floor})",
+        )
+        _require(
+            self.lora_dtype in ("auto", *DTYPES), f"lora_dtype must be auto or one of {DTYPES}, got {self.lora_dtype!r}"
+        )
+        _require(
+            self.eviction_policy in ("lru", "none"),
+            f"eviction_policy must be lru or none, got {self.eviction_policy!r}",
+        )
+        _require(self.aging_steps >= 1, f"aging_steps must be >= 1, got {self.aging_steps}")
+        _require(self.num_loader_threads >= 1, f"num_loader_threads must be >= 1, got {self.num_loader_threads}")
+        _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")
+        _require(
+            self.lora_extra_vocab_size == 0,
+            f"lora_extra_vocab_size={self.lora_extra_vocab_size} is not supported; adapters with added tokens are refused",
+        )
+
+    def effective_dtype(self, adapter_dtype: str) -> str:
+        """The dtype an adapter is stored in: its own under `auto`."""
+        return adapter_dtype if self.lora_dtype == "auto" else self.lora_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that an engine needs to start. `model` is a directory or a hub id."""
+
+    model: str
+    revision: str | None = setting(None, "hub revision of the model")
+    tokenizer: str | None = setting(None, "directory of the tokenizer when it is not the model's")
+    dtype: str = setting("auto", "auto (the checkpoint's), float32, float16 or bfloat16")
+    device: str = setting("cpu", "any torch device")
+    lora_backend: str = setting("auto", "auto, torch or reference: which kernels run")
+    load_format: str = setting("auto", "auto (safetensors) or dummy (seeded random weights)")
+    seed: int = setting(0, "seed of dummy weights")
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output in tokens (default: what the model allows, at most 8192)"
+    )
+    max_num_seqs: int = setting(64, "most requests that run at once")
+    max_num_batched_tokens: int = setting(2048, "most tokens of one step; longer prompts are computed in chunks")
+    max_waiting_requests: int = setting(4096, "requests beyond this many waiting ones are refused with 429")
+    block_size: int = setting(16, "tokens of a KV block")
+    kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
+    enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes of one adapter and tenant")
+    num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)")
+    lora: LoRAConfig | None = field(default_factory=LoRAConfig)
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model is empty; give a directory or a hub id")
+        _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")
+        _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting_requests",
+            "block_size",
+            "kv_cache_memory_bytes",
+        ):
+            _require(getattr(self, name) >= 1, f"{name} must be >= 1, got {getattr(self, name)}")
+        _require(self.block_size % 8 == 0, f"block_size must be a multiple of 8, got {self.block_size}")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            f"max_model_len must be >= 2, got {self.max_model_len}",
+        )
+        _require(self.num_threads is None or self.num_threads >= 1, f"num_threads must be >= 1, got {self.num_threads}")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs})",
+        )

@@ -1,0 +1,428 @@
+"""Which requests run in the next step, and with how many tokens. Pure Python: it sees memory through two protocols.
+
+A step is schedule -> run -> commit. `schedule` reserves KV and adapter references; `commit` is the only place where tokens, phases and
+references change afterwards. Between the two nothing of a scheduled request may be taken away.
+
+Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
+yet lets others pass. One that has waited `aging_steps` steps for adapter room goes first, and makes the running requests of
+another adapter give way (they are preempted and resume later). An adapter that got in is left alone for `aging_steps / 4`
+steps, so that many waiting ones take turns instead of thrashing: with n adapters waiting before it, one gets in within
+aging_steps + n * aging_steps / 4 steps. Preemption is by recompute; the prefix cache makes it cheap.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from loraplex.core import BlockAllocator, FinishReason, Request, ResidencyView, TokenLogprobs, TokenOutput, WaitsFor
+from loraplex.errors import AdapterError, LoraplexError
+
+PREFETCH_DEPTH = 16  # waiting requests whose adapters are looked ahead for while no seat is free
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class TokenCounts(Protocol):
+    """What the sampler keeps of a request between steps; it is told each new token."""
+
+    def commit(self, token_ids: Sequence[int]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request inside the engine: what it has, how far it is computed, what it waits for."""
+
+    request: Request
+    arrival_index: int
+    token_ids: list[int]
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+    lora_slot: int | None = None
+    waits_for: WaitsFor | None = None
+    waits_since_step: int | None = None
+    is_aborted: bool = False
+    num_preemptions: int = 0
+    preempted_at_step: int = -1
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sampling_state: TokenCounts | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.num_computed_tokens < len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Tokens [start, start + num_tokens) of one request run in this step; `is_sampled` when they reach its last token."""
+
+    state: RequestState
+    start: int
+    num_tokens: int
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """What one step runs. `failed` are requests that ended before they could run."""
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+    failed: tuple[TokenOutput, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What the model runner made of a sampled sequence; `error` when its logits cannot be used."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: LoraplexError | None = None
+
+
+class Scheduler:
+    """Continuous batching over one queue; see the module's docstring for the policy."""
+
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        residency: ResidencyView | None,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        aging_steps: int = 128,
+    ) -> None:
+        self._blocks = blocks
+        self._residency = residency
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._aging_steps = aging_steps
+        self._states: dict[str, RequestState] = {}
+        self._waiting: list[RequestState] = []  # in order of arrival
+        self._running: list[RequestState] = []  # in order of admission
+        self._adapter_since_step: dict[int, int] = {}  # adapters of running requests: the step since which they run
+        self._uncommitted: SchedulePlan | None = None
+        self._step_id = 0
+        self._num_arrivals = 0
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        assert request.request_id not in self._states, f"request {request.request_id} is known already"
+        state = RequestState(request, self._num_arrivals, list(request.prompt_token_ids))
+        self._num_arrivals += 1
+        self._states[request.request_id] = state
+        self._waiting.append(state)
+        if request.adapter_id is not None and self._residency is not None:
+            self._residency.prefetch(request.adapter_id)
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """End a request now, or at the commit when it is in the step in flight (None then, and for an unknown id)."""
+        state = self._states.get(request_id)
+        if state is None:
+            return None
+        if self._is_in_flight(state):
+            state.is_aborted = True
+            return None
+        return self._finish(state, FinishReason.ABORT)
+
+    def abort_adapter(self, adapter_id: int) -> list[TokenOutput]:
+        """End every request of an adapter; those in flight end at the commit."""
+        ids = [rid for rid, state in self._states.items() if state.request.adapter_id == adapter_id]
+        return [output for output in map(self.abort, ids) if output is not None]
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._states)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def waiting_by_cause(self) -> Mapping[str, int]:
+        """How many waiting requests wait for what: `seat` (a place in the batch or KV), `load`, `room`."""
+        causes = {"seat": 0, WaitsFor.LOAD.value: 0, WaitsFor.ROOM.value: 0}
+        for state in self._waiting:
+            causes["seat" if state.waits_for is None else state.waits_for.value] += 1
+        return causes
+
+    def adapters_of(self, status: RequestStatus) -> set[int]:
+        """Ids of the adapters that running or waiting requests use."""
+        states = self._running if status is RequestStatus.RUNNING else self._waiting
+        return {state.request.adapter_id for state in states if state.request.adapter_id is not None}
+
+    # --------------------------------------------------------------------------------------------------------- schedule
+
+    def schedule(self) -> SchedulePlan:
+        """Reserve memory for the next step and say what it runs; an empty plan when nothing can run."""
+        assert self._uncommitted is None, "the previous plan is not committed"
+        self._step_id += 1
+        scheduled: list[ScheduledSequence] = []
+        failed: list[TokenOutput] = []
+        aged = self._make_room_for_aged()
+        budget = self._schedule_running(scheduled)
+        self._schedule_waiting(aged, scheduled, failed, budget)
+        self._prefetch_waiting()
+        plan = SchedulePlan(self._step_id, tuple(scheduled), tuple(failed))
+        if scheduled:
+            self._uncommitted = plan
+        return plan
+
+    def _make_room_for_aged(self) -> RequestState | None:
+        """The request that has waited too long for adapter room, if any; running requests give way to it when they may."""
+        for state in self._waiting:
+            is_waiting_for_room = state.waits_for is WaitsFor.ROOM and state.waits_since_step is not None
+            if is_waiting_for_room and self._step_id - state.waits_since_step >= self._aging_steps:
+                self._make_room(state)
+                return state
+        return None
+
+    def _make_room(self, aged: RequestState) -> None:
+        assert self._residency is not None
+        assert aged.request.adapter_id is not None
+        victims = set(self._residency.victims_for(aged.request.adapter_id))
+        newest = self._step_id - self._aging_steps // 4
+        if all(self._adapter_since_step.get(adapter_id, newest) <= newest for adapter_id in victims):
+            for state in [state for state in self._running if state.request.adapter_id in victims]:
+                self._preempt(state)
+
+    def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
+        """Give every running request its next tokens; returns the tokens left. The newest give way when KV runs out."""
+        budget = self._max_num_batched_tokens
+        index = 0
+        while index < len(self._running) and budget > 0:
+            state = self._running[index]
+            num_tokens = min(len(state.token_ids) - state.num_computed_tokens, budget)
+            if not self._reserve_or_preempt(state, state.num_computed_tokens + num_tokens):
+                break  # `state` was the newest and gave way itself
+            scheduled.append(_scheduled(state, num_tokens))
+            budget -= num_tokens
+            index += 1
+        return budget
+
+    def _reserve_or_preempt(self, state: RequestState, num_tokens: int) -> bool:
+        while not self._blocks.reserve(state.request.request_id, num_tokens):
+            newest = self._running[-1]
+            self._preempt(newest)
+            if newest is state:
+                return False
+        return True
+
+    def _schedule_waiting(
+        self, aged: RequestState | None, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int
+    ) -> None:
+        blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
+        candidates = ([] if aged is None else [aged]) + [state for state in self._waiting if state is not aged]
+        for state in candidates:
+            if budget <= 0 or len(self._running) >= self._max_num_seqs:
+                break
+            if state.preempted_at_step == self._step_id:
+                continue  # it gave way in this very step
+            try:
+                is_ready = self._acquire_adapter(state, blocked)
+            except AdapterError as error:
+                failed.append(self._finish(state, FinishReason.ERROR, error=error))
+                continue
+            if is_ready:
+                num_tokens = self._admit(state, budget, scheduled)
+                if num_tokens == 0:
+                    break  # out of KV: first come, first served
+                budget -= num_tokens
+
+    def _acquire_adapter(self, state: RequestState, blocked: dict[int, WaitsFor]) -> bool:
+        adapter_id = state.request.adapter_id
+        if adapter_id is None:
+            return True
+        assert self._residency is not None, "a request for an adapter in an engine without LoRA"
+        if adapter_id not in blocked:
+            result = self._residency.try_acquire(adapter_id)
+            if result.waits_for is None:
+                state.lora_slot = result.lora_slot
+                return True
+            blocked[adapter_id] = result.waits_for
+        state.waits_for = blocked[adapter_id]
+        if state.waits_since_step is None:
+            state.waits_since_step = self._step_id
+        return False
+
+    def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
+        """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is short."""
+        num_cached = self._blocks.start(state.request, state.token_ids)
+        if not self._blocks.reserve(state.request.request_id, len(state.token_ids)):
+            self._blocks.free(state.request.request_id)
+            self._release_adapter(state)
+            return 0
+        self._waiting.remove(state)
+        self._running.append(state)
+        state.status = RequestStatus.RUNNING
+        state.waits_for = state.waits_since_step = None
+        state.num_computed_tokens = num_cached
+        if state.num_cached_tokens is None:
+            state.num_cached_tokens = num_cached
+        if state.request.adapter_id is not None:
+            self._adapter_since_step.setdefault(state.request.adapter_id, self._step_id)
+        num_tokens = min(len(state.token_ids) - num_cached, budget)
+        scheduled.append(_scheduled(state, num_tokens))
+        return num_tokens
+
+    def _prefetch_waiting(self) -> None:
+        if self._residency is not None:
+            for state in self._waiting[:PREFETCH_DEPTH]:
+                if state.request.adapter_id is not None and state.waits_for is None:
+                    self._residency.prefetch(state.request.adapter_id)
+
+    def _preempt(self, state: RequestState) -> None:
+        """Back to waiting, at its place by arrival, to be computed again; KV and adapter reference are returned."""
+        self._running.remove(state)
+        self._blocks.free(state.request.request_id)
+        self._release_adapter(state)
+        state.status = RequestStatus.PREEMPTED
+        state.num_computed_tokens = 0
+        state.preempted_at_step = self._step_id
+        state.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, state, key=lambda waiting: waiting.arrival_index)
+
+    # ----------------------------------------------------------------------------------------------------------- commit
+
+    def commit(self, plan: SchedulePlan, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
+        """Take over what a step computed: `sampled` has one token for each sequence with `is_sampled`, by request_id."""
+        assert plan is self._uncommitted, "only the plan in flight can be committed"
+        self._uncommitted = None
+        outputs = []
+        for sequence in plan.sequences:
+            output = self._commit_sequence(sequence, sampled)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def fail(self, plan: SchedulePlan, error: LoraplexError) -> list[TokenOutput]:
+        """The step could not run: its requests end with the error, the others go on."""
+        assert plan is self._uncommitted, "only the plan in flight can fail"
+        self._uncommitted = None
+        return [self._finish(sequence.state, FinishReason.ERROR, error=error) for sequence in plan.sequences]
+
+    def _commit_sequence(self, sequence: ScheduledSequence, sampled: Mapping[str, SampledToken]) -> TokenOutput | None:
+        state = sequence.state
+        state.num_computed_tokens = sequence.start + sequence.num_tokens
+        self._blocks.commit(state.request.request_id, state.token_ids, state.num_computed_tokens)
+        if state.is_aborted:
+            return self._finish(state, FinishReason.ABORT)
+        if not sequence.is_sampled:
+            return None
+        token = sampled[state.request.request_id]
+        if token.error is not None:
+            return self._finish(state, FinishReason.ERROR, error=token.error)
+        state.token_ids.append(token.token_id)
+        if state.sampling_state is not None:
+            state.sampling_state.commit((token.token_id,))
+        reason = self._finish_reason(state, token.token_id)
+        return self._token_output(state, token) if reason is None else self._finish(state, reason, token)
+
+    def _finish_reason(self, state: RequestState, token_id: int) -> FinishReason | None:
+        params = state.request.sampling_params
+        if state.num_output_tokens >= params.min_tokens:
+            is_eos = not params.ignore_eos and token_id in state.request.eos_token_ids
+            if is_eos or token_id in params.stop_token_ids:
+                return FinishReason.STOP
+        is_full = state.num_output_tokens >= state.request.max_tokens or len(state.token_ids) >= self._max_model_len
+        return FinishReason.LENGTH if is_full else None
+
+    @staticmethod
+    def _token_output(
+        state: RequestState,
+        token: SampledToken | None = None,
+        reason: FinishReason | None = None,
+        error: LoraplexError | None = None,
+    ) -> TokenOutput:
+        is_first = token is not None and state.num_output_tokens == 1
+        has_logprobs = token is not None and token.logprobs is not None
+        stop_ids = state.request.sampling_params.stop_token_ids
+        return TokenOutput(
+            request_id=state.request.request_id,
+            token_ids=() if token is None else (token.token_id,),
+            finish_reason=reason,
+            stop_token_id=token.token_id
+            if reason is FinishReason.STOP and token and token.token_id in stop_ids
+            else None,
+            logprobs=(token.logprobs,) if has_logprobs and token and token.logprobs is not None else None,
+            prompt_logprobs=tuple(state.prompt_logprobs) if is_first and state.prompt_logprobs else None,
+            num_cached_tokens=state.num_cached_tokens or 0,
+            error=None if error is None else error.to_payload(),
+        )
+
+    def _finish(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        token: SampledToken | None = None,
+        error: LoraplexError | None = None,
+    ) -> TokenOutput:
+        if state.status is RequestStatus.RUNNING:
+            self._running.remove(state)
+            self._blocks.free(state.request.request_id)
+            self._release_adapter(state)
+        else:
+            self._waiting.remove(state)
+        state.status = RequestStatus.FINISHED
+        del self._states[state.request.request_id]
+        return self._token_output(state, token, reason, error)
+
+    def _release_adapter(self, state: RequestState) -> None:
+        adapter_id, state.lora_slot = state.request.adapter_id, None
+        if adapter_id is None:
+            return
+        assert self._residency is not None
+        self._residency.release(adapter_id)
+        if all(other.request.adapter_id != adapter_id or other is state for other in self._running):
+            self._adapter_since_step.pop(adapter_id, None)
+
+    def _is_in_flight(self, state: RequestState) -> bool:
+        plan = self._uncommitted
+        return plan is not None and any(sequence.state is state for sequence in plan.sequences)
+
+    def check_integrity(self) -> None:
+        """Assert that every request is in exactly one queue and that only running ones hold an adapter."""
+        assert len(self._waiting) + len(self._running) == len(self._states)
+        for state in self._waiting:
+            assert state.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert state.lora_slot is None
+        for state in self._running:
+            assert state.status is RequestStatus.RUNNING
+            assert (state.lora_slot is None) == (state.request.adapter_id is None)
+        assert set(self._adapter_since_step) == self.adapters_of(RequestStatus.RUNNING)
+        arrivals = [state.arrival_index for state in self._waiting]
+        assert arrivals == sorted(arrivals), "the queue is out of order"
+
+
+def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
+    start = state.num_computed_tokens
+    return ScheduledSequence(state, start, num_tokens, is_sampled=start + num_tokens == len(state.token_ids))

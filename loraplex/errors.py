@@ -1,0 +1,236 @@
+"""Every error that Loraplex raises, in one tree.
+
+    LoraplexError                        500
+    |-- ConfigError                      400  a setting that cannot be, with its value (also a ValueError)
+    |-- InvalidRequestError              400  a request that cannot be served (also a ValueError)
+    |   |-- PromptTooLongError           400
+    |   |-- LoraDisabledError            400  an adapter was asked of a server without LoRA
+    |   `-- UnknownMessageError          400  a message between processes that nobody handles
+    |-- ModelError                       500  the base model cannot be loaded
+    |   |-- ModelNotFoundError           404
+    |   |-- ModelConfigError             400
+    |   `-- ModelWeightError             400
+    |-- AdapterError                     400
+    |   |-- AdapterNotFoundError         404  the name resolves to nothing
+    |   |-- AdapterConflictError         400  the name or number belongs to another adapter
+    |   |-- AdapterLoadError             400  the source cannot be turned into an adapter
+    |   |   |-- AdapterPathNotFoundError     404
+    |   |   |-- AdapterConfigMissingError    400
+    |   |   |-- AdapterWeightsMissingError   400
+    |   |   |-- AdapterPermissionError       403
+    |   |   |-- AdapterPathForbiddenError    400  outside the allowed roots
+    |   |   |-- AdapterFetchError            502  the hub or store answered with an error
+    |   |   |-- AdapterFetchTimeoutError     504
+    |   |   |-- AdapterTruncatedError        400
+    |   |   |-- AdapterFileFormatError       400  not safetensors, or a pickle that weights-only loading refuses
+    |   |   |-- AdapterBaseMismatchError     400  made for another base model
+    |   |   `-- AdapterValidationError       400  all reasons at once, in `reasons`
+    |   |-- AdapterMemoryError           400  a byte budget refuses it, with the numbers
+    |   |   |-- AdapterTooLargeError     400
+    |   |   `-- AdapterNoRoomError       503  everything on the device is pinned or in use
+    |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
+    |   `-- AdapterUnavailableError      503  the last copy is gone and the source too
+    |-- EngineError                      500
+    |   |-- EngineDeadError              503
+    |   |-- EngineOverloadedError        429
+    |   `-- EngineShutdownError          503
+    `-- RequestAbortedError              499
+
+A message says what, which value, which adapter, and what to do. Errors cross processes as `to_payload()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+
+class LoraplexError(Exception):
+    """Base class. `http_status` is what a server answers; `kind` is the OpenAI error type."""
+
+    http_status: ClassVar[int] = 500
+    kind: ClassVar[str] = "internal_error"
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+    def to_payload(self) -> dict[str, Any]:
+        """A plain dict that `error_from_payload` turns into an equal error in another process."""
+        return {"error": type(self).__name__, "message": self.message}
+
+
+class ConfigError(LoraplexError, ValueError):
+    http_status = 400
+    kind = "invalid_request_error"
+
+
+class InvalidRequestError(LoraplexError, ValueError):
+    http_status = 400
+    kind = "invalid_request_error"
+
+
+class PromptTooLongError(InvalidRequestError):
+    pass
+
+
+class LoraDisabledError(InvalidRequestError):
+    pass
+
+
+class UnknownMessageError(InvalidRequestError):
+    pass
+
+
+class ModelError(LoraplexError):
+    kind = "model_error"
+
+
+class ModelNotFoundError(ModelError):
+    http_status = 404
+
+
+class ModelConfigError(ModelError):
+    http_status = 400
+
+
+class ModelWeightError(ModelError):
+    http_status = 400
+
+
+class AdapterError(LoraplexError):
+    http_status = 400
+    kind = "invalid_request_error"
+
+
+class AdapterNotFoundError(AdapterError):
+    http_status = 404
+    kind = "not_found_error"
+
+
+class AdapterConflictError(AdapterError):
+    pass
+
+
+class AdapterLoadError(AdapterError):
+    pass
+
+
+class AdapterPathNotFoundError(AdapterLoadError):
+    http_status = 404
+    kind = "not_found_error"
+
+
+class AdapterConfigMissingError(AdapterLoadError):
+    pass
+
+
+class AdapterWeightsMissingError(AdapterLoadError):
+    pass
+
+
+class AdapterPermissionError(AdapterLoadError):
+    http_status = 403
+    kind = "permission_error"
+
+
+class AdapterPathForbiddenError(AdapterLoadError):
+    pass
+
+
+class AdapterFetchError(AdapterLoadError):
+    http_status = 502
+    kind = "fetch_error"
+
+
+class AdapterFetchTimeoutError(AdapterLoadError):
+    http_status = 504
+    kind = "fetch_error"
+
+
+class AdapterTruncatedError(AdapterLoadError):
+    pass
+
+
+class AdapterFileFormatError(AdapterLoadError):
+    pass
+
+
+class AdapterBaseMismatchError(AdapterLoadError):
+    pass
+
+
+class AdapterValidationError(AdapterLoadError):
+    """`reasons` has every reason found, so that one round trip is enough to mend an adapter."""
+
+    def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+    @classmethod
+    def from_reasons(cls, adapter: str, reasons: list[str]) -> AdapterValidationError:
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        return cls(f"adapter {adapter!r} is refused:{lines}", tuple(reasons))
+
+    def to_payload(self) -> dict[str, Any]:
+        return {**super().to_payload(), "reasons": list(self.reasons)}
+
+
+class AdapterMemoryError(AdapterError):
+    pass
+
+
+class AdapterTooLargeError(AdapterMemoryError):
+    pass
+
+
+class AdapterNoRoomError(AdapterMemoryError):
+    http_status = 503
+    kind = "overloaded_error"
+
+
+class AdapterContentChangedError(AdapterError):
+    http_status = 409
+    kind = "conflict_error"
+
+
+class AdapterUnavailableError(AdapterError):
+    http_status = 503
+    kind = "unavailable_error"
+
+
+class EngineError(LoraplexError):
+    kind = "engine_error"
+
+
+class EngineDeadError(EngineError):
+    http_status = 503
+
+
+class EngineOverloadedError(EngineError):
+    http_status = 429
+    kind = "overloaded_error"
+
+
+class EngineShutdownError(EngineError):
+    http_status = 503
+
+
+class RequestAbortedError(LoraplexError):
+    http_status = 499
+    kind = "aborted"
+
+
+def _all_subclasses(cls: type[LoraplexError]) -> Iterator[type[LoraplexError]]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _all_subclasses(sub)
+
+
+def error_from_payload(payload: Mapping[str, Any]) -> LoraplexError:
+    """The inverse of `to_payload`; a name that is not in the tree becomes an `EngineError`."""
+    by_name = {cls.__name__: cls for cls in _all_subclasses(LoraplexError)}
+    cls = by_name.get(payload["error"], EngineError)
+    if issubclass(cls, AdapterValidationError):
+        return cls(payload["message"], tuple(payload.get("reasons", ())))
+    return cls(payload["message"])

@@ -1,0 +1,74 @@
+"""Which full KV blocks hold which prefix of which adapter and tenant.
+
+The key of block i of a sequence is a hash chain:
+    key[-1] = H(adapter_digest, cache_salt);  key[i] = H(key[i-1], token_ids[i*block_size : (i+1)*block_size])
+with H = blake2b of 16 bytes. A different adapter content or tenant gives other keys from the root on, so nothing is shared by accident.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+
+def root_key(adapter_digest: str, cache_salt: str) -> bytes:
+    """The key before the first block. Lengths are hashed too, so that (ab, c) and (a, bc) differ."""
+    digest, salt = adapter_digest.encode(), cache_salt.encode()
+    return blake2b(len(digest).to_bytes(4) + digest + salt, digest_size=16).digest()
+
+
+def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a full block of `token_ids` that follows the block of `parent`."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class PrefixCache:
+    """key -> KV block, and back. It owns no reference: a cached block may be free, until the pool lends it again."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._entry_of: dict[int, tuple[bytes, str]] = {}
+        self._blocks_of_digest: dict[str, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, key: bytes) -> int | None:
+        return self._block_of.get(key)
+
+    def publish(self, key: bytes, kv_block: int, adapter_digest: str) -> bool:
+        """Remember that `kv_block` holds `key`; False when another block already does."""
+        if key in self._block_of:
+            return False
+        self.forget(kv_block)
+        self._block_of[key] = kv_block
+        self._entry_of[kv_block] = (key, adapter_digest)
+        self._blocks_of_digest.setdefault(adapter_digest, set()).add(kv_block)
+        return True
+
+    def forget(self, kv_block: int) -> None:
+        entry = self._entry_of.pop(kv_block, None)
+        if entry is None:
+            return
+        key, adapter_digest = entry
+        del self._block_of[key]
+        blocks = self._blocks_of_digest[adapter_digest]
+        blocks.discard(kv_block)
+        if not blocks:
+            del self._blocks_of_digest[adapter_digest]
+
+    def drop_digest(self, adapter_digest: str) -> list[int]:
+        """Forget every block of an adapter's content; returns them."""
+        blocks = list(self._blocks_of_digest.get(adapter_digest, ()))
+        for kv_block in blocks:
+            self.forget(kv_block)
+        return blocks
+
+    def check_integrity(self) -> None:
+        """Assert that the three maps say the same."""
+        assert len(self._block_of) == len(self._entry_of)
+        for kv_block, (key, adapter_digest) in self._entry_of.items():
+            assert self._block_of[key] == kv_block
+            assert kv_block in self._blocks_of_digest[adapter_digest]
+        assert sum(map(len, self._blocks_of_digest.values())) == len(self._entry_of)

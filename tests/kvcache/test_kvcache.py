@@ -1,0 +1,210 @@
+"""Blocks, prefix keys and block tables: references, sharing, and what a dropped adapter leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from loraplex.core import Request, SamplingParams
+from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.kvcache.block_pool import BlockPool
+from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
+
+BLOCK_SIZE = 8
+
+
+def make_request(request_id: str, prompt: list[int], digest: str = "", salt: str = "", **params: object) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling_params=SamplingParams(**params),  # type: ignore[arg-type]
+        max_tokens=16,
+        seed=0,
+        adapter_id=1 if digest else None,
+        adapter_digest=digest,
+        cache_salt=salt,
+    )
+
+
+def compute(allocator: KVBlockAllocator, request: Request) -> int:
+    """Run a request through: returns the number of cached tokens."""
+    prompt = request.prompt_token_ids
+    num_cached = allocator.start(request, prompt)
+    assert allocator.reserve(request.request_id, len(prompt))
+    allocator.commit(request.request_id, prompt, len(prompt))
+    allocator.check_integrity()
+    return num_cached
+
+
+class TestBlockPool:
+    def test_allocates_all_or_nothing(self) -> None:
+        pool = BlockPool(3)
+        assert pool.allocate(4) is None
+        assert pool.num_free_blocks == 3
+        assert sorted(pool.allocate(3) or []) == [0, 1, 2]
+        assert pool.allocate(1) is None
+
+    def test_reuses_the_least_recently_freed_block(self) -> None:
+        reused: list[int] = []
+        pool = BlockPool(3, on_reuse=reused.append)
+        blocks = pool.allocate(3)
+        assert blocks is not None
+        pool.release([2, 0])
+        assert pool.allocate(2) == [2, 0]
+        assert reused == [0, 1, 2, 2, 0]
+
+    def test_a_shared_block_is_freed_by_its_last_release(self) -> None:
+        pool = BlockPool(1)
+        pool.allocate(1)
+        pool.share(0)
+        pool.release([0])
+        assert pool.num_free_blocks == 0
+        pool.release([0])
+        assert pool.num_free_blocks == 1
+        pool.check_integrity()
+
+    def test_releasing_a_free_block_is_a_bug(self) -> None:
+        with pytest.raises(AssertionError, match="more often"):
+            BlockPool(1).release([0])
+
+
+class TestPrefixKeys:
+    def test_every_part_of_the_identity_changes_the_key(self) -> None:
+        keys = {
+            root_key("", ""),
+            root_key("ab", "c"),
+            root_key("a", "bc"),
+            root_key("abc", ""),
+            next_key(root_key("", ""), [1, 2]),
+            next_key(root_key("", ""), [2, 1]),
+        }
+        assert len(keys) == 6
+
+    def test_publish_keeps_the_first_block_of_a_key(self) -> None:
+        cache = PrefixCache()
+        assert cache.publish(b"k", 1, "d")
+        assert not cache.publish(b"k", 2, "d")
+        assert cache.find(b"k") == 1
+        assert cache.drop_digest("d") == [1]
+        assert cache.find(b"k") is None
+        cache.check_integrity()
+
+
+class TestSharing:
+    def test_the_same_prompt_shares_all_full_blocks_but_the_last_token(self) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(3 * BLOCK_SIZE))
+        assert compute(allocator, make_request("a", prompt)) == 0
+        # 24 tokens are three full blocks, but the last token must be computed: two are shared.
+        assert compute(allocator, make_request("b", prompt)) == 2 * BLOCK_SIZE
+        assert list(allocator.block_table("a"))[:2] == list(allocator.block_table("b"))[:2]
+        assert allocator.block_table("a")[2] != allocator.block_table("b")[2]
+
+    @pytest.mark.parametrize(("digest", "salt"), [("other", ""), ("", "tenant")])
+    def test_another_adapter_or_tenant_shares_nothing(self, digest: str, salt: str) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(20))
+        compute(allocator, make_request("a", prompt))
+        assert compute(allocator, make_request("b", prompt, digest, salt)) == 0
+
+    def test_freed_blocks_are_found_again_until_reused(self) -> None:
+        allocator = KVBlockAllocator(4, BLOCK_SIZE)
+        prompt = list(range(20))
+        compute(allocator, make_request("a", prompt))
+        allocator.free("a")
+        assert allocator.num_free_blocks == 4
+        assert compute(allocator, make_request("b", prompt)) == 16
+        allocator.free("b")
+        compute(allocator, make_request("c", list(range(100, 132))))
+        allocator.free("c")
+        assert compute(allocator, make_request("d", prompt)) == 0
+
+    def test_dropping_a_digest_forgets_its_kv_only(self) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(20))
+        for name, digest in (("a", "one"), ("b", "two")):
+            compute(allocator, make_request(name, prompt, digest))
+            allocator.free(name)
+        allocator.drop_digest("one")
+        assert compute(allocator, make_request("c", prompt, "one")) == 0
+        assert compute(allocator, make_request("d", prompt, "two")) == 16
+
+    def test_prompt_logprobs_need_every_token_computed(self) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        prompt = list(range(20))
+        compute(allocator, make_request("a", prompt))
+        assert compute(allocator, make_request("b", prompt, prompt_logprobs=1)) == 0
+
+    def test_without_prefix_caching_nothing_is_shared(self) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE, is_prefix_caching=False)
+        prompt = list(range(20))
+        compute(allocator, make_request("a", prompt))
+        assert compute(allocator, make_request("b", prompt)) == 0
+
+    def test_reserve_is_all_or_nothing(self) -> None:
+        allocator = KVBlockAllocator(2, BLOCK_SIZE)
+        request = make_request("a", list(range(8)))
+        allocator.start(request, request.prompt_token_ids)
+        assert allocator.reserve("a", 8)
+        assert not allocator.reserve("a", 25)
+        assert len(allocator.block_table("a")) == 1
+        assert allocator.reserve("a", 16)
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Any order of starts, growth, ends and drops keeps references exact, and everything returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = KVBlockAllocator(12, BLOCK_SIZE)
+        self.tokens: dict[str, list[int]] = {}
+        self.counter = 0
+
+    @rule(length=st.integers(1, 30), flavour=st.integers(0, 2), digest=st.sampled_from(["", "a", "b"]))
+    def start(self, length: int, flavour: int, digest: str) -> None:
+        self.counter += 1
+        prompt = [flavour] * (length // 2) + list(range(length - length // 2))
+        request = make_request(f"r{self.counter}", prompt, digest)
+        num_cached = self.allocator.start(request, prompt)
+        assert num_cached < len(prompt)
+        if self.allocator.reserve(request.request_id, len(prompt)):
+            self.tokens[request.request_id] = prompt
+            self.allocator.commit(request.request_id, prompt, len(prompt))
+        else:
+            self.allocator.free(request.request_id)
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def grow(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        tokens = self.tokens[request_id]
+        if self.allocator.reserve(request_id, len(tokens) + 1):
+            tokens.append(7)
+            self.allocator.commit(request_id, tokens, len(tokens))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        del self.tokens[request_id]
+        self.allocator.free(request_id)
+
+    @rule(digest=st.sampled_from(["", "a", "b"]))
+    def drop(self, digest: str) -> None:
+        self.allocator.drop_digest(digest)
+
+    @invariant()
+    def is_consistent(self) -> None:
+        self.allocator.check_integrity()
+
+    def teardown(self) -> None:
+        for request_id in self.tokens:
+            self.allocator.free(request_id)
+        self.allocator.check_integrity()
+        assert self.allocator.num_free_blocks == self.allocator.num_blocks
+
+
+TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
