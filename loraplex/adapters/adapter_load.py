@@ -1,0 +1,135 @@
+"""Loading: a source becomes a version that a name resolves to, or nothing at all has changed.
+
+source -> open (fetch, validate, digest) -> store.add -> pin, if wished or inherited -> publish
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+
+from loraplex.adapters.drain import Drain
+from loraplex.adapters.name_table import NameTable
+from loraplex.adapters.outcome import LoadResult, LoadStatus
+from loraplex.adapters.verb import LoadWish, Verb
+from loraplex.adapters.version import AdapterVersion, LoRARef, OpenedAdapter
+from loraplex.core import AdapterId, AdapterSpec, AdapterStore
+
+_log = logging.getLogger(__name__)
+
+
+class AdapterLoader:
+    """`lock` guards `table`; files are read and the store is called outside it."""
+
+    def __init__(
+        self,
+        store: AdapterStore,
+        open_adapter: Callable[[str], OpenedAdapter],
+        clock: Callable[[], float],
+        lock: threading.Lock,
+        table: NameTable,
+        drain: Drain,
+    ) -> None:
+        self._store = store
+        self._open_adapter = open_adapter
+        self._clock = clock
+        self._lock = lock
+        self._table = table
+        self._drain = drain
+        self._adapter_ids = itertools.count(1)
+
+    def load(self, wish: LoadWish) -> LoadResult:
+        """Equal loads at the same time are one load with one outcome, good or bad; other verbs on the name are waited for.
+
+        A reload does not share the outcome of a load that began before it was asked: the files may have changed since.
+        """
+        may_share = not wish.load_inplace
+        while True:
+            with self._lock:
+                version = self._table.loaded(wish)
+                if version is not None:
+                    return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
+                running = self._table.verbs.get(wish.name)
+                if running is None:
+                    verb = self._table.begin_load(wish)
+                    break
+            wait((running.done,))
+            if may_share and running.has_outcome_of(wish):
+                result = running.done.result()
+                if result is not None and wish.load_inplace:
+                    return result
+            may_share = True
+        return self._run(wish, verb)
+
+    def _run(self, wish: LoadWish, verb: Verb) -> LoadResult:
+        try:
+            result = self._load(wish, verb)
+        except BaseException as error:
+            with self._lock:
+                self._table.call_off(verb)
+            verb.done.set_exception(error)
+            raise
+        verb.done.set_result(result)
+        return result
+
+    def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
+        began_s = time.monotonic()
+        opened = self._open_adapter(wish.path)
+        with self._lock:
+            previous = self._table.current.get(wish.name)
+            version = self._new_version(wish, opened, previous)
+        evicted = self._store.add_adapter(version.spec).evicted
+        try:
+            self._pin(version, previous)
+            with self._lock:
+                parting = self._table.publish(version, verb)
+        except BaseException:
+            self._try_quietly(self._store.drop_adapter, version.adapter_id)
+            raise
+        if parting is not None:
+            self._drain.part(parting)
+        loaded = LoadStatus.LOADED_WITH_EVICTION if evicted else LoadStatus.LOADED
+        status = loaded if previous is None else LoadStatus.RELOADED
+        return LoadResult(status, version.ref, evicted, time.monotonic() - began_s)
+
+    def _new_version(self, wish: LoadWish, opened: OpenedAdapter, previous: AdapterVersion | None) -> AdapterVersion:
+        adapter_id = AdapterId(next(self._adapter_ids))
+        number = self._table.next_version(wish.name)
+        digest, max_rank = opened.adapter_digest, opened.max_rank
+        now = self._clock()
+        return AdapterVersion(
+            ref=LoRARef(adapter_id, wish.name, number, digest, wish.lora_int_id, max_rank, wish.path),
+            spec=AdapterSpec(adapter_id, wish.name, number, digest, opened.path, opened.nbytes, max_rank),
+            origin=wish.origin,
+            is_pinned=wish.is_pinned or (previous is not None and previous.is_pinned),
+            loaded_time=now,
+            last_used_time=now,
+        )
+
+    def _pin(self, version: AdapterVersion, previous: AdapterVersion | None) -> None:
+        """Pin a version before it is published. A pin that it inherits is lifted first, so that no budget must hold both."""
+        if not version.is_pinned:
+            return
+        heir_to = previous if previous is not None and previous.is_pinned and previous.error is None else None
+        if heir_to is not None:
+            self._store.unpin_adapter(heir_to.adapter_id)
+        try:
+            self._store.pin_adapter(version.adapter_id)
+        except BaseException:
+            if heir_to is not None:
+                heir_to.is_pinned = self._try_quietly(self._store.pin_adapter, heir_to.adapter_id)
+            raise
+
+    @staticmethod
+    def _try_quietly(call: Callable[[int], object], adapter_id: int) -> bool:
+        """To undo after an error, which is the one to report. Whether it worked."""
+        try:
+            call(adapter_id)
+        except Exception:
+            _log.warning("adapter_id %d: undoing a failed load failed too", adapter_id, exc_info=True)
+            return False
+        return True

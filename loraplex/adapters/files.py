@@ -1,0 +1,281 @@
+"""The files of an adapter directory, opened and parsed so that no content can harm the process.
+
+    adapter_config.json                        at most MAX_CONFIG_BYTES
+    adapter_model.safetensors                  or
+    adapter_model.safetensors.index.json       with its shards, or
+    adapter_model.bin                          (pickle.py)
+
+Sizes come from the file system, never from the file's own claims. Files are read, not mapped: a mapped file that its owner truncates
+kills the process (SIGBUS), and the bytes that were hashed must be the bytes that are served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex.errors import (
+    AdapterConfigMissingError,
+    AdapterFileFormatError,
+    AdapterLoadError,
+    AdapterPathNotFoundError,
+    AdapterPermissionError,
+    AdapterTruncatedError,
+    AdapterWeightsMissingError,
+)
+
+CONFIG_NAME = "adapter_config.json"
+SAFETENSORS_NAME = "adapter_model.safetensors"
+INDEX_NAME = "adapter_model.safetensors.index.json"
+BIN_NAME = "adapter_model.bin"
+WEIGHT_NAMES = (SAFETENSORS_NAME, INDEX_NAME, BIN_NAME)
+
+MAX_CONFIG_BYTES = 2**20
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_SHARDS = 1024
+
+DTYPE_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+}
+DTYPE_BYTES |= {"BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a weight file: `nbytes` at `offset` of `path`. `dtype` is safetensors' name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+    nbytes: int
+
+
+# ------------------------------------------------------------------------------------------------------------ opening
+
+
+@contextmanager
+def open_regular(path: Path, adapter: str) -> Iterator[tuple[int, int]]:
+    """(file descriptor, size in bytes) of a regular file. Raises AdapterWeightsMissingError, AdapterPermissionError and kin."""
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise AdapterFileFormatError(f"adapter {adapter!r}: {path} is not a regular file")
+        yield fd, status.st_size
+    except FileNotFoundError as error:
+        raise AdapterWeightsMissingError(f"adapter {adapter!r}: {path} is missing") from error
+    except PermissionError as error:
+        raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: {error.strerror}") from error
+    except OSError as error:
+        raise AdapterLoadError(f"adapter {adapter!r}: {path} cannot be read: {error.strerror}") from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset` of the file; returns the bytes that were there (fewer only at the end of the file)."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def _read_bounded(path: Path, adapter: str, limit: int) -> bytes:
+    with open_regular(path, adapter) as (fd, size):
+        if size > limit:
+            raise AdapterFileFormatError(f"adapter {adapter!r}: {path.name} has {size} bytes, at most {limit} are read")
+        data = bytearray(size)
+        return bytes(data[: read_exactly(fd, memoryview(data), 0)])
+
+
+def check_directory(path: Path, adapter: str) -> None:
+    """Raise AdapterPathNotFoundError or AdapterPermissionError unless `path` is a directory that can be entered."""
+    try:
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+    except PermissionError as error:
+        raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise AdapterPathNotFoundError(f"adapter {adapter!r}: no such directory: {path}") from error
+    if not is_directory:
+        raise AdapterPathNotFoundError(
+            f"adapter {adapter!r}: {path} is not a directory; give the one with {CONFIG_NAME}"
+        )
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: permission denied")
+
+
+def read_config_file(directory: Path, adapter: str) -> str:
+    check_directory(directory, adapter)
+    try:
+        return _read_bounded(directory / CONFIG_NAME, adapter, MAX_CONFIG_BYTES).decode("utf-8")
+    except AdapterWeightsMissingError as error:
+        raise AdapterConfigMissingError(
+            f"adapter {adapter!r}: {directory} has no {CONFIG_NAME}; is it the output of save_pretrained?"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise AdapterFileFormatError(f"adapter {adapter!r}: {CONFIG_NAME} is not UTF-8: {error}") from error
+
+
+def find_weight_file(directory: Path, adapter: str) -> Path:
+    """The first of WEIGHT_NAMES that exists. Raises AdapterWeightsMissingError."""
+    check_directory(directory, adapter)
+    for name in WEIGHT_NAMES:
+        if os.path.lexists(directory / name):
+            return directory / name
+    raise AdapterWeightsMissingError(f"adapter {adapter!r}: {directory} has none of {', '.join(WEIGHT_NAMES)}")
+
+
+# -------------------------------------------------------------------------------------------------------- safetensors
+
+
+def read_safetensors_entries(weight_file: Path, adapter: str) -> tuple[TensorEntry, ...]:
+    """The tensors of a safetensors file, or of all shards of an index."""
+    shards = _shards(weight_file, adapter) if weight_file.name == INDEX_NAME else {weight_file: None}
+    entries: list[TensorEntry] = []
+    for path, expected in shards.items():
+        found = _entries_of_file(path, adapter)
+        if expected is not None and {entry.name for entry in found} != expected:
+            odd = sorted({entry.name for entry in found} ^ expected)[:3]
+            raise AdapterFileFormatError(
+                f"adapter {adapter!r}: {path.name} and {INDEX_NAME} disagree about {', '.join(odd)}"
+            )
+        entries.extend(found)
+    return tuple(entries)
+
+
+def _shards(index: Path, adapter: str) -> dict[Path, set[str] | None]:
+    where = f"adapter {adapter!r}: {INDEX_NAME}"
+    document = _parse_json(_read_bounded(index, adapter, MAX_HEADER_BYTES), where)
+    weight_map = document.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise AdapterFileFormatError(f"{where} has no weight_map")
+    shards: dict[Path, set[str] | None] = {}
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or name != os.path.basename(name):
+            raise AdapterFileFormatError(
+                f"{where} names the shard {name!r}; a file beside it, ending in .safetensors, is wanted"
+            )
+        tensors = shards.setdefault(index.parent / name, set())
+        assert tensors is not None
+        tensors.add(tensor)
+    if len(shards) > MAX_SHARDS:
+        raise AdapterFileFormatError(f"{where} names {len(shards)} shards, at most {MAX_SHARDS} are read")
+    return shards
+
+
+def _entries_of_file(path: Path, adapter: str) -> list[TensorEntry]:
+    where = f"adapter {adapter!r}: {path.name}"
+    with open_regular(path, adapter) as (fd, size):
+        header, data_start = _read_header(fd, size, where)
+    document = _parse_json(header, where)
+    document.pop("__metadata__", None)
+    entries = [_entry(name, fields, path, data_start, where) for name, fields in document.items()]
+    _check_extents(entries, data_start, size, where)
+    return entries
+
+
+def _read_header(fd: int, size: int, where: str) -> tuple[bytes, int]:
+    prefix = bytearray(8)
+    if read_exactly(fd, memoryview(prefix), 0) < 8:
+        raise AdapterTruncatedError(
+            f"{where} is truncated: {size} bytes, not even the header's length; copy the file again"
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > MAX_HEADER_BYTES:  # random bytes claim far more than any real file: say that first
+        raise AdapterFileFormatError(
+            f"{where} is not safetensors: its header would have {length} bytes (at most {MAX_HEADER_BYTES})"
+        )
+    if 8 + length > size:
+        raise AdapterTruncatedError(
+            f"{where} is truncated: a header of {length} bytes in a file of {size}; copy the file again"
+        )
+    header = bytearray(length)
+    read_exactly(fd, memoryview(header), 8)
+    if not header.startswith(b"{"):
+        raise AdapterFileFormatError(f"{where} is not safetensors: its header does not begin with '{{'")
+    return bytes(header), 8 + length
+
+
+def _parse_json(data: bytes, where: str) -> dict[str, Any]:
+    def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key is there twice")
+        return found
+
+    try:
+        document = json.loads(data.decode("utf-8"), object_pairs_hook=refuse_repeats)
+    except (ValueError, RecursionError) as error:
+        raise AdapterFileFormatError(f"{where} is damaged: its header is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise AdapterFileFormatError(f"{where} is damaged: its header is not a JSON object")
+    return document
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+
+
+def _entry(name: str, fields: Any, path: Path, data_start: int, where: str) -> TensorEntry:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} is not dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    is_fine = isinstance(shape, list) and all(map(_is_size, shape)) and len(shape) <= 8
+    is_fine = is_fine and isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))
+    if not is_fine or not isinstance(dtype, str):
+        raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} has a wrong dtype, shape or offset")
+    begin, end = offsets
+    expected = num_elements(shape) * DTYPE_BYTES.get(dtype, 0)
+    if end < begin or (dtype in DTYPE_BYTES and end - begin != expected):
+        raise AdapterFileFormatError(
+            f"{where} is damaged: {name!r} takes {end - begin} bytes, its shape and dtype {expected}"
+        )
+    return TensorEntry(name, dtype, tuple(shape), path, data_start + begin, end - begin)
+
+
+def num_elements(shape: tuple[int, ...] | list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _check_extents(entries: list[TensorEntry], data_start: int, size: int, where: str) -> None:
+    """Tensors follow one another without gap or overlap from the header to the end of the file."""
+    position = data_start
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != position:
+            raise AdapterFileFormatError(
+                f"{where} is damaged: {entry.name!r} does not begin where the tensor before it ends"
+            )
+        position += entry.nbytes
+    if position > size:
+        raise AdapterTruncatedError(
+            f"{where} is truncated: its tensors end at byte {position}, the file at {size}; copy the file again"
+        )
+    if position < size:
+        raise AdapterFileFormatError(f"{where} is damaged: {size - position} bytes follow its last tensor")

@@ -1,0 +1,224 @@
+"""adapter_config.json of a PEFT LoRA, read exactly or refused by field.
+
+scaling(module) = alpha(module) / rank(module), or alpha(module) / sqrt(rank(module)) with use_rslora
+rank(module), alpha(module): the value of the first key of rank_pattern, alpha_pattern that names the module, else r, lora_alpha
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loraplex.adapters.config_reader import ConfigReader
+from loraplex.adapters.fields import FieldVerdict
+from loraplex.adapters.files import read_config_file
+from loraplex.adapters.patterns import PatternError, fullmatches, layer_indices, names_by_suffix, pattern_values
+from loraplex.config import LoRAConfig
+from loraplex.errors import AdapterFileFormatError, AdapterValidationError
+
+Number = TypeVar("Number", int, float)
+
+ALL_LINEAR = "all-linear"
+NOT_LINEAR_TARGETS = ("lm_head", "embed_tokens")
+"""Last name components that 'all-linear' leaves out: peft excludes the output layer, and embeddings are no linears."""
+
+
+@dataclass(frozen=True)
+class PEFTHelper:
+    """One adapter's configuration. `problems` are the reasons for which it is refused, found in the configuration alone.
+
+    A value that cannot be used is replaced by its default and named in `problems`, so that everything else can still be checked.
+    """
+
+    adapter: str
+    r: int
+    lora_alpha: float
+    target_modules: tuple[str, ...] | str
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    rank_pattern: Mapping[str, int] | None = None
+    alpha_pattern: Mapping[str, float] | None = None
+    use_rslora: bool = False
+    bias: str = "none"
+    lora_bias: bool = False
+    fan_in_fan_out: bool = False
+    base_model_name: str | None = None
+    verdicts: tuple[FieldVerdict, ...] = ()
+    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def from_local_dir(cls, path: str | Path, adapter: str | None = None) -> PEFTHelper:
+        """Read `adapter_config.json` of a directory. Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError."""
+        name = adapter or Path(path).name or str(path)
+        text = read_config_file(Path(path), name)
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise AdapterFileFormatError(f"adapter {name!r}: adapter_config.json is not JSON: {error}") from error
+        return cls.from_dict(fields, name)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], adapter: str = "adapter") -> PEFTHelper:
+        """Never raises for what the fields say: `validate_legal` does, with all reasons. Not a JSON object: AdapterFileFormatError."""
+        if not isinstance(fields, Mapping):
+            raise AdapterFileFormatError(
+                f"adapter {adapter!r}: adapter_config.json must be a JSON object, got {fields!r:.80}"
+            )
+        read = ConfigReader(fields)
+        read.peft_type()
+        read.init_lora_weights()
+        return cls(
+            adapter=adapter,
+            r=read.rank(),
+            lora_alpha=read.alpha(),
+            target_modules=read.target_modules(),
+            exclude_modules=read.names_or_regex("exclude_modules"),
+            layers_to_transform=read.layers_to_transform(),
+            layers_pattern=read.layers_pattern(),
+            rank_pattern=read.rank_pattern(),
+            alpha_pattern=read.alpha_pattern(),
+            use_rslora=read.flag("use_rslora"),
+            bias=read.bias(),
+            lora_bias=read.flag("lora_bias"),
+            fan_in_fan_out=read.fan_in_fan_out(),
+            base_model_name=read.text("base_model_name_or_path"),
+            verdicts=read.finish(),
+            problems=tuple(read.problems),
+            warnings=tuple(read.warnings),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- validation
+
+    def reasons(self, lora_config: LoRAConfig) -> list[str]:
+        """Why this configuration is refused under these limits; empty when it is not."""
+        reasons = list(self.problems)
+        limit = lora_config.max_lora_rank
+        if limit is not None and self.max_rank > limit:
+            reasons.append(
+                f"rank {self.max_rank} is above max_lora_rank {limit}; raise the limit or train with a lower rank"
+            )
+        if self.has_bias and not lora_config.bias_enabled:
+            reasons.append(
+                f"bias={self.bias!r}, lora_bias={self.lora_bias}: bias_enabled is off on this server; train without biases"
+            )
+        return reasons
+
+    def validate_legal(self, lora_config: LoRAConfig) -> None:
+        """Raise AdapterValidationError with every reason, or return."""
+        reasons = self.reasons(lora_config)
+        if reasons:
+            raise AdapterValidationError.from_reasons(self.adapter, reasons)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias != "none" or self.lora_bias
+
+    @cached_property
+    def max_rank(self) -> int:
+        return max((self.r, *(self.rank_pattern or {}).values()))
+
+    # ---------------------------------------------------------------------------------------------------------- scaling
+
+    @property
+    def scaling_factor(self) -> float:
+        """The scaling where no pattern applies."""
+        return self._scaling(self.lora_alpha, self.r)
+
+    @property
+    def vllm_lora_scaling_factor(self) -> float:
+        """vLLM's name for `scaling_factor`."""
+        return self.scaling_factor
+
+    def rank_of(self, module_name: str) -> int:
+        return self.ranks((module_name,))[module_name]
+
+    def alpha_of(self, module_name: str) -> float:
+        return self.alphas((module_name,))[module_name]
+
+    def scaling_of(self, module_name: str) -> float:
+        return self._scaling(self.alpha_of(module_name), self.rank_of(module_name))
+
+    def ranks(self, module_names: Sequence[str]) -> dict[str, int]:
+        """Rank of each module; one call for many names is what a loader wants."""
+        return self._values(self.rank_pattern or {}, self.r, module_names)
+
+    def alphas(self, module_names: Sequence[str]) -> dict[str, float]:
+        return self._values(self.alpha_pattern or {}, self.lora_alpha, module_names)
+
+    def scalings(self, module_names: Sequence[str]) -> dict[str, float]:
+        ranks, alphas = self.ranks(module_names), self.alphas(module_names)
+        return {name: self._scaling(alphas[name], ranks[name]) for name in module_names}
+
+    def _values(self, pattern: Mapping[str, Number], default: Number, names: Sequence[str]) -> dict[str, Number]:
+        with self._refusing_bad_patterns():
+            found = pattern_values(pattern, names)
+        return {name: found.get(name, default) for name in names}
+
+    @contextmanager
+    def _refusing_bad_patterns(self) -> Iterator[None]:
+        try:
+            yield
+        except PatternError as error:
+            raise AdapterValidationError.from_reasons(self.adapter, [str(error)]) from error
+
+    def _scaling(self, alpha: float, rank: int) -> float:
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    # --------------------------------------------------------------------------------------------------------- matching
+
+    def matches(self, module_name: str) -> bool:
+        """Whether peft would put LoRA on this module of the base model."""
+        return module_name in self.match_modules((module_name,))
+
+    def match_modules(self, module_names: Sequence[str]) -> frozenset[str]:
+        """The modules that peft would put LoRA on. Raises AdapterValidationError for a pattern that cannot be matched."""
+        with self._refusing_bad_patterns():
+            return frozenset(self._targeted(module_names)) - self._excluded(module_names)
+
+    def unmatched_targets(self, module_names: Sequence[str]) -> tuple[str, ...]:
+        """Entries of a target_modules list that name none of these modules, whatever the layers or exclusions."""
+        if isinstance(self.target_modules, str):
+            return ()
+        return tuple(
+            entry for entry in self.target_modules if not any(names_by_suffix((entry,), name) for name in module_names)
+        )
+
+    def _excluded(self, names: Sequence[str]) -> frozenset[str]:
+        if isinstance(self.exclude_modules, str):
+            return frozenset(fullmatches(self.exclude_modules, names))
+        return frozenset(name for name in names if names_by_suffix(self.exclude_modules, name))
+
+    def _targeted(self, names: Sequence[str]) -> list[str]:
+        if isinstance(self.target_modules, str):
+            if self.target_modules.lower() == ALL_LINEAR:
+                return [name for name in names if name.rpartition(".")[2] not in NOT_LINEAR_TARGETS]
+            return list(fullmatches(self.target_modules, names))
+        by_suffix = [name for name in names if names_by_suffix(self.target_modules, name)]
+        if not self.layers_to_transform:
+            return by_suffix
+        indices = layer_indices(self.layers_pattern, by_suffix)
+        exact = frozenset(self.target_modules)  # peft takes an exact name whatever its layer
+        return [name for name in by_suffix if name in exact or indices.get(name) in self.layers_to_transform]
+
+    # --------------------------------------------------------------------------------------------------------- identity
+
+    def canonical(self) -> bytes:
+        """The fields that change the mathematics of given tensors, as JSON with sorted keys (patterns in their order: it counts)."""
+        fields = {
+            "r": self.r,
+            "lora_alpha": self.lora_alpha,
+            "use_rslora": self.use_rslora,
+            "rank_pattern": list((self.rank_pattern or {}).items()),
+            "alpha_pattern": list((self.alpha_pattern or {}).items()),
+            "bias": self.bias,
+            "lora_bias": self.lora_bias,
+        }
+        return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,179 @@
+"""What would be honoured or refused of an adapter, and why: `loraplex adapter inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.adapters.fields import FieldVerdict
+from loraplex.adapters.files import TensorEntry
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
+from loraplex.adapters.tensors import DTYPES, WeightFile, read_tensors
+from loraplex.adapters.weights import LoRAModel
+from loraplex.config import LoRAConfig
+from loraplex.core import LoraTarget
+from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """All that can be said of an adapter. `reasons` empty: it would be loaded (by this base, if targets were given).
+
+    ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if unreadable.
+    """
+
+    path: str
+    base_model_name: str | None
+    fields: tuple[FieldVerdict, ...]
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    ranks: dict[int, int] | None = None
+    scalings: dict[float, int] | None = None
+    dtypes: dict[str, int] | None = None
+    nbytes: int = 0
+    num_tensors: int = 0
+    weight_file: str = ""
+    adapter_digest: str = ""
+    is_checked_against_base: bool = False
+
+    @property
+    def is_honoured(self) -> bool:
+        return not self.reasons
+
+    def describe(self) -> str:
+        """The report as text for a person."""
+        lines = [f"{self.path}: {'would be loaded' if self.is_honoured else 'is refused'}{self._base_note()}"]
+        lines += [f"  refused: {reason}" for reason in self.reasons]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        lines += [f"  {label}: {value}" for label, value in self._facts() if value]
+        for field in self.fields:
+            lines.append(
+                f"  {field.verdict.value:8} {field.name} = {field.value!r:.100}{f'  ({field.reason})' if field.reason else ''}"
+            )
+        return "\n".join(lines)
+
+    def _base_note(self) -> str:
+        return "" if self.is_checked_against_base else " (not checked against a base model; give one with --base)"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        def counts(values: dict[int, int] | dict[float, int] | dict[str, int] | None, what: str) -> str:
+            return ", ".join(f"{value} ({count} {what})" for value, count in (values or {}).items())
+
+        return [
+            ("base model", self.base_model_name or ""),
+            (
+                "file",
+                f"{self.weight_file}, {self.num_tensors} tensors, {self.nbytes} bytes" if self.weight_file else "",
+            ),
+            ("dtype", counts(self.dtypes, "tensors")),
+            ("rank", counts(self.ranks, "modules")),
+            ("scaling", counts(self.scalings, "modules")),
+            ("modules", ", ".join(sorted({module.rpartition(".")[2] for module in self.modules}))),
+            ("digest", self.adapter_digest),
+        ]
+
+
+def inspect_adapter(
+    path: str | Path, targets: Sequence[LoraTarget] | None = None, lora_config: LoRAConfig | None = None
+) -> AdapterReport:
+    """Read an adapter directory and judge it; with `targets`, as the base model that publishes them would.
+
+    Raises only when there is no readable adapter_config.json; everything else is in `reasons`.
+    """
+    limits = lora_config or LoRAConfig()
+    helper = PEFTHelper.from_local_dir(path)
+    reasons = helper.reasons(limits)
+    try:
+        file = WeightFile.open(Path(path), helper.adapter)
+    except AdapterError as error:
+        return _report(path, helper, [*reasons, error.message], None, {}, "")
+    names, odd = _parse(file)
+    digest, damaged = _digest(file, names, helper)
+    if targets is None:
+        reasons += odd + damaged + _pairs(names, helper)
+    else:
+        reasons = _judge(path, helper, targets, limits)
+    return _report(path, helper, reasons, file, names, digest, targets is not None)
+
+
+def _judge(path: str | Path, helper: PEFTHelper, targets: Sequence[LoraTarget], limits: LoRAConfig) -> list[str]:
+    try:
+        LoRAModel.from_local_checkpoint(path, helper, targets, limits)
+    except AdapterValidationError as error:
+        return list(error.reasons)
+    except AdapterBaseMismatchError as error:
+        return [error.message]
+    except AdapterError as error:
+        return [*helper.reasons(limits), error.message]
+    return []
+
+
+def _parse(file: WeightFile) -> tuple[dict[TensorName, TensorEntry], list[str]]:
+    names: dict[TensorName, TensorEntry] = {}
+    odd = []
+    for entry in file.entries:
+        name = parse_tensor_name(entry.name)
+        if name is None:
+            odd.append(f"tensor {entry.name!r} is not used: {why_unknown(entry.name)}")
+        elif entry.dtype not in DTYPES:
+            odd.append(f"tensor {entry.name!r} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+        else:
+            names[name] = entry
+    return names, odd
+
+
+def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
+    try:
+        read = read_tensors(file, names, helper.canonical(), helper.adapter)
+    except AdapterError as error:
+        return "", [error.message]
+    return read.adapter_digest, [f"tensor {name!r} has NaN or Inf" for name in read.not_finite]
+
+
+def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str]:
+    """What can be checked without a base: A with B, and the ranks."""
+    reasons = []
+    modules = sorted({name.module for name in names if name.part != "bias"})
+    ranks = helper.ranks(modules)
+    for module in modules:
+        for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
+            entry = names.get(TensorName(module, part))
+            if entry is None:
+                reasons.append(f"{module}: the file has no {part}")
+            elif len(entry.shape) != 2 or entry.shape[axis] != ranks[module]:
+                reasons.append(
+                    f"tensor {entry.name!r} has shape {list(entry.shape)}, its rank should be {ranks[module]}"
+                )
+    return reasons
+
+
+def _report(
+    path: str | Path,
+    helper: PEFTHelper,
+    reasons: Sequence[str],
+    file: WeightFile | None,
+    names: dict[TensorName, TensorEntry],
+    digest: str,
+    is_checked: bool = False,
+) -> AdapterReport:
+    modules = tuple(sorted({name.module for name in names if name.part != "bias"}))
+    return AdapterReport(
+        path=str(path),
+        base_model_name=helper.base_model_name,
+        fields=helper.verdicts,
+        reasons=tuple(reasons),
+        warnings=helper.warnings,
+        modules=modules,
+        ranks=dict(Counter(helper.ranks(modules).values())),
+        scalings=dict(Counter(helper.scalings(modules).values())),
+        dtypes=dict(Counter(entry.dtype for entry in names.values())),
+        nbytes=file.nbytes if file else 0,
+        num_tensors=len(file.entries) if file else 0,
+        weight_file=file.path.name if file else "",
+        adapter_digest=digest,
+        is_checked_against_base=is_checked,
+    )

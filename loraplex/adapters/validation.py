@@ -1,0 +1,259 @@
+"""Whether the tensors of a file are exactly what the configuration and the base model call for.
+
+    wanted: lora_A.weight [rank, in] and lora_B.weight [out, rank] of every module that the configuration names and the base has,
+            lora_B.bias [out] of the same with lora_bias,
+            bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all")
+
+Every difference is a reason. When all differences are those between two base models (widths, number of layers), the adapter is made
+for another base, which is an error of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from loraplex.adapters.files import TensorEntry
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
+from loraplex.core import LoraTarget
+from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError
+
+SUPPORTED_DTYPES = ("F32", "F16", "BF16")
+UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
+MAX_REASONS_OF_A_KIND = 20
+
+_LAYER = re.compile(r"(?P<before>.*?\blayers)\.(?P<layer>\d+)\.(?P<after>.+)")
+_HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_HIDDEN_OUT = ("o_proj", "down_proj")
+_WIDTHS = {"q_proj": "attention width", "k_proj": "key/value width", "v_proj": "key/value width"}
+_WIDTHS |= {"gate_proj": "intermediate size", "up_proj": "intermediate size"}
+_WIDTHS_IN = {"o_proj": "attention width", "down_proj": "intermediate size"}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModule:
+    """One linear of the base model under its checkpoint name; sizes are the whole checkpoint's."""
+
+    in_features: int
+    out_features: int
+    has_bias: bool
+
+
+def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
+    """module name -> its sizes, over all slices of all targets."""
+    return {
+        part.module_name: BaseModule(target.full_in_features, part.full_out_features, part.has_bias)
+        for target in targets
+        for part in target.slices
+    }
+
+
+@dataclass
+class TensorCheck:
+    """The findings about one file. `names` maps what is understood to its entry; `reasons` are faults of the adapter itself,
+    `differences` those that another base model would explain, `widths` what they say: width -> {(file's, base's)}."""
+
+    helper: PEFTHelper
+    base: Mapping[str, BaseModule]
+    names: dict[TensorName, TensorEntry] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    widths: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
+        """AdapterBaseMismatchError when another base explains everything, else AdapterValidationError with all reasons."""
+        reasons = [*more_reasons, *self.reasons]
+        if reasons:
+            raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened([*reasons, *self.differences]))
+        if not self.differences:
+            return
+        if all(len(pairs) == 1 for pairs in self.widths.values()):
+            raise AdapterBaseMismatchError(self._another_base())
+        raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened(self.differences))
+
+    def _another_base(self) -> str:
+        facts = ", ".join(
+            f"{width} {theirs} against {ours}" for width, ((theirs, ours),) in sorted(self.widths.items())
+        )
+        base = (
+            f" (its adapter_config.json names {self.helper.base_model_name!r})" if self.helper.base_model_name else ""
+        )
+        example = f"; for example {self.differences[0]}"
+        return f"adapter {self.helper.adapter!r} is made for another base model{base}: {facts}{example}"
+
+    # ------------------------------------------------------------------------------------------------------ one by one
+
+    def add(self, entry: TensorEntry) -> None:
+        """Take one tensor of the file: its name, dtype and whether it is there twice."""
+        name = parse_tensor_name(entry.name)
+        if name is None:
+            self.reasons.append(f"tensor {entry.name!r} is not used: {why_unknown(entry.name)}")
+        elif name in self.names:
+            self.reasons.append(
+                f"tensors {self.names[name].name!r} and {entry.name!r} are the same part of the adapter; keep one"
+            )
+        elif entry.dtype not in SUPPORTED_DTYPES:
+            kind = "float8 " if entry.dtype.upper().startswith(("F8", "FLOAT8")) else ""
+            self.reasons.append(
+                f"tensor {entry.name!r} has {kind}dtype {entry.dtype}; supported are {', '.join(SUPPORTED_DTYPES)}: convert it"
+            )
+            self.names[name] = entry
+        else:
+            self.names[name] = entry
+
+    def check(self) -> None:
+        """Compare what was added with what is wanted."""
+        modules = tuple(self.base)
+        matched = self.helper.match_modules((*modules, *UNSUPPORTED_BASE_MODULES))
+        self._check_targets(matched)
+        matched &= self.base.keys()
+        ranks = self.helper.ranks(sorted(matched))
+        in_file = {name.module for name in self.names if name.part != "bias"}
+        for module in sorted(matched):
+            if module in in_file:
+                self._check_module(module, ranks[module])
+            else:
+                self._missing_module(module, in_file)
+        for name, entry in self.names.items():
+            if name.part == "bias":
+                self._check_bias(name, entry, matched)
+            elif name.module not in matched:
+                self._unwanted(name, entry)
+        self._check_missing_biases(matched)
+
+    def _check_targets(self, matched: frozenset[str]) -> None:
+        if not matched:
+            self.reasons.append(f"target_modules={self.helper.target_modules!r} names no module of the base model")
+        for entry in self.helper.unmatched_targets((*self.base, *UNSUPPORTED_BASE_MODULES)):
+            self.reasons.append(f"target_modules: {entry!r} names no module of the base model; remove it")
+        for module in UNSUPPORTED_BASE_MODULES:
+            if module in matched:
+                self.reasons.append(
+                    f"target_modules names {module!r}: adapters on embeddings and the output layer are not supported yet"
+                )
+
+    def _check_module(self, module: str, rank: int) -> None:
+        base = self.base[module]
+        wanted: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, base.in_features), "lora_B.weight": (base.out_features, rank)}
+        if self.helper.lora_bias:
+            wanted["lora_B.bias"] = (base.out_features,)
+        for part, shape in wanted.items():
+            entry = self.names.get(TensorName(module, part))
+            if entry is None:
+                self.reasons.append(f"{module}: the file has no {part}; save the adapter again")
+            elif entry.shape != shape:
+                self._wrong_shape(TensorName(module, part), entry, shape)
+        if not self.helper.lora_bias and TensorName(module, "lora_B.bias") in self.names:
+            self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
+
+    def _missing_module(self, module: str, in_file: set[str]) -> None:
+        layer, layers = _layer_of(module), _num_layers(in_file)
+        text = f"{module}: adapter_config.json names it, but the file has no tensors for it"
+        if layer is None or layer < layers or self._is_foreign_rest(in_file):
+            self.reasons.append(f"{text}; save the adapter again")
+        else:
+            self._differs("number of layers", layers, _num_layers(self.base), text)
+
+    def _is_foreign_rest(self, in_file: set[str]) -> bool:
+        """Without any tensor, or with layers chosen in the configuration, missing layers do not speak for another base."""
+        return not in_file or bool(self.helper.layers_to_transform) or bool(self.helper.exclude_modules)
+
+    def _wrong_shape(self, name: TensorName, entry: TensorEntry, wanted: tuple[int, ...]) -> None:
+        text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
+        rank_axis, width_axis = (0, 1) if name.part == "lora_A.weight" else (1, 0)
+        is_rank_wrong = len(entry.shape) != len(wanted) or (
+            len(wanted) == 2 and entry.shape[rank_axis] != wanted[rank_axis]
+        )
+        width_axis = min(width_axis, len(wanted) - 1)
+        if is_rank_wrong or entry.shape[width_axis] == 0:
+            self.reasons.append(text + (" (was it saved from gathered shards?)" if 0 in entry.shape else ""))
+        else:
+            self._differs(_width_name(name), entry.shape[width_axis], wanted[width_axis], text)
+
+    def _unwanted(self, name: TensorName, entry: TensorEntry) -> None:
+        if name.module in self.base:
+            self.reasons.append(f"tensor {entry.name!r} is not used: adapter_config.json does not name {name.module!r}")
+            return
+        layer, layers = _layer_of(name.module), _num_layers(self.base)
+        if layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
+            foreign = _num_layers(other.module for other in self.names)
+            self._differs(
+                "number of layers", foreign, layers, f"tensor {entry.name!r} is of layer {layer}, the base has {layers}"
+            )
+        else:
+            self.reasons.append(
+                f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r}; {why_not_linear(name)}"
+            )
+
+    # ---------------------------------------------------------------------------------------------------------- biases
+
+    def _check_bias(self, name: TensorName, entry: TensorEntry, matched: frozenset[str]) -> None:
+        base = self.base.get(name.module)
+        if self.helper.bias == "none":
+            self.reasons.append(f"tensor {entry.name!r} is not used: bias is 'none' in adapter_config.json")
+        elif base is None or not base.has_bias:
+            self.reasons.append(
+                f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r} with a bias"
+            )
+        elif self.helper.bias == "lora_only" and name.module not in matched:
+            self.reasons.append(
+                f"tensor {entry.name!r} is not used: bias is 'lora_only' and {name.module!r} is no target"
+            )
+        elif entry.shape != (base.out_features,):
+            self._wrong_shape(name, entry, (base.out_features,))
+
+    def _check_missing_biases(self, matched: frozenset[str]) -> None:
+        if self.helper.bias == "none":
+            return
+        for module, base in self.base.items():
+            is_wanted = base.has_bias and (self.helper.bias == "all" or module in matched)
+            if is_wanted and TensorName(module, "bias") not in self.names:
+                self.reasons.append(
+                    f"{module}: bias is {self.helper.bias!r}, but the file has no bias for it; set bias to 'none' if it was not trained"
+                )
+
+    def _differs(self, width: str, theirs: int, ours: int, text: str) -> None:
+        self.differences.append(text)
+        self.widths.setdefault(width, set()).add((theirs, ours))
+
+
+def why_not_linear(name: TensorName) -> str:
+    reason = why_unknown(name.canonical)
+    return reason if name.module.endswith(("embed_tokens", "lm_head")) else "is the adapter for another model?"
+
+
+def _layer_of(module: str) -> int | None:
+    match = _LAYER.match(module)
+    return int(match["layer"]) if match else None
+
+
+def _layer_like(module: str, layer: int) -> str:
+    return _LAYER.sub(lambda match: f"{match['before']}.{layer}.{match['after']}", module)
+
+
+def _num_layers(modules: Iterable[str]) -> int:
+    layers = [layer for module in modules if (layer := _layer_of(module)) is not None]
+    return max(layers, default=-1) + 1
+
+
+def _width_name(name: TensorName) -> str:
+    leaf = name.module.rpartition(".")[2]
+    is_input = name.part == "lora_A.weight"
+    if leaf in (_HIDDEN_IN if is_input else _HIDDEN_OUT):
+        return "hidden size"
+    return (_WIDTHS_IN if is_input else _WIDTHS).get(leaf, f"{'inputs' if is_input else 'outputs'} of {leaf}")
+
+
+def _shortened(reasons: Sequence[str]) -> list[str]:
+    """At most MAX_REASONS_OF_A_KIND reasons that differ in a layer number only; the rest is counted."""
+    kept: list[str] = []
+    counts: dict[str, int] = {}
+    for reason in reasons:
+        kind = re.sub(r"\d+", "#", reason)
+        counts[kind] = counts.get(kind, 0) + 1
+        if counts[kind] <= MAX_REASONS_OF_A_KIND:
+            kept.append(reason)
+    left_out = sum(max(0, count - MAX_REASONS_OF_A_KIND) for count in counts.values())
+    return [*kept, f"and {left_out} more of the same kinds"] if left_out else kept

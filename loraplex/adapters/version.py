@@ -1,0 +1,86 @@
+"""One loaded version of an adapter: what it is, who uses it, and what happens when the last user leaves.
+
+    load or reload -> current --(unload, reload)--> draining --(last reference released)--> dropped
+                         `----(switched away)-----> evicted when its last reference goes, and current still
+
+A version is mutable and belongs to the registry, which touches it only under its lock. What leaves the registry is `LoRARef`.
+"""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from loraplex.core import AdapterId, AdapterSpec
+from loraplex.errors import LoraplexError
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARef:
+    """What a request holds while it runs: one version of one adapter. `lora_path` is the source as its owner named it."""
+
+    adapter_id: AdapterId
+    adapter_name: str
+    adapter_version: int
+    adapter_digest: str
+    lora_int_id: int | None
+    max_rank: int
+    lora_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedAdapter:
+    """An adapter that was fetched and found valid. `path` is its local directory, `nbytes` the size of its tensors."""
+
+    path: str
+    adapter_digest: str
+    nbytes: int
+    max_rank: int
+
+
+class Farewell(enum.Enum):
+    """What is done to a version when its last reference goes."""
+
+    EVICT = "evict"
+    DROP = "drop"
+
+
+@dataclass(eq=False, slots=True)
+class Parting:
+    """A farewell that is due to `version`. `done` holds whether the store changed something, or the error it raised."""
+
+    version: AdapterVersion
+    farewell: Farewell
+    done: Future[bool] = field(default_factory=Future)
+
+
+@dataclass(eq=False, slots=True)
+class AdapterVersion:
+    """`error` is set when an engine that started again could not take the adapter back: its requests are then refused with it."""
+
+    ref: LoRARef
+    spec: AdapterSpec
+    origin: str
+    is_pinned: bool
+    loaded_time: float
+    last_used_time: float
+    num_references: int = 0
+    parting: Parting | None = None
+    error: LoraplexError | None = None
+
+    @property
+    def adapter_id(self) -> AdapterId:
+        return self.ref.adapter_id
+
+    def part_with(self, farewell: Farewell) -> Parting:
+        """Make `farewell` due once the last reference goes; one that was due before is off."""
+        self.stay()
+        self.parting = Parting(self, farewell)
+        return self.parting
+
+    def stay(self) -> None:
+        """Whatever farewell was due is off, and who waits for it is told that nothing was done."""
+        if self.parting is not None:
+            self.parting.done.set_result(False)
+            self.parting = None

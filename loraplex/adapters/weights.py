@@ -1,0 +1,224 @@
+"""An adapter in host memory: `delta(module) = scaling * lora_b @ lora_a`, `[out, in]`.
+
+lora_a [rank, in], lora_b [out, rank] as PEFT stores them; `scaling` is kept apart. lora_bias [out] is added, scaled:
+`y += scaling * (x A^T B^T + lora_bias)`. bias [out] replaces the base's bias of the module.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensor_names import TensorName
+from loraplex.adapters.tensors import ReadTensors, WeightFile, is_finite, pack_aligned, read_tensors
+from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
+from loraplex.config import LoRAConfig
+from loraplex.core import LoraTarget
+from loraplex.errors import AdapterTooLargeError, AdapterValidationError
+
+PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
+
+
+@dataclass(frozen=True, eq=False)
+class LoRALayerWeights:
+    """One module's share of an adapter. `lora_a` and `lora_b` are None when only the bias is replaced (bias "all")."""
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    lora_bias: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scaling: float = 1.0
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is there, by field name."""
+        return {field: tensor for field in PARTS if (tensor := getattr(self, field)) is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def optimize(self) -> LoRALayerWeights:
+        """The same layer in one block, each tensor contiguous and aligned to 64 bytes; scaling stays apart."""
+        tensors = self.tensors
+        return self.with_tensors(dict(zip(tensors, pack_aligned(list(tensors.values())), strict=True)))
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> LoRALayerWeights:
+        """The same layer with these tensors, by field name; those not given are None."""
+        return replace(
+            self,
+            lora_a=tensors.get("lora_a"),
+            lora_b=tensors.get("lora_b"),
+            lora_bias=tensors.get("lora_bias"),
+            bias=tensors.get("bias"),
+        )
+
+    def compute_delta_weight(self, cache: DeltaCache | None = None) -> torch.Tensor:
+        """scaling * B @ A, [out, in], in the dtype of B; computed in float32, as peft's get_delta_weight does on a CPU."""
+        if self.lora_a is None or self.lora_b is None:
+            raise ValueError(f"{self.module_name}: this adapter only replaces the bias here; there is no delta weight")
+        found = None if cache is None else cache.get(self)
+        if found is None:
+            found = ((self.lora_b.float() @ self.lora_a.float()) * self.scaling).to(self.lora_b.dtype)
+            if cache is not None:
+                cache.put(self, found)
+        return found
+
+
+class DeltaCache:
+    """Deltas of layers, least recently used dropped beyond `max_bytes`; `clear()` under memory pressure. Not thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._deltas: OrderedDict[LoRALayerWeights, torch.Tensor] = OrderedDict()
+
+    def get(self, layer: LoRALayerWeights) -> torch.Tensor | None:
+        if layer in self._deltas:
+            self._deltas.move_to_end(layer)
+        return self._deltas.get(layer)
+
+    def put(self, layer: LoRALayerWeights, delta: torch.Tensor) -> None:
+        if delta.nbytes > self.max_bytes or layer in self._deltas:
+            return
+        self._deltas[layer] = delta
+        self.nbytes += delta.nbytes
+        while self.nbytes > self.max_bytes:
+            self.nbytes -= self._deltas.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        self._deltas.clear()
+        self.nbytes = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LoRAModel:
+    """All layers of one adapter. `adapter_id` is 0 until somebody gives it one with `clone`; `adapter_digest` identifies the content."""
+
+    adapter_digest: str
+    rank: int
+    layers: Mapping[str, LoRALayerWeights]
+    adapter_id: int = 0
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> int:
+        """vLLM's name for `adapter_id`."""
+        return self.adapter_id
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    def __iter__(self) -> Iterator[LoRALayerWeights]:
+        return iter(self.layers.values())
+
+    def get_lora(self, module_name: str) -> LoRALayerWeights | None:
+        return self.layers.get(module_name)
+
+    def check_lora_name(self, module_name: str) -> bool:
+        return module_name in self.layers
+
+    def clone(self, adapter_id: int) -> LoRAModel:
+        """The same tensors under another id."""
+        return replace(self, adapter_id=adapter_id)
+
+    def optimize(self) -> LoRAModel:
+        """The same adapter with each layer packed. What `from_local_checkpoint` returns is packed already."""
+        return replace(self, layers={name: layer.optimize() for name, layer in self.layers.items()})
+
+    def compute_delta_weight(self, module_name: str, cache: DeltaCache | None = None) -> torch.Tensor:
+        return self.layers[module_name].compute_delta_weight(cache)
+
+    @classmethod
+    def from_local_checkpoint(
+        cls,
+        directory: str | Path,
+        peft_helper: PEFTHelper,
+        targets: Sequence[LoraTarget],
+        lora_config: LoRAConfig,
+        adapter_id: int = 0,
+    ) -> LoRAModel:
+        """Read and validate the adapter in `directory` against the base model that publishes `targets`.
+
+        Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
+        AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format).
+        """
+        file = WeightFile.open(Path(directory), peft_helper.adapter)
+        _check_size(file, lora_config, peft_helper.adapter)
+        check = TensorCheck(peft_helper, base_modules(targets))
+        for entry in file.entries:
+            check.add(entry)
+        check.check()
+        readable = {name: entry for name, entry in check.names.items() if entry.dtype in SUPPORTED_DTYPES}
+        read = read_tensors(file, readable, peft_helper.canonical(), peft_helper.adapter)
+        check.reasons.extend(
+            f"tensor {name!r} has NaN or Inf; train again or take an earlier checkpoint" for name in read.not_finite
+        )
+        check.raise_if_refused(peft_helper.reasons(lora_config))
+        layers = _convert(_layers(read, peft_helper), lora_config, peft_helper.adapter)
+        return cls(
+            read.adapter_digest, max(layer.rank for layer in layers.values()), layers, adapter_id, peft_helper.warnings
+        )
+
+
+def header_nbytes(directory: str | Path, adapter: str = "adapter") -> int:
+    """Bytes of the adapter's tensors in the file's dtypes; of safetensors only headers are read."""
+    return WeightFile.open(Path(directory), adapter).nbytes
+
+
+def _check_size(file: WeightFile, lora_config: LoRAConfig, adapter: str) -> None:
+    if file.nbytes > lora_config.host_memory_bytes:
+        raise AdapterTooLargeError(
+            f"adapter {adapter!r} has {file.nbytes} bytes of tensors, the host budget is {lora_config.host_memory_bytes} bytes; "
+            "raise host_memory_bytes or train with a lower rank"
+        )
+
+
+def _layers(read: ReadTensors, helper: PEFTHelper) -> dict[str, LoRALayerWeights]:
+    modules = sorted({name.module for name in read.by_name})
+    ranks, alphas, scalings = helper.ranks(modules), helper.alphas(modules), helper.scalings(modules)
+    layers = {}
+    for module in modules:
+        tensors = {field: read.by_name.get(TensorName(module, part)) for field, part in PARTS.items()}
+        has_lora = tensors["lora_a"] is not None
+        layers[module] = LoRALayerWeights(
+            module_name=module,
+            rank=ranks[module] if has_lora else 0,
+            lora_alpha=alphas[module],
+            lora_a=tensors["lora_a"],
+            lora_b=tensors["lora_b"],
+            lora_bias=tensors["lora_bias"],
+            bias=tensors["bias"],
+            scaling=scalings[module],
+        )
+    return layers
+
+
+def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapter: str) -> dict[str, LoRALayerWeights]:
+    """The layers in `lora_dtype`, unless it is `auto`. A value that does not fit is a reason to refuse."""
+    if lora_config.lora_dtype == "auto":
+        return layers
+    dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
+    converted = {
+        name: layer.with_tensors({field: tensor.to(dtype) for field, tensor in layer.tensors.items()})
+        for name, layer in layers.items()
+    }
+    reasons = [
+        f"{name}: {field} does not fit in lora_dtype={lora_config.lora_dtype!r}; use auto, bfloat16 or float32"
+        for name, layer in converted.items()
+        for field, tensor in layer.tensors.items()
+        if not is_finite(tensor)
+    ]
+    if reasons:
+        raise AdapterValidationError.from_reasons(adapter, reasons)
+    return converted

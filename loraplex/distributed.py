@@ -1,0 +1,65 @@
+"""How a layer and its adapters are cut for tensor parallelism: pure slicing, derived from what the layer publishes.
+
+One rule serves base weights, A, B and biases: a dimension of `full` entries, of which a shard holds `here`, is cut in
+`full / here` parts; shard.size / parts neighbouring ranks hold the same part (k and v heads when there are fewer than ranks).
+
+    column, qkv   A replicated, B and bias cut like the output        y_i = x (B_i A)^T          parts side by side = y
+    row           A cut like the input, B replicated                  y_i = x_i (B A_i)^T        sum over ranks = y
+                  bias only on rank 0, or the sum would count it `size` times
+    replicated    nothing is cut
+
+Source of the derivation from the base layer: torchtitan, components/lora.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.core import LoraTarget, Shard, ShardKind
+
+
+def _part(full: int, here: int, shard: Shard) -> tuple[int, int]:
+    """[start, end) of this shard's `here` of `full` entries. ValueError when they cannot be dealt out evenly."""
+    parts = full // here if here else 0
+    if parts * here != full or parts == 0 or shard.size % parts:
+        raise ValueError(f"{full} entries cannot be cut into parts of {here} for {shard.size} shards")
+    start = shard.rank // (shard.size // parts) * here
+    return start, start + here
+
+
+def shard_rows(full: torch.Tensor, num_rows: int, shard: Shard) -> torch.Tensor:
+    """This shard's `num_rows` rows of `full` [rows, ...], as a view. num_rows == rows is a replica."""
+    start, end = _part(full.shape[0], num_rows, shard)
+    return full[start:end]
+
+
+def shard_columns(full: torch.Tensor, num_columns: int, shard: Shard) -> torch.Tensor:
+    """This shard's `num_columns` columns of `full` [rows, columns], as a view."""
+    start, end = _part(full.shape[1], num_columns, shard)
+    return full[:, start:end]
+
+
+def shard_lora_a(target: LoraTarget, slice_index: int, a: torch.Tensor) -> torch.Tensor:
+    """This shard's A [rank, in_features] of the checkpoint's A [rank, full_in_features]. ValueError names both shapes."""
+    _expect(target, slice_index, "lora_a", a.shape[1], target.full_in_features)
+    return shard_columns(a, target.in_features, target.shard)
+
+
+def shard_lora_b(target: LoraTarget, slice_index: int, b: torch.Tensor) -> torch.Tensor:
+    """This shard's B [out_features, rank] of the checkpoint's B [full_out_features, rank]."""
+    _expect(target, slice_index, "lora_b", b.shape[0], target.slices[slice_index].full_out_features)
+    return shard_rows(b, target.slices[slice_index].out_features, target.shard)
+
+
+def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torch.Tensor | None:
+    """This shard's additive bias [out_features]; None on the ranks of a row-parallel layer that must not add it again."""
+    _expect(target, slice_index, "bias", bias.shape[0], target.slices[slice_index].full_out_features)
+    if target.kind is ShardKind.ROW and target.shard.rank > 0:
+        return None
+    return shard_rows(bias, target.slices[slice_index].out_features, target.shard)
+
+
+def _expect(target: LoraTarget, slice_index: int, what: str, got: int, full: int) -> None:
+    if got != full:
+        module = target.slices[slice_index].module_name
+        raise ValueError(f"{what} of {module} has {got} features where the base model has {full}")

@@ -1,0 +1,1 @@
+"""One engine: scheduler, batch, model runner, sampler, and the text on either side of it."""

@@ -1,0 +1,190 @@
+"""An engine process seen from the server: started, spoken to by messages, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from loraplex.config import EngineConfig
+from loraplex.core import EngineInfo, TokenOutput
+from loraplex.engine import messages as msg
+from loraplex.errors import EngineDeadError, LoraplexError, error_from_payload
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+class EngineClient:
+    """One engine process. Every call is answered, with EngineDeadError when the process ends before it could.
+
+    `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process ends unasked.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: Callable[[tuple[TokenOutput, ...]], None],
+        on_death: Callable[[EngineDeadError], None],
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self._config = config
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._on_progress = on_progress
+        self._folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._process: asyncio.subprocess.Process | None = None
+        self._calls: dict[int, asyncio.Future[msg.Reply]] = {}
+        self._call_ids = itertools.count(1)
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self.death: EngineDeadError | None = None
+        self._dispatch = msg.TypeBasedDispatcher(
+            {
+                msg.Ready: self._on_ready,
+                msg.Progress: self._on_start_progress,
+                msg.StepOutputs: lambda m: self._on_outputs(m.outputs),
+                msg.Reply: self._on_reply,
+                msg.Fatal: self._on_fatal,
+            }
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self.death is None and not self._is_stopping
+
+    async def start(self) -> EngineInfo:
+        """Start the process and wait until its model is ready. Raises the error that kept it from starting."""
+        address = f"ipc://{self._folder / 'engine'}"
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "loraplex.engine.process",
+            address,
+            stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone
+            start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends the engine in order
+        )
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self.send(msg.StartEngine(self._config))
+        return await self._ready
+
+    def send(self, message: Any) -> None:
+        """Send without waiting. Raises EngineDeadError when the process has ended."""
+        if self.death is not None or self._is_stopping:
+            raise self.death or EngineDeadError("the engine is shutting down")
+        # The socket has no high-water mark: a send completes at once and the future can be dropped.
+        self._socket.send(msg.encode(message))
+
+    async def call(self, message_type: type, *values: Any) -> Any:
+        """Send a call and wait for its value; raises the error that the engine answers with."""
+        call_id = next(self._call_ids)
+        future: asyncio.Future[msg.Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self.send(message_type(call_id, *values))
+            return msg.read_reply(await future, msg.RESULT_TYPES[message_type])
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End the process: ask, then kill after `grace_s`."""
+        if self._process is not None and self._process.returncode is None:
+            if self.death is None and not self._is_stopping:
+                self.send(msg.Shutdown())
+            self._is_stopping = True
+            try:
+                await asyncio.wait_for(self._process.wait(), grace_s)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_calls(EngineDeadError("the engine is shutting down"))
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _receive(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                self._dispatch(msg.decode_from_engine(data))
+            except LoraplexError:
+                logger.exception("a message of the engine process could not be handled")
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        if self._is_stopping:
+            return
+        # What it said before it ended is still in the socket.
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._dispatch(msg.decode_from_engine(await self._socket.recv(zmq.NOBLOCK)))
+        self._die(EngineDeadError(f"the engine process ended unasked ({_exit_text(code)})"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self.death is not None:
+            return
+        self.death = error
+        self._fail_calls(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            return
+        self._on_death(error)
+
+    def _fail_calls(self, error: EngineDeadError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _on_ready(self, message: msg.Ready) -> None:
+        if not self._ready.done():
+            self._ready.set_result(message.info)
+
+    def _on_start_progress(self, message: msg.Progress) -> None:
+        if self._on_progress is not None:
+            self._on_progress(message.what, message.done, message.total)
+
+    def _on_reply(self, message: msg.Reply) -> None:
+        future = self._calls.get(message.call_id)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _on_fatal(self, message: msg.Fatal) -> None:
+        error = error_from_payload(message.error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        logger.error("the engine process cannot go on: %s", error)
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

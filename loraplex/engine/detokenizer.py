@@ -1,0 +1,256 @@
+"""Token ids to text as they come, with stop strings.
+
+The text of an output is what decoding prompt and output together adds to decoding the prompt alone. `update` returns the part
+of it that no later token can change: bytes of an unfinished character wait, and so does a beginning of a stop string. Joined,
+all deltas and `finish()` equal the decoding of everything. The cost of a token does not grow with the output.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os.path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from loraplex.core import SamplingParams
+from loraplex.engine.tokenizer import Tokenizer
+
+_CONTEXT_TOKENS = 6
+_MAX_UNFINISHED_TOKENS = 16
+_REPLACEMENT = "\ufffd"
+
+
+class TextStream(Protocol):
+    """Text of a growing list of tokens. `push` returns what is certain by now, `flush` the rest."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteStream:
+    """Byte-level tokenizers: tokens are bytes, text is their UTF-8 with U+FFFD for what is invalid."""
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skipped: frozenset[int]) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token_id in context:
+            self._decoder.decode(self._token_bytes(token_id))
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._skipped else self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class _WindowStream:
+    """Every other tokenizer: the difference between decoding a few tokens with and without the new ones.
+
+    A run of byte tokens (`<0x..>`) has no text before it ends: one invalid byte turns all of it into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._context = list(context)
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        tokenizer = self._tokenizer
+        if token_id in self._skipped or not tokenizer.has_token(token_id):
+            return ""
+        self._held.append(token_id)
+        return "" if tokenizer.is_byte_token(token_id) else self._settle(is_last=False)
+
+    def flush(self) -> str:
+        return self._settle(is_last=True) if self._held else ""
+
+    def _settle(self, is_last: bool) -> str:
+        tokens = self._context + self._held
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        can_wait = not is_last and len(self._held) < _MAX_UNFINISHED_TOKENS
+        if can_wait and self._tokenizer.has_split_characters and text.endswith(_REPLACEMENT):
+            return ""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        self._context, self._held = tokens[-_CONTEXT_TOKENS:], []
+        return (
+            text.removeprefix(before) if text.startswith(before) else text[len(os.path.commonprefix([before, text])) :]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """The stop string found, and where it starts and ends in the text fed so far."""
+
+    stop: str
+    start: int
+    end: int
+
+
+class StopMatcher:
+    """Finds the first stop string to be complete; of several that end at one character, the longest (it starts first).
+
+    That depends on the text alone, not on how it is cut into pieces. Knuth-Morris-Pratt: `failure[i]` is the length of the
+    longest proper prefix of stop[:i+1] that is also its suffix, so a character costs O(1) amortised per stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
+        self._failures = tuple(_failure_table(stop) for stop in self._stops)
+        self._matched = [0] * len(self._stops)
+        self._first_characters = frozenset(stop[0] for stop in self._stops)
+        self._num_fed = 0
+
+    @property
+    def num_held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        return max(self._matched, default=0)
+
+    def feed(self, text: str, is_enabled: bool = True) -> StopMatch | None:
+        """Take in more text; the first match in it (after which nothing may be fed). Disabled: matches are passed over."""
+        if not any(self._matched) and self._first_characters.isdisjoint(text):
+            self._num_fed += len(text)
+            return None
+        for character in text:
+            self._num_fed += 1
+            stop = self._advance(character)
+            if stop is not None and is_enabled:
+                return StopMatch(stop, self._num_fed - len(stop), self._num_fed)
+        return None
+
+    def _advance(self, character: str) -> str | None:
+        found = None
+        for i, (stop, failure) in enumerate(zip(self._stops, self._failures, strict=True)):
+            matched = self._matched[i]
+            while matched and stop[matched] != character:
+                matched = failure[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                found = found or stop
+                matched = failure[matched - 1]
+            self._matched[i] = matched
+        return found
+
+
+def _failure_table(stop: str) -> list[int]:
+    failure = [0] * len(stop)
+    matched = 0
+    for i in range(1, len(stop)):
+        while matched and stop[matched] != stop[i]:
+            matched = failure[matched - 1]
+        matched += stop[matched] == stop[i]
+        failure[i] = matched
+    return failure
+
+
+class IncrementalDetokenizer:
+    """The text of one completion while its tokens come.
+
+    `stop_reason` is the stop string that ended it; `num_tokens` counts the tokens taken in, the one that completed the stop
+    string included; later ones are ignored. Before `min_tokens` tokens no stop string ends anything.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._params = params
+        self._stream = text_stream(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._matcher = StopMatcher(params.stop)
+        self._parts: list[str] = []
+        self._num_emitted = 0
+        self._pending = ""
+        self._pieces: list[str] = []
+        self._is_finished = False
+        self.num_tokens = 0
+        self.stop_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All that `update` and `finish` returned."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    @property
+    def token_texts(self) -> tuple[str, ...]:
+        """Per token the text that became certain with it ("" inside a character); joined and cut to `text` they are `text`.
+
+        Kept only when `logprobs` is asked for. Text held back for a stop string is counted; a stop string itself is cut off.
+        """
+        length = self._num_emitted + len(self._pending)
+        offsets = self.token_offsets
+        return tuple(piece[: length - offset] for piece, offset in zip(self._pieces, offsets, strict=True))
+
+    @property
+    def token_offsets(self) -> tuple[int, ...]:
+        """Per token where its text starts in the output, in characters (never beyond the end)."""
+        length = self._num_emitted + len(self._pending)
+        offsets, total = [], 0
+        for piece in self._pieces:
+            offsets.append(min(total, length))
+            total += len(piece)
+        return tuple(offsets)
+
+    def update(self, new_ids: Sequence[int]) -> str:
+        """Take in tokens; returns the text that is certain by now and was not returned before."""
+        if not self._params.detokenize:
+            self.num_tokens += len(new_ids)
+            return ""
+        delta = []
+        for token_id in new_ids:
+            if self.stop_reason is not None or self._is_finished:
+                break
+            self.num_tokens += 1
+            piece = self._stream.push(token_id)
+            if self._params.logprobs is not None:
+                self._pieces.append(piece)
+            if piece:
+                delta.append(self._accept(piece))
+        return "".join(delta)
+
+    def finish(self) -> str:
+        """No token follows: returns what was held back. A stop string that completes here still counts."""
+        if self._is_finished or self.stop_reason is not None:
+            return ""
+        self._is_finished = True
+        rest = self._stream.flush()
+        if rest and self._pieces:
+            self._pieces[-1] += rest
+        delta = self._accept(rest)
+        if self.stop_reason is None:
+            delta += self._emit(len(self._pending))
+        return delta
+
+    def _accept(self, piece: str) -> str:
+        self._pending += piece
+        match = self._matcher.feed(piece, is_enabled=self.num_tokens >= self._params.min_tokens)
+        if match is None:
+            return self._emit(len(self._pending) - self._matcher.num_held)
+        self.stop_reason = match.stop
+        end = match.end if self._params.include_stop_str_in_output else match.start
+        delta = self._emit(end - self._num_emitted)
+        self._pending = ""
+        return delta
+
+    def _emit(self, length: int) -> str:
+        delta, self._pending = self._pending[:length], self._pending[length:]
+        self._num_emitted += len(delta)
+        if delta:
+            self._parts.append(delta)
+        return delta
+
+
+def text_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
+    """The text that follows the prompt; its last tokens are decoded too, so that a first space or a split character is right."""
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+    context: list[int] = []
+    for token_id in reversed(prompt_ids):
+        if token_id not in skipped and tokenizer.has_token(token_id):
+            context.append(token_id)
+        if len(context) == _CONTEXT_TOKENS:
+            break
+    kind = _ByteStream if tokenizer.is_byte_level else _WindowStream
+    return kind(tokenizer, context[::-1], skipped)

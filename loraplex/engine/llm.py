@@ -1,0 +1,312 @@
+"""The offline engine: `LLM(model).generate(prompts, params, lora_request)`, in this process, without a server.
+
+It needs torch, numpy, safetensors, tokenizers and jinja2, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
+from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import LoRARequest, RequestOutput, SamplingParams
+from loraplex.engine.engine import EngineCore, Progress, build_engine
+from loraplex.engine.front import adapter_ref, make_front
+from loraplex.engine.processor import PreparedRequest
+from loraplex.engine.tokenizer import Tokenizer
+from loraplex.errors import AdapterNotFoundError, ConfigError, InvalidRequestError
+from loraplex.metrics import EngineStats
+
+STALLED_WAIT_S = 0.05
+
+T = TypeVar("T")
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model with its adapters.
+
+    `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of `LoRAConfig` beside
+    them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`. Raises ConfigError or ModelError.
+    """
+
+    def __init__(self, model: str, *, enable_lora: bool = True, **settings: Any) -> None:
+        self._start(_config_of(model, enable_lora, settings), None)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> Self:
+        llm = cls.__new__(cls)
+        llm._start(config, progress)
+        return llm
+
+    def _start(self, config: EngineConfig, progress: Progress | None) -> None:
+        self.config = config
+        self.engine: EngineCore = build_engine(config, progress)
+        self._front = make_front(
+            config,
+            self.engine.info,
+            None if config.lora is None else _InProcessStore(self.engine),
+            _run_now,
+            served_model_name=config.model,
+        )
+        self._request_ids = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the loader threads. The model's memory goes with the object."""
+        self.engine.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    # --------------------------------------------------------------------------------------------------------- generate
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs are in the order of the prompts.
+
+        prompts: a string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`, or a list of these. sampling_params and
+        lora_request: one for all, or one per prompt (None is the base model). Raises ValueError (InvalidRequestError) when lengths
+        differ or a prompt cannot be served, AdapterError when an adapter cannot; nothing has run then.
+        """
+        listed = _listed_prompts(prompts)
+        params = _one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
+        adapters = _one_each(lora_request, len(listed), "lora_request", LoRARequest)
+        requests = zip(listed, params, adapters, strict=True)
+        return self._run(
+            [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests], cache_salt
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations: one (a list of messages) or several. The model's chat template makes the prompts."""
+        if self.tokenizer is None:
+            raise InvalidRequestError("chat needs a tokenizer with a chat template, and this model has none")
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                cast(Messages, conversation),
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=dict(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        params = _one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+        adapters = _one_each(lora_request, len(prompts), "lora_request", LoRARequest)
+        # The template writes the special tokens itself.
+        requests = zip(prompts, params, adapters, strict=True)
+        return self._run([(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests])
+
+    def _run(
+        self,
+        requests: Sequence[tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]],
+        cache_salt: str = "",
+    ) -> list[RequestOutput]:
+        refs: list[LoRARef] = []
+        try:
+            prepared = [
+                self._front.inputs.prepare(
+                    f"request-{next(self._request_ids)}",
+                    prompt,
+                    params,
+                    adapter=adapter_ref(self._acquire(lora_request, refs)),
+                    lora_request=lora_request,
+                    cache_salt=cache_salt,
+                    add_special_tokens=add_special_tokens,
+                )
+                for prompt, params, lora_request, add_special_tokens in requests
+            ]
+            finished = self._complete(prepared)
+            return [finished[one.request_id] for one in prepared]
+        finally:
+            for ref in refs:
+                self._front.registry_or_refuse().release(ref)
+
+    def _acquire(self, lora_request: LoRARequest | None, refs: list[LoRARef]) -> LoRARef | None:
+        if lora_request is None:
+            return None
+        self.add_lora(lora_request)
+        ref = self._front.registry_or_refuse().acquire(lora_request.lora_name)
+        refs.append(ref)
+        return ref
+
+    def _complete(self, prepared: Sequence[PreparedRequest]) -> dict[str, RequestOutput]:
+        """Step until all are finished. At most `max_waiting_requests` are queued at a time."""
+        finished: dict[str, RequestOutput] = {}
+        left = list(reversed(prepared))
+        in_engine = 0
+        try:
+            while left or in_engine:
+                while left and in_engine < self.config.max_waiting_requests:
+                    in_engine += self._submit(left.pop())
+                for token_output in self.engine.step():
+                    in_engine -= token_output.finish_reason is not None
+                    processed = self._front.outputs.process(token_output, is_final_only=True)
+                    if processed is None:
+                        continue
+                    in_engine -= len(self.engine.abort(processed.abort_ids))
+                    if processed.error is not None:
+                        raise processed.error
+                    if processed.output is not None:
+                        finished[processed.request_id] = processed.output
+                if self.engine.is_stalled and self.engine.has_unfinished:
+                    self.engine.adapters.wait_for_change(STALLED_WAIT_S)
+        except BaseException:
+            for one in prepared:
+                self.engine.abort(self._front.outputs.remove(one.request_id))
+            raise
+        return finished
+
+    def _submit(self, prepared: PreparedRequest) -> int:
+        self._front.outputs.add(prepared)
+        for request in prepared.children:
+            refused = self.engine.add_request(request)
+            assert not refused, "the queue was checked before"
+        return len(prepared.children)
+
+    # --------------------------------------------------------------------------------------------------------- adapters
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. False when the same one is there already. Raises AdapterError, with every reason at once."""
+        self._front.check_lora_request(lora_request)
+        result = self._front.registry_or_refuse().load(
+            lora_request.lora_name,
+            lora_request.lora_path,
+            lora_int_id=lora_request.lora_int_id,
+            load_inplace=lora_request.load_inplace,
+        )
+        return result.status != "already_loaded"
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Unload an adapter by its number; False when there is none."""
+        try:
+            name = self._front.registry_or_refuse().name_of(lora_int_id)
+        except AdapterNotFoundError:
+            return False
+        self._front.registry_or_refuse().unload(name)
+        return True
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Promote an adapter and keep it on the device until it is unloaded. Raises AdapterNotFoundError, AdapterMemoryError."""
+        registry = self._front.registry_or_refuse()
+        return registry.pin(registry.name_of(lora_int_id))
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the loaded adapters."""
+        return set(self._front.registry_or_refuse().lora_int_ids())
+
+    def switch_lora(self, old_id: int, new_id: int) -> SwitchResult:
+        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when nobody uses it."""
+        registry = self._front.registry_or_refuse()
+        return registry.switch(registry.name_of(old_id), registry.name_of(new_id))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """Every loaded adapter with its tier, bytes, rank and references."""
+        return self._front.registry_or_refuse().list_adapters()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def check_integrity(self) -> None:
+        """Assert that names, references and memory are consistent."""
+        if self._front.registry is not None:
+            self._front.registry.check_integrity()
+        self.engine.check_integrity()
+
+
+class _InProcessStore:
+    """`AdapterStore` over an engine in this process: the memory's own verbs, and the engine's abort."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        adapters = engine.adapters
+        self.add_adapter = adapters.add_adapter
+        self.drop_adapter = adapters.drop_adapter
+        self.promote_adapter = adapters.promote_adapter
+        self.evict_adapter = adapters.evict_adapter
+        self.pin_adapter = adapters.pin_adapter
+        self.unpin_adapter = adapters.unpin_adapter
+        self.list_adapters = adapters.list_adapters
+        self._engine = engine
+
+    def abort_adapter(self, adapter_id: int) -> int:
+        return len(self._engine.abort_adapter(adapter_id))
+
+
+def _run_now(job: Callable[[], None]) -> None:
+    """The last release of an unloaded adapter drops it on the spot: nobody else waits in an offline engine."""
+    job()
+
+
+def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> EngineConfig:
+    """Keywords to configs; one that is neither's field is refused by name."""
+    engine_names = {field.name for field in fields(EngineConfig)} - {"model", "lora"}
+    lora_names = {field.name for field in fields(LoRAConfig)}
+    unknown = sorted(set(settings) - engine_names - lora_names)
+    if unknown:
+        raise ConfigError(f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig")
+    lora_settings = {name: value for name, value in settings.items() if name in lora_names}
+    if lora_settings and not enable_lora:
+        raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
+    engine_settings = {name: value for name, value in settings.items() if name in engine_names}
+    return EngineConfig(model=model, lora=LoRAConfig(**lora_settings) if enable_lora else None, **engine_settings)
+
+
+def _listed_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | Sequence[int]]:
+    if isinstance(prompts, str | Mapping) or (prompts and all(isinstance(token, int) for token in prompts)):
+        return [_prompt(cast(PromptInput, prompts))]
+    return [_prompt(cast(PromptInput, prompt)) for prompt in prompts]
+
+
+def _prompt(prompt: PromptInput) -> str | Sequence[int]:
+    """A string, or token ids."""
+    if isinstance(prompt, Mapping):
+        known = {"prompt", "prompt_token_ids"} & set(prompt)
+        if len(prompt) != 1 or not known:
+            raise InvalidRequestError(f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}")
+        prompt = prompt[known.pop()]
+    is_tokens = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not is_tokens:
+        raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
+    return prompt
+
+
+def _one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
+    """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    listed = list(cast(Sequence[T | None], given))
+    if len(listed) != count:
+        raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts: give one, or one for each")
+    wrong = next((one for one in listed if one is not None and not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
+    return listed

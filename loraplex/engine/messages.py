@@ -1,0 +1,214 @@
+"""What the server process and an engine process say to each other: tagged msgspec types, one handler a type.
+
+Every call carries a `call_id` that its `Reply` repeats. Requests have no reply: they are answered by `StepOutputs`. A message that
+nobody handles is answered with an error, never dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from loraplex.config import EngineConfig
+from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, EngineInfo, Request, TokenOutput
+from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
+from loraplex.metrics import EngineStats
+
+# ------------------------------------------------------------------------------------------------- server to engine
+
+
+class StartEngine(msgspec.Struct, tag=True, frozen=True):
+    config: EngineConfig
+
+
+class AddRequest(msgspec.Struct, tag=True, frozen=True):
+    request: Request
+
+
+class AbortRequests(msgspec.Struct, tag=True, frozen=True):
+    request_ids: tuple[str, ...]
+
+
+class AddAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    spec: AdapterSpec
+
+
+class DropAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    adapter_id: int
+
+
+class PromoteAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    adapter_id: int
+
+
+class EvictAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    adapter_id: int
+
+
+class PinAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    adapter_id: int
+
+
+class UnpinAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    adapter_id: int
+
+
+class AbortAdapter(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    adapter_id: int
+
+
+class ListAdapters(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+class GetStats(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+class CheckIntegrity(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+ToEngine = (
+    StartEngine
+    | AddRequest
+    | AbortRequests
+    | AddAdapter
+    | DropAdapter
+    | PromoteAdapter
+    | EvictAdapter
+    | PinAdapter
+    | UnpinAdapter
+    | AbortAdapter
+    | ListAdapters
+    | GetStats
+    | CheckIntegrity
+    | Shutdown
+)
+
+# ------------------------------------------------------------------------------------------------- engine to server
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: EngineInfo
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """A step of the start-up, for a progress bar: `done` of `total` (tensors)."""
+
+    what: str
+    done: int
+    total: int
+
+
+class StepOutputs(msgspec.Struct, tag=True, frozen=True):
+    outputs: tuple[TokenOutput, ...]
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """The result of a call, as msgspec.Raw of the value, or an error's payload."""
+
+    call_id: int
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: dict[str, Any] | None = None
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True):
+    """The engine could not start or go on; it ends after this message."""
+
+    error: dict[str, Any]
+
+
+FromEngine = Ready | Progress | StepOutputs | Reply | Fatal
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+_FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+
+RESULT_TYPES: Mapping[type, Any] = {
+    AddAdapter: AddOutcome,
+    DropAdapter: None,
+    PromoteAdapter: AddOutcome,
+    EvictAdapter: bool,
+    PinAdapter: bool,
+    UnpinAdapter: bool,
+    AbortAdapter: int,
+    ListAdapters: tuple[AdapterResidency, ...],
+    GetStats: EngineStats,
+    CheckIntegrity: None,
+}
+
+
+def encode(message: Any) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_to_engine(data: bytes) -> Any:
+    """A message of `ToEngine`; raises UnknownMessageError for anything else."""
+    return _decode(_TO_ENGINE, data)
+
+
+def decode_from_engine(data: bytes) -> Any:
+    return _decode(_FROM_ENGINE, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+    try:
+        return decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UnknownMessageError(f"a message of {len(data)} bytes is not understood: {error}") from error
+
+
+def call_id_of(data: bytes) -> int | None:
+    """The `call_id` of a message that could not be understood, so that its caller gets an error."""
+    try:
+        fields = msgspec.msgpack.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    call_id = fields.get("call_id") if isinstance(fields, dict) else None
+    return call_id if isinstance(call_id, int) else None
+
+
+def reply_value(call_id: int, value: Any) -> Reply:
+    return Reply(call_id, msgspec.Raw(encode(value)))
+
+
+def reply_error(call_id: int, error: LoraplexError) -> Reply:
+    return Reply(call_id, error=error.to_payload())
+
+
+def read_reply(reply: Reply, result_type: Any) -> Any:
+    """The value of a reply, checked against `result_type`; raises the error it carries."""
+    if reply.error is not None:
+        raise error_from_payload(reply.error)
+    return msgspec.msgpack.decode(reply.value, type=result_type)
+
+
+class TypeBasedDispatcher:
+    """Calls the one handler of a message's type. A type without a handler raises UnknownMessageError."""
+
+    def __init__(self, handlers: Mapping[type, Callable[[Any], None]]) -> None:
+        self._handlers = dict(handlers)
+
+    def __call__(self, message: Any) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise UnknownMessageError(f"no handler for a message of type {type(message).__name__}")
+        handler(message)
+
+    @property
+    def types(self) -> Sequence[type]:
+        return tuple(self._handlers)

@@ -1,0 +1,94 @@
+"""Runs one plan: batch tensors, the decoder, the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.engine.batch import BatchBuilder, BuiltStep
+from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
+from loraplex.engine.scheduler import RequestState, SampledToken, ScheduledSequence, SchedulePlan
+from loraplex.errors import EngineError
+from loraplex.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class StepHandle:
+    """A launched step. `result` gives one token per sampled sequence, by request_id."""
+
+    _tokens: Mapping[str, SampledToken]
+
+    def result(self) -> Mapping[str, SampledToken]:
+        return self._tokens
+
+
+class ModelRunner:
+    """The decoder with its KV memory and its sampler."""
+
+    def __init__(self, model: Decoder, kv: torch.Tensor, builder: BatchBuilder, sampler: Sampler) -> None:
+        self._model = model
+        self._kv = kv
+        self._builder = builder
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def launch(self, plan: SchedulePlan) -> StepHandle:
+        """Run the plan. On a CPU the tokens are there when this returns."""
+        if not plan.sequences:
+            return StepHandle({})
+        step = self._builder.build(plan)
+        hidden = self._model.forward(step.batch, self._kv)
+        if len(step.batch.logits_indices) == 0:
+            return StepHandle({})
+        logits = self._model.compute_logits(hidden[step.batch.logits_indices])
+        self._take_prompt_logprobs(step, logits)
+        return StepHandle(self._sample(step, logits))
+
+    def _take_prompt_logprobs(self, step: BuiltStep, logits: torch.Tensor) -> None:
+        for rows in step.prompt_rows:
+            count = rows.state.request.sampling_params.prompt_logprobs
+            assert count is not None
+            rows_of_prompt = logits[rows.start : rows.start + len(rows.next_ids)]
+            rows.state.prompt_logprobs += self._sampler.prompt_logprobs(rows_of_prompt, rows.next_ids, count)
+
+    def _sample(self, step: BuiltStep, logits: torch.Tensor) -> dict[str, SampledToken]:
+        if not step.sampled:
+            return {}
+        if step.prompt_rows:
+            logits = logits[torch.tensor(step.sampled_rows, device=logits.device)]
+        output = self._sampler.sample(logits, [_sampling_row(sequence.state) for sequence in step.sampled])
+        failed = set(output.failed_rows)
+        token_ids: Sequence[int] = output.token_ids.tolist()
+        return {
+            sequence.state.request.request_id: _failed_token(sequence)
+            if row in failed
+            else SampledToken(token_ids[row], output.logprobs[row])
+            for row, sequence in enumerate(step.sampled)
+        }
+
+
+def _sampling_row(state: RequestState) -> SamplingRow:
+    request = state.request
+    params = request.sampling_params
+    stop_ids = (*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids)
+    row = SamplingRow(
+        params=params,
+        seed=request.seed,
+        position=state.num_output_tokens,
+        stop_ids_for_min_tokens=stop_ids,
+        state=state.sampling_state if isinstance(state.sampling_state, SamplingState) else None,
+    )
+    if not row.needs_state() or row.state is not None:
+        return row
+    state.sampling_state = SamplingState(params, request.prompt_token_ids, state.token_ids[state.num_prompt_tokens :])
+    return _sampling_row(state)
+
+
+def _failed_token(sequence: ScheduledSequence) -> SampledToken:
+    request = sequence.state.request
+    model = "the base model" if request.adapter_id is None else f"adapter {request.adapter_id}"
+    return SampledToken(
+        0, error=EngineError(f"{model} gave logits with NaN or without a finite maximum; the request ends")
+    )

@@ -1,0 +1,174 @@
+"""The engine as a process of its own: `python -m loraplex.engine.process ADDRESS`, started by `EngineClient`.
+
+One thread runs the step loop and owns the socket. Verbs that may wait (load, promote) run on a few worker threads and answer through a
+queue, so that no verb ever holds up a step. The process ends when its parent does (its standard input closes) or says so.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import zmq
+
+from loraplex.core import TokenOutput
+from loraplex.engine import messages as msg
+from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.errors import EngineError, LoraplexError
+
+IDLE_POLL_MS = 1000
+LOADING_POLL_MS = 1
+NUM_VERB_THREADS = 8
+
+
+class EngineProcess:
+    """Reads messages, steps while there is work, sends what came of it."""
+
+    def __init__(self, socket: zmq.Socket[bytes], engine: EngineCore) -> None:
+        self._socket = socket
+        self._engine = engine
+        self._is_running = True
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="verb")
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._ended: list[TokenOutput] = []
+        self._dispatch = msg.TypeBasedDispatcher(self._handlers())
+
+    def _handlers(self) -> dict[type, Callable[[Any], None]]:
+        engine = self._engine
+        return {
+            msg.AddRequest: lambda m: self._ended.extend(engine.add_request(m.request)),
+            msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
+            msg.AddAdapter: lambda m: self._in_background(m, lambda: engine.adapters.add_adapter(m.spec)),
+            msg.DropAdapter: lambda m: self._in_background(m, lambda: engine.adapters.drop_adapter(m.adapter_id)),
+            msg.PromoteAdapter: lambda m: self._in_background(m, lambda: engine.adapters.promote_adapter(m.adapter_id)),
+            msg.EvictAdapter: lambda m: self._in_background(m, lambda: engine.adapters.evict_adapter(m.adapter_id)),
+            msg.PinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.pin_adapter(m.adapter_id)),
+            msg.UnpinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.unpin_adapter(m.adapter_id)),
+            msg.AbortAdapter: self._abort_adapter,
+            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters())),
+            msg.GetStats: lambda m: self._now(m, engine.stats),
+            msg.CheckIntegrity: lambda m: self._now(m, engine.check_integrity),
+            msg.Shutdown: self._shutdown,
+        }
+
+    def run(self) -> None:
+        self._send(msg.Ready(self._engine.info))
+        try:
+            while self._is_running:
+                self._read(self._patience_ms())
+                self._send_outputs(self._engine.step())
+        finally:
+            self._verbs.shutdown(wait=False, cancel_futures=True)
+            self._engine.close()
+
+    def _patience_ms(self) -> int:
+        """How long to wait for messages: not at all while tokens flow."""
+        if not self._engine.has_unfinished:
+            return IDLE_POLL_MS
+        return LOADING_POLL_MS if self._engine.is_stalled else 0
+
+    def _read(self, timeout_ms: int) -> None:
+        events = dict(self._poller.poll(timeout_ms))
+        if self._wake_read in events:
+            os.read(self._wake_read, 4096)
+        while not self._replies.empty():
+            self._socket.send(self._replies.get())
+        if self._socket in events:
+            while self._is_running:
+                try:
+                    self._handle(self._socket.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+
+    def _handle(self, data: bytes) -> None:
+        try:
+            self._dispatch(msg.decode_to_engine(data))
+        except LoraplexError as error:
+            call_id = msg.call_id_of(data)
+            print(f"engine: {error}", file=sys.stderr, flush=True)
+            if call_id is not None:
+                self._send(msg.reply_error(call_id, error))
+
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+        ended, self._ended = self._ended, []
+        if ended or outputs:
+            self._send(msg.StepOutputs((*ended, *outputs)))
+
+    def _send(self, message: Any) -> None:
+        self._socket.send(msg.encode(message))
+
+    def _in_background(self, message: Any, verb: Callable[[], Any]) -> None:
+        self._verbs.submit(self._answer, message.call_id, verb)
+
+    def _answer(self, call_id: int, verb: Callable[[], Any]) -> None:
+        self._replies.put(msg.encode(_call(call_id, verb)))
+        os.write(self._wake_write, b"x")
+
+    def _now(self, message: Any, verb: Callable[[], Any]) -> None:
+        self._send(_call(message.call_id, verb))
+
+    def _abort_adapter(self, message: msg.AbortAdapter) -> None:
+        ended = self._engine.abort_adapter(message.adapter_id)
+        self._ended.extend(ended)
+        self._send(msg.reply_value(message.call_id, len(ended)))
+
+    def _shutdown(self, message: msg.Shutdown) -> None:
+        self._is_running = False
+
+
+def _call(call_id: int, verb: Callable[[], Any]) -> msg.Reply:
+    """The reply to a verb: its value, or its error; what is not ours is shown with its place."""
+    try:
+        return msg.reply_value(call_id, verb())
+    except LoraplexError as error:
+        return msg.reply_error(call_id, error)
+    except Exception as error:
+        traceback.print_exc()
+        return msg.reply_error(call_id, EngineError(f"{type(error).__name__}: {error}"))
+
+
+def _end_with_parent() -> None:
+    """Standard input is a pipe that only the parent holds: its end is the parent's end."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os._exit(1)
+
+
+def main(address: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle; it says Shutdown
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    try:
+        start = msg.decode_to_engine(socket.recv())
+        engine = build_engine(
+            start.config, progress=lambda what, done, total: socket.send(msg.encode(msg.Progress(what, done, total)))
+        )
+        EngineProcess(socket, engine).run()
+    except Exception as error:
+        if not isinstance(error, LoraplexError):
+            traceback.print_exc()
+            error = EngineError(f"{type(error).__name__}: {error}")
+        socket.send(msg.encode(msg.Fatal(error.to_payload())))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

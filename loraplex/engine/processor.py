@@ -1,0 +1,316 @@
+"""What stands between a client's prompt and the engine's token ids, on the way in and on the way out.
+
+In: a prompt becomes token ids, is checked against the model's limits, and `n` completions become `n` requests. Out: token ids become
+text, stop strings end a request, and the completions of one prompt come together in a `RequestOutput`. No torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from loraplex.core import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    LoRARequest,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+from loraplex.engine.detokenizer import IncrementalDetokenizer
+from loraplex.engine.tokenizer import Tokenizer
+from loraplex.errors import InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is checked against. `max_model_len` counts prompt and output tokens together."""
+
+    vocab_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """The version of an adapter that a request goes through."""
+
+    adapter_id: int
+    adapter_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One prompt, ready for the engine: its token ids and one `Request` per completion."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    children: tuple[Request, ...]
+    arrival_s: float
+    lora_request: LoRARequest | None = None
+
+
+class InputProcessor:
+    """Checks prompts and makes requests of them. Raises InvalidRequestError with the value and the limit."""
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits, eos_token_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._eos_token_ids = tuple(eos_token_ids)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        adapter: AdapterRef | None = None,
+        lora_request: LoRARequest | None = None,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> PreparedRequest:
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._token_ids(prompt, add_special_tokens)
+        self._check(token_ids, params)
+        seed = params.seed
+        if seed is None:
+            seed = Request.random_seed() >> 8  # room for `seed + index` of the children
+        params_with_seed = replace(params, seed=seed)
+        arrival_s = time.time()
+        room = self._limits.max_model_len - len(token_ids)
+        children = []
+        for index in range(params.n):
+            child = params_with_seed.child(index)
+            assert child.seed is not None
+            children.append(
+                Request(
+                    request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                    prompt_token_ids=token_ids,
+                    sampling_params=child,
+                    max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                    seed=child.seed,
+                    eos_token_ids=self._eos_token_ids,
+                    adapter_id=None if adapter is None else adapter.adapter_id,
+                    adapter_digest="" if adapter is None else adapter.adapter_digest,
+                    cache_salt=cache_salt,
+                    arrival_s=arrival_s,
+                )
+            )
+        return PreparedRequest(request_id, text, token_ids, params, tuple(children), arrival_s, lora_request)
+
+    def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self._tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids")
+        # A character is at most a few tokens and a token is seldom longer than 64 characters: refuse before the work.
+        longest = 256 * self._limits.max_model_len
+        if len(prompt) > longest:
+            raise PromptTooLongError(f"the prompt has {len(prompt)} characters, more than {longest}; shorten it")
+        return tuple(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+    def _check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        vocab_size, max_model_len = self._limits.vocab_size, self._limits.max_model_len
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty: it must have at least one token")
+        if len(token_ids) >= max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens and the model's length is {max_model_len}, prompt and output together; "
+                f"shorten the prompt to at most {max_model_len - 1} tokens"
+            )
+        wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"token id {wrong} is not in the vocabulary, 0..{vocab_size - 1}")
+        listed = [*params.stop_token_ids, *params.logit_bias]
+        wrong = next((token for token in listed if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(
+                f"token id {wrong} in stop_token_ids or logit_bias is not in the vocabulary, 0..{vocab_size - 1}"
+            )
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One completion while it grows."""
+
+    request: Request
+    index: int
+    detokenizer: IncrementalDetokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, output: TokenOutput) -> bool:
+        """Take over new tokens; True when a stop string ended the completion before the engine did."""
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + list(output.logprobs)
+            chosen = zip(output.logprobs, output.token_ids, strict=True)
+            self.cumulative_logprob += sum(logprobs[token].logprob for logprobs, token in chosen)
+        is_stopped = self._add_text(output)
+        if is_stopped:
+            self.finish_reason = FinishReason.STOP.value
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+            self.stop_reason = output.stop_token_id
+        return is_stopped and output.finish_reason is None
+
+    def _add_text(self, output: TokenOutput) -> bool:
+        if self.detokenizer is None:
+            return False
+        tokens = output.token_ids
+        if output.finish_reason is FinishReason.STOP:
+            tokens = tokens[:-1]  # the end-of-sequence or stop token is no text
+        self.text.append(self.detokenizer.update(tokens))
+        if self.detokenizer.stop_reason is None and output.finish_reason is not None:
+            self.text.append(self.detokenizer.finish())
+        self.stop_reason = self.detokenizer.stop_reason
+        return self.detokenizer.stop_reason is not None
+
+    def to_output(self, lora_request: LoRARequest | None) -> CompletionOutput:
+        if len(self.text) > 1:
+            self.text = ["".join(self.text)]
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self.text),
+            token_ids=tuple(self.token_ids),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            lora_request=lora_request,
+        )
+
+
+@dataclass(slots=True)
+class _Generation:
+    """All completions of one prompt."""
+
+    prepared: PreparedRequest
+    completions: tuple[_Completion, ...]
+    first_token_s: float | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def to_output(self) -> RequestOutput:
+        prepared, is_finished = self.prepared, self.is_finished
+        return RequestOutput(
+            request_id=prepared.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=prepared.prompt_token_ids,
+            outputs=tuple(completion.to_output(prepared.lora_request) for completion in self.completions),
+            finished=is_finished,
+            lora_request=prepared.lora_request,
+            metrics=RequestMetrics(prepared.arrival_s, self.first_token_s, time.time() if is_finished else None),
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOutput:
+    """What a token output led to: `output` for the client, `error` instead of it, and requests that the engine should end."""
+
+    request_id: str
+    output: RequestOutput | None = None
+    error: LoraplexError | None = None
+    abort_ids: tuple[str, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        return self.error is not None or (self.output is not None and self.output.finished)
+
+
+class OutputProcessor:
+    """Follows every request from its first token to its last. Unknown request ids (ended meanwhile) are passed over."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._generations: dict[str, _Generation] = {}
+        self._owner_of: dict[str, tuple[_Generation, _Completion]] = {}
+
+    def __len__(self) -> int:
+        return len(self._generations)
+
+    def add(self, prepared: PreparedRequest) -> None:
+        if prepared.request_id in self._generations:
+            raise InvalidRequestError(
+                f"request id {prepared.request_id!r} is in use; give each request an id of its own"
+            )
+        generation = _Generation(
+            prepared, tuple(self._completion(request, index) for index, request in enumerate(prepared.children))
+        )
+        self._generations[prepared.request_id] = generation
+        for completion in generation.completions:
+            self._owner_of[completion.request.request_id] = (generation, completion)
+
+    def _completion(self, request: Request, index: int) -> _Completion:
+        params = request.sampling_params
+        if self._tokenizer is None or not params.detokenize:
+            return _Completion(request, index, None)
+        return _Completion(request, index, IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, params))
+
+    def process(self, token_output: TokenOutput, *, is_final_only: bool = False) -> ProcessedOutput | None:
+        """Take over one token output; None when there is nothing for the client yet."""
+        generation, completion = self._owner_of.get(token_output.request_id, (None, None))
+        if generation is None or completion is None or completion.finish_reason is not None:
+            return None
+        request_id = generation.prepared.request_id
+        if token_output.finish_reason is FinishReason.ERROR:
+            assert token_output.error is not None
+            error = error_from_payload(token_output.error)
+            return ProcessedOutput(request_id, error=error, abort_ids=self.remove(request_id))
+        self._note_first(generation, token_output)
+        abort_ids = (token_output.request_id,) if completion.add(self._with_text(token_output)) else ()
+        if generation.is_finished:
+            self.remove(request_id)
+        elif is_final_only:
+            return ProcessedOutput(request_id, abort_ids=abort_ids) if abort_ids else None
+        return ProcessedOutput(request_id, generation.to_output(), abort_ids=abort_ids)
+
+    def _note_first(self, generation: _Generation, output: TokenOutput) -> None:
+        if output.prompt_logprobs is not None:
+            texts = tuple(self._named(logprobs) for logprobs in output.prompt_logprobs)
+            generation.prompt_logprobs = (None, *texts)
+        if generation.first_token_s is None and output.token_ids:
+            generation.first_token_s = time.time()
+            generation.num_cached_tokens = output.num_cached_tokens
+
+    def _with_text(self, output: TokenOutput) -> TokenOutput:
+        if output.logprobs is None:
+            return output
+        return replace(output, logprobs=tuple(self._named(logprobs) for logprobs in output.logprobs))
+
+    def _named(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return logprobs
+        return {
+            token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token)) for token, entry in logprobs.items()
+        }
+
+    def remove(self, request_id: str) -> tuple[str, ...]:
+        """Forget a prompt; returns the ids of its requests that the engine may still run."""
+        generation = self._generations.pop(request_id, None)
+        if generation is None:
+            return ()
+        for completion in generation.completions:
+            del self._owner_of[completion.request.request_id]
+        return tuple(
+            completion.request.request_id for completion in generation.completions if completion.finish_reason is None
+        )

@@ -1,0 +1,243 @@
+"""From logits to tokens, for a whole batch at once.
+
+    logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw
+
+Tokens are ordered by (logit, descending; id, ascending), so a tie never depends on a library's sort. top_k keeps the first k of
+that order; top_p the shortest prefix whose mass is at least top_p (of what top_k left); min_p the tokens whose probability is at
+least min_p times the largest. Each keeps at least one token. Below a temperature of 1e-5 (vLLM's bound) a row is greedy: the
+first token of the order.
+
+The draw is the inverse CDF at u = hash(seed, position), one number per row. Probabilities enter it as whole numbers
+
+    w[i] = floor(2^s * exp((logits[i] - max) / temperature)),   s = 53 - ceil(log2(vocab_size + 1))
+
+held in floats. Their sums stay below 2^53, so they are exact in any order: a row's token depends on its logits, parameters, seed
+and position alone, never on its neighbours, on the size of the batch or on how a device splits a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loraplex.core import SamplingParams, TokenLogprobs
+from loraplex.engine.sampling_batch import (
+    Bools,
+    Float32s,
+    Float64s,
+    Int64s,
+    SamplingBatch,
+    SamplingRow,
+    SamplingState,
+    edited_logits,
+    uniforms,
+)
+from loraplex.engine.token_ranking import (
+    block_sums,
+    invert_cdf,
+    keep_prefix,
+    ordered_top_k,
+    row_argmax,
+    sort_descending,
+    target_mass,
+    token_logprobs,
+)
+from loraplex.errors import InvalidRequestError
+
+__all__ = ["Sampler", "SamplerOutput", "SamplingBatch", "SamplingRow", "SamplingState", "validate_against_vocab"]
+
+GREEDY_BELOW = 1e-5
+_FEW = 128
+_MAX_LOGPROB_ELEMENTS = 2**24
+
+
+def validate_against_vocab(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequestError when `logit_bias` names a token id that the model does not have."""
+    unknown = sorted(token_id for token_id in params.logit_bias if not 0 <= token_id < vocab_size)
+    if unknown:
+        shown = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+        raise InvalidRequestError(
+            f"logit_bias has {len(unknown)} token id(s) outside the vocabulary 0..{vocab_size - 1}: {shown}; remove them"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """token_ids int64 [n]; logprobs [n], None where not asked; failed_rows: rows whose logits hold NaN or no finite maximum.
+
+    A failed row's token is 0 and means nothing: its request must end with an error.
+    """
+
+    token_ids: Int64s
+    logprobs: tuple[TokenLogprobs | None, ...]
+    failed_rows: tuple[int, ...] = ()
+
+
+class Sampler:
+    """Draws one token per row of logits. It holds no state: a call is a function of its arguments."""
+
+    def __init__(self, vocab_size: int) -> None:
+        assert 0 < vocab_size < 2**29, f"vocab_size {vocab_size}"
+        self.vocab_size = vocab_size
+        self._scale = 2.0 ** (53 - math.ceil(math.log2(vocab_size + 1)))
+
+    def sample(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> SamplerOutput:
+        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and as before on return."""
+        batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch.build(rows)
+        assert logits.shape == (len(batch.rows), self.vocab_size), (
+            f"logits {tuple(logits.shape)}, {len(batch.rows)} rows"
+        )
+        if not batch.rows:
+            return SamplerOutput(np.zeros(0, np.int64), ())
+        with torch.inference_mode():
+            logits = logits.float().contiguous()
+            with edited_logits(logits, batch):
+                token_ids, is_failed = self._choose(logits, batch)
+            logprobs = _row_logprobs(logits, token_ids, is_failed, batch)
+        return SamplerOutput(token_ids, logprobs, tuple(np.flatnonzero(is_failed).tolist()))
+
+    def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
+        """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; the k best tokens besides."""
+        with torch.inference_mode():
+            chosen = torch.as_tensor(next_ids, dtype=torch.int64, device=logits.device)
+            rows_at_once = max(1, _MAX_LOGPROB_ELEMENTS // self.vocab_size)
+            result: list[TokenLogprobs] = []
+            for start in range(0, len(chosen), rows_at_once):
+                part = slice(start, start + rows_at_once)
+                result += token_logprobs(logits[part].float(), chosen[part], [k] * len(chosen[part]))
+        return tuple(result)
+
+    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Bools]:
+        best, top = row_argmax(logits)
+        token_ids = best.cpu().numpy().copy()
+        is_failed: Bools = ~np.isfinite(top.cpu().numpy())
+        token_ids[is_failed] = 0
+        is_random = (batch.temperature >= GREEDY_BELOW) & ~is_failed
+        if not is_random.any():
+            return token_ids, is_failed
+        top_k = np.where(batch.top_k < self.vocab_size, batch.top_k, 0)
+        is_free = (top_k == 0) & (batch.top_p >= 1)
+        for wanted, draw in (
+            (is_free, self._draw_free),
+            ((top_k > 0) & (top_k <= _FEW), self._draw_top_k),
+            (top_k > _FEW, self._draw_top_k),
+            ((top_k == 0) & ~is_free, self._draw_top_p),
+        ):
+            rows = np.flatnonzero(is_random & wanted)
+            if len(rows):
+                token_ids[rows] = draw(_Draw.of(logits, top, batch, rows, self._scale)).cpu().numpy()
+        return token_ids, is_failed
+
+    def _draw_free(self, draw: _Draw) -> Tensor:
+        """Neither top_k nor top_p: over the vocabulary in the order of ids."""
+        return invert_cdf(draw.above_min_p(draw.weights(draw.logits)), draw.uniform)
+
+    def _draw_top_k(self, draw: _Draw) -> Tensor:
+        """Over the best tokens in their order."""
+        top_k = torch.from_numpy(draw.top_k).to(draw.logits.device)[:, None]
+        values, ids = ordered_top_k(draw.logits, int(draw.top_k.max()))
+        weights = draw.weights(values).double()
+        weights *= torch.arange(values.shape[1], device=values.device) < top_k
+        return _draw_prefix(draw, weights, ids, draw.top_p * weights.sum(-1, keepdim=True))
+
+    def _draw_top_p(self, draw: _Draw) -> Tensor:
+        """Over the best tokens in their order where 128 of them suffice, else over the vocabulary in the order of ids."""
+        of_vocab = draw.weights(draw.logits)
+        wanted = draw.top_p * block_sums(of_vocab).sum(-1, keepdim=True)
+        values, ids = ordered_top_k(draw.logits, min(_FEW, self.vocab_size))
+        weights = draw.weights(values).double()
+        token_ids = _draw_prefix(draw, weights, ids, wanted)
+        is_open = (weights.sum(-1) < wanted[:, 0]).cpu().numpy()
+        if is_open.any():
+            rows = np.flatnonzero(is_open)
+            part = draw.take(rows)
+            nucleus = _nucleus(part, _take(of_vocab, rows), _take(wanted, rows))
+            token_ids[torch.from_numpy(is_open)] = invert_cdf(part.above_min_p(nucleus), part.uniform)
+        return token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Rows that draw at random: logits [m, V]; their maxima, temperature, uniform number, top_p and min_p [m, 1]."""
+
+    logits: Tensor
+    top: Tensor
+    temperature: Tensor
+    uniform: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Int64s
+    scale: float
+
+    @classmethod
+    def of(cls, logits: Tensor, top: Tensor, batch: SamplingBatch, rows: Int64s, scale: float) -> _Draw:
+        chosen = [batch.rows[i] for i in rows]
+        uniform = uniforms([row.seed for row in chosen], [row.position for row in chosen])
+
+        def column(values: Float64s | Float32s) -> Tensor:
+            return torch.from_numpy(values).to(logits.device)[:, None]
+
+        return cls(
+            logits=_take(logits, rows),
+            top=_take(top, rows)[:, None],
+            temperature=column(batch.temperature[rows]),
+            uniform=column(uniform),
+            top_p=column(batch.top_p[rows]),
+            min_p=column(batch.min_p[rows]),
+            top_k=batch.top_k[rows],
+            scale=scale,
+        )
+
+    def take(self, rows: Int64s) -> _Draw:
+        tensors = (self.logits, self.top, self.temperature, self.uniform, self.top_p, self.min_p)
+        logits, top, temperature, uniform, top_p, min_p = (_take(tensor, rows) for tensor in tensors)
+        return _Draw(logits, top, temperature, uniform, top_p, min_p, self.top_k[rows], self.scale)
+
+    def weights(self, values: Tensor) -> Tensor:
+        """floor(scale * exp((values - top) / temperature)), float32 like values [m, k]; the best token's is `scale`."""
+        return (values - self.top).div_(self.temperature).exp_().mul_(self.scale).floor_()
+
+    def above_min_p(self, weights: Tensor) -> Tensor:
+        """0 for weights below min_p times the best token's; in place."""
+        return weights.masked_fill_(weights < (self.min_p * self.scale).floor_(), 0)
+
+
+def _take(tensor: Tensor, rows: Sequence[int] | Int64s) -> Tensor:
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=tensor.device))
+
+
+def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
+    """A token of the shortest prefix of mass `wanted` [m, 1]: weights float64 [m, k] in descending order, of tokens `ids`."""
+    mass_before = weights.cumsum(-1) - weights
+    mass = draw.above_min_p(weights * (mass_before < wanted)).cumsum(-1)
+    place = torch.searchsorted(mass, target_mass(mass[:, -1:], draw.uniform), right=True)
+    return ids.gather(1, place)[:, 0]
+
+
+def _nucleus(draw: _Draw, of_vocab: Tensor, wanted: Tensor) -> Tensor:
+    """`of_vocab` [m, V], the weights of all tokens, with 0 behind the shortest prefix of the order of mass `wanted` [m, 1]."""
+    values = sort_descending(draw.logits)
+    weights = draw.weights(values).double()
+    size = (weights.cumsum(-1) - weights < wanted).sum(-1, keepdim=True)
+    last = values.gather(1, size - 1)
+    return keep_prefix(draw.logits, of_vocab, last, size - (values > last).sum(-1, keepdim=True))
+
+
+def _row_logprobs(
+    logits: Tensor, token_ids: Int64s, is_failed: Bools, batch: SamplingBatch
+) -> tuple[TokenLogprobs | None, ...]:
+    result: list[TokenLogprobs | None] = [None] * len(batch.rows)
+    wanted = [i for i in batch.with_logprobs if not is_failed[i]]
+    if wanted:
+        num_best = [batch.rows[i].params.logprobs or 0 for i in wanted]
+        chosen = torch.from_numpy(token_ids[wanted]).to(logits.device)
+        for i, entry in zip(wanted, token_logprobs(_take(logits, wanted), chosen, num_best), strict=True):
+            result[i] = entry
+    return tuple(result)

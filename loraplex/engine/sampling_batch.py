@@ -1,0 +1,222 @@
+"""What the sampler is told of each row of a batch, and the edits that these ask of the logits.
+
+    logits -> penalties -> logit_bias -> min_tokens
+
+Edits touch few elements of a row, so they are scattered into the logits and taken back after the draw; nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from loraplex.core import SamplingParams
+
+_MAX_TEMPERATURE = 1e30  # flat already; keeps (-inf) / temperature away from (-inf) / inf
+
+Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+Float64s = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class SamplingState:
+    """What one request's edits of the logits need between steps: token counts, kept sparse, and its bias as arrays.
+
+    `token_ids [m]` are the distinct tokens of prompt and output, `counts [m]` how often each is in the output (0: prompt only).
+    `commit` costs O(1) per token.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt_token_ids: Sequence[int] = (), output_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.bias_ids = np.fromiter(params.logit_bias.keys(), np.int64, len(params.logit_bias))
+        self.bias_values = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        prompt = np.unique(np.asarray(prompt_token_ids, np.int64))
+        self._size = len(prompt)
+        self._token_ids = np.concatenate([prompt, np.zeros(64, np.int64)])
+        self._counts = np.zeros(len(self._token_ids), np.float32)
+        self._index = dict(zip(prompt.tolist(), range(self._size), strict=True))
+        self.commit(output_token_ids)
+
+    @property
+    def token_ids(self) -> Int64s:
+        return self._token_ids[: self._size]
+
+    @property
+    def counts(self) -> Float32s:
+        return self._counts[: self._size]
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """These tokens are now part of the output."""
+        for token_id in token_ids:
+            where = self._index.get(token_id)
+            if where is None:
+                where = self._append(token_id)
+            self._counts[where] += 1
+
+    def _append(self, token_id: int) -> int:
+        if self._size == len(self._token_ids):
+            self._token_ids = np.concatenate([self._token_ids, np.zeros_like(self._token_ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        where = self._size
+        self._token_ids[where] = token_id
+        self._index[token_id] = where
+        self._size += 1
+        return where
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One row of logits. `position` is the index of the token being drawn: 0 for the first of the output.
+
+    `state` holds the counts of exactly `output_token_ids`; without it they are counted from the two lists, when a penalty asks.
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    stop_ids_for_min_tokens: Sequence[int] = ()
+    state: SamplingState | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+    @property
+    def is_below_min_tokens(self) -> bool:
+        return self.position < self.params.min_tokens and len(self.stop_ids_for_min_tokens) > 0
+
+    def needs_state(self) -> bool:
+        return self.has_penalties or bool(self.params.logit_bias)
+
+    def state_or_new(self) -> SamplingState:
+        return self.state or SamplingState(self.params, self.prompt_token_ids, self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The rows of one call, with their parameters as arrays [n]."""
+
+    rows: tuple[SamplingRow, ...]
+    temperature: Float32s
+    top_k: Int64s
+    top_p: Float64s
+    min_p: Float32s
+    edited: tuple[int, ...]
+    with_logprobs: tuple[int, ...]
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow]) -> SamplingBatch:
+        params = [row.params for row in rows]
+        return cls(
+            rows=tuple(rows),
+            temperature=np.array([p.temperature for p in params], np.float64)
+            .clip(0, _MAX_TEMPERATURE)
+            .astype(np.float32),
+            top_k=np.array([p.top_k for p in params], np.int64),
+            top_p=np.array([p.top_p for p in params], np.float64),
+            min_p=np.array([p.min_p for p in params], np.float32),
+            edited=tuple(i for i, row in enumerate(rows) if row.needs_state() or row.is_below_min_tokens),
+            with_logprobs=tuple(i for i, p in enumerate(params) if p.logprobs is not None),
+        )
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Float64s:
+    """u [n] in [0, 1), multiples of 2^-53, a function of (seed mod 2^64, position) alone.
+
+    Counter-based: two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+    """
+    seed = np.array([s & (2**64 - 1) for s in seeds], np.uint64)
+    position = np.asarray(positions, np.uint64)
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix64(_mix64(seed + golden) + (position + np.uint64(1)) * golden)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@contextmanager
+def edited_logits(logits: Tensor, batch: SamplingBatch) -> Iterator[None]:
+    """Penalties, bias and forbidden stop tokens written into `logits` [n, V]; the old values stand again afterwards.
+
+    Only touched elements are moved: a copy of the logits would cost more than all the edits.
+    """
+    flat = logits.view(-1)
+    undo: list[tuple[Tensor, Tensor]] = []
+    try:
+        for make_edit in (_penalties, _biases, _forbidden) if batch.edited else ():
+            index, edit = make_edit(batch, logits.shape[1])
+            where = torch.from_numpy(index).to(logits.device)
+            old = flat[where]
+            undo.append((where, old))
+            flat[where] = edit(old)
+        yield
+    finally:
+        for where, old in reversed(undo):
+            flat[where] = old
+
+
+_Edit = tuple[Int64s, Callable[[Tensor], Tensor]]
+"""Distinct flat indices into logits [n * V], and the function from their old values to the new ones."""
+
+
+def _flat_index(per_row: Sequence[tuple[int, Int64s]], vocab_size: int) -> tuple[Int64s, Bools]:
+    """Flat indices of (row, token ids), and which of all ids were inside the vocabulary (the others are left out)."""
+    token_ids = np.concatenate([ids for _, ids in per_row] or [np.zeros(0, np.int64)])
+    rows = np.repeat(np.array([row for row, _ in per_row], np.int64), [len(ids) for _, ids in per_row])
+    is_known = (token_ids >= 0) & (token_ids < vocab_size)
+    return (rows * vocab_size + token_ids)[is_known], is_known
+
+
+def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
+    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count > 0)."""
+    rows = [i for i in batch.edited if batch.rows[i].has_penalties]
+    states = [batch.rows[i].state_or_new() for i in rows]
+    index, is_known = _flat_index([(i, state.token_ids) for i, state in zip(rows, states, strict=True)], vocab_size)
+    sizes = [len(state.token_ids) for state in states]
+    params = [batch.rows[i].params for i in rows]
+
+    def spread(values: list[float]) -> Float32s:
+        return np.repeat(np.array(values, np.float32), sizes)[is_known]
+
+    counts = np.concatenate([state.counts for state in states] or [np.zeros(0, np.float32)])[is_known]
+    frequency, presence = spread([p.frequency_penalty for p in params]), spread([p.presence_penalty for p in params])
+    repetition = torch.from_numpy(spread([p.repetition_penalty for p in params]))
+    minus = torch.from_numpy(frequency * counts + presence * (counts > 0))
+
+    def edit(old: Tensor) -> Tensor:
+        factor = repetition.to(old.device)
+        return torch.where(old > 0, old / factor, old * factor) - minus.to(old.device)
+
+    return index, edit
+
+
+def _biases(batch: SamplingBatch, vocab_size: int) -> _Edit:
+    """l + logit_bias[id]."""
+    rows = [i for i in batch.edited if batch.rows[i].params.logit_bias]
+    states = [batch.rows[i].state_or_new() for i in rows]
+    index, is_known = _flat_index([(i, state.bias_ids) for i, state in zip(rows, states, strict=True)], vocab_size)
+    values = np.concatenate([state.bias_values for state in states] or [np.zeros(0, np.float32)])[is_known]
+    bias = torch.from_numpy(values)
+    return index, lambda old: old + bias.to(old.device)
+
+
+def _forbidden(batch: SamplingBatch, vocab_size: int) -> _Edit:
+    """-inf for the tokens that would end a request before min_tokens."""
+    rows = [i for i in batch.edited if batch.rows[i].is_below_min_tokens]
+    per_row = [(i, np.unique(np.asarray(batch.rows[i].stop_ids_for_min_tokens, np.int64))) for i in rows]
+    return _flat_index(per_row, vocab_size)[0], lambda old: torch.full_like(old, -torch.inf)

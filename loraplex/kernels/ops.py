@@ -1,0 +1,174 @@
+"""The operators of a step, as every backend has them, and the one place where a backend is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from loraplex.core import LoraSlice
+from loraplex.errors import ConfigError
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.torch_ops import TorchBackend
+
+BACKENDS = ("auto", "torch", "reference")
+
+
+class KernelBackend(Protocol):
+    """Pure functions on tensors. `reference.py` says what each computes; T is token rows, dtypes are the model's.
+
+    Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor
+    [num_blocks, num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D].
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    # ------------------------------------------------------------------------------------------------------- adapters
+
+    def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
+        """Bytes of the packed block of one target, a multiple of 64 (0 when every slice is None)."""
+        ...
+
+    def pack(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
+    ) -> tuple[SliceLayout | None, ...]:
+        """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`); any thread may call it."""
+        ...
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None:
+        """In place, for each segment and slice: y[s:e, o:o+n] += weight * (scale * (x[s:e] A^T) B^T + bias)."""
+        ...
+
+    # ---------------------------------------------------------------------------------------------------------- layers
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + bias; weight [out, in]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); the inputs may be overwritten."""
+        ...
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary positions, Hugging Face's rotate_half; cos and sin [T, D]."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, gate_up [T, 2 I] -> [T, I]."""
+        ...
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
+        """Store k and v of each token at block * block_size + offset = kv_slot_mapping[t]."""
+        ...
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D].
+
+        With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
+        """
+        ...
+
+    # ------------------------------------------------------------------------- the field's operators (operators.py)
+
+    def sgmv_shrink(
+        self,
+        inputs: torch.Tensor,
+        lora_a_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        b_seq_start_loc: torch.Tensor,
+        seq_len_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        batches: int,
+        max_seq_length: int,
+        token_nums: int,
+        scaling: float,
+    ) -> None: ...
+
+    def sgmv_expand(
+        self,
+        inputs: torch.Tensor,
+        lora_b_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        b_seq_start_loc: torch.Tensor,
+        seq_len_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        batches: int,
+        max_seq_length: int,
+        token_nums: int,
+        add_inputs: bool = False,
+    ) -> None: ...
+
+    def sgmv_expand_slice(
+        self,
+        inputs: torch.Tensor,
+        lora_b_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        b_seq_start_loc: torch.Tensor,
+        seq_len_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        batches: int,
+        max_seq_length: int,
+        token_nums: int,
+        slice_offset: int,
+        slice_size: int,
+        add_inputs: bool = False,
+    ) -> None: ...
+
+    def bgmv_shrink(
+        self,
+        inputs: torch.Tensor,
+        lora_a_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        scaling: float = 1.0,
+    ) -> None: ...
+
+    def bgmv_expand(
+        self,
+        inputs: torch.Tensor,
+        lora_b_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        add_inputs: bool = True,
+    ) -> None: ...
+
+    def bgmv_expand_slice(
+        self,
+        inputs: torch.Tensor,
+        lora_b_weights: torch.Tensor,
+        output_tensor: torch.Tensor,
+        lora_indices_tensor: torch.Tensor,
+        slice_offset: int,
+        slice_size: int,
+        add_inputs: bool = True,
+    ) -> None: ...
+
+
+def get_backend(name: str, device: torch.device) -> KernelBackend:
+    """The backend of that name for a device; `auto` is the fastest one that covers it (today stock torch everywhere)."""
+    if name in ("auto", "torch"):
+        return TorchBackend()
+    if name == "reference":
+        return ReferenceBackend()
+    raise ConfigError(f"lora_backend must be one of {BACKENDS}, got {name!r} for device {device}")

@@ -1,0 +1,336 @@
+"""What a kernel reads: the segments of a step, the table of adapters' addresses, the KV blocks of its sequences.
+
+A plan holds lora slots, never addresses; the table holds addresses, never tensors' shapes (a target gives those). So
+promoting, evicting or moving an adapter is a write to the table, and a plan made before stays good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loraplex.core import BASE_SLOT, LoraTarget
+
+ALIGNMENT = 64
+"""Bytes to which packed blocks and their parts are aligned: a cache line, and the widest vector."""
+
+ABSENT = -1
+"""Offset of a part that a packed block does not have."""
+
+DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+"""How the slot table writes the dtype of a packed block."""
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+# ------------------------------------------------------------------------------------------------ the step's segments
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegment:
+    """Token rows [start, end) go through the adapter in `lora_slot`, times `weight`. A row may be in several segments."""
+
+    start: int
+    end: int
+    lora_slot: int
+    weight: float = 1.0
+
+
+class LoraPlan:
+    """The segments of one step, in buffers of a fixed size that every layer reads and the next step rewrites.
+
+    seg_starts, seg_ends, seg_slots: int32 [capacity]; seg_weights: float32 [capacity]. Segments from `num_segments` on are
+    empty and have slot -1, so that a captured graph may run over all of them. `segments` is the same on the host.
+    Rows in no segment are base rows: no kernel touches them.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity of a LoraPlan must be >= 1, got {capacity}")
+        self.capacity = capacity
+        self.num_segments = 0
+        self.num_tokens = 0
+        self.segments: tuple[LoraSegment, ...] = ()
+        self.scratch: dict[str, Any] = {}
+        """What a backend derives from these segments once for all layers; emptied by `rewrite`."""
+        self._ranges = torch.zeros(3, capacity, dtype=torch.int32, device=device)
+        self.seg_starts, self.seg_ends, self.seg_slots = self._ranges.unbind()
+        self.seg_weights = torch.zeros(capacity, dtype=torch.float32, device=device)
+        self.seg_slots.fill_(BASE_SLOT)
+
+    @classmethod
+    def build(
+        cls, segments: Sequence[LoraSegment], num_tokens: int, capacity: int, device: torch.device | str = "cpu"
+    ) -> LoraPlan:
+        """A plan with new buffers. Raises ValueError as `rewrite` does."""
+        plan = cls(capacity, device)
+        plan.rewrite(segments, num_tokens)
+        return plan
+
+    def rewrite(self, segments: Sequence[LoraSegment], num_tokens: int) -> None:
+        """Make this the plan of another step; the buffers stay where they are.
+
+        Raises ValueError, and changes nothing, when a segment is empty, leaves [0, num_tokens), has a negative slot or a
+        weight that is not finite, or when there are more segments than `capacity`.
+        """
+        if len(segments) > self.capacity:
+            raise ValueError(f"{len(segments)} segments do not fit in a LoraPlan of capacity {self.capacity}")
+        for segment in segments:
+            _check_segment(segment, num_tokens)
+        self.scratch.clear()
+        self.segments = tuple(segments)
+        self.num_segments, self.num_tokens = len(segments), num_tokens
+        ranges = np.zeros((3, self.capacity), dtype=np.int32)
+        weights = np.zeros(self.capacity, dtype=np.float32)
+        ranges[2] = BASE_SLOT
+        for i, segment in enumerate(segments):
+            ranges[:, i] = segment.start, segment.end, segment.lora_slot
+            weights[i] = segment.weight
+        self._ranges.copy_(torch.from_numpy(ranges))
+        self.seg_weights.copy_(torch.from_numpy(weights))
+
+
+def _check_segment(segment: LoraSegment, num_tokens: int) -> None:
+    if not 0 <= segment.start < segment.end <= num_tokens:
+        raise ValueError(f"{segment} is empty or outside the {num_tokens} token rows of the step")
+    if segment.lora_slot < 0:
+        raise ValueError(f"{segment}: base rows belong in no segment; a segment's lora_slot is >= 0")
+    if not math.isfinite(segment.weight):
+        raise ValueError(f"{segment}: weight must be finite")
+
+
+# ---------------------------------------------------------------------------------------------- an adapter's weights
+
+
+@dataclass(frozen=True, slots=True)
+class SliceWeights:
+    """What one adapter brings to one slice: `delta(x) = scaling * (x A^T) B^T + bias`.
+
+    lora_a [rank, in] and lora_b [out, rank] come together or not at all; bias [out] is additive and already scaled.
+    """
+
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    bias: torch.Tensor | None
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lora_a is None else self.lora_a.shape[0]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(t for t in (self.lora_a, self.lora_b, self.bias) if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceLayout:
+    """Where a backend put one slice inside its packed block: byte offsets from the block's start, ABSENT for no such part."""
+
+    a_offset: int
+    b_offset: int
+    bias_offset: int
+    rank: int
+    scale: float
+    dtype: torch.dtype
+
+
+class SliceView(NamedTuple):
+    """The parts of one slice as tensors over the arena's memory (stock row-major layout)."""
+
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    bias: torch.Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A packed block in the buffer."""
+
+    offset: int
+    layouts: tuple[SliceLayout | None, ...]
+
+
+class SlotTable:
+    """Addresses of every resident adapter's packed blocks: all that a LoRA kernel reads of adapters.
+
+    One row per (target, slice), in the order of `targets`; one column per lora_slot. Tensors of shape [rows, capacity]:
+    a_addr, b_addr, bias_addr int64 (0: no such part), rank int32 (0: no A and B), scale float32, dtype int32 (DTYPE_CODES).
+    They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
+    """
+
+    def __init__(self, targets: Sequence[LoraTarget], capacity: int, buffer: torch.Tensor) -> None:
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise ValueError(f"buffer must be a flat contiguous uint8 tensor, got {buffer.dtype} {tuple(buffer.shape)}")
+        if capacity < 1:
+            raise ValueError(f"capacity of a SlotTable must be >= 1, got {capacity}")
+        self.targets = tuple(targets)
+        self.capacity = capacity
+        self.buffer = buffer
+        self._base_addr = buffer.data_ptr()
+        self._first_rows = dict(zip((t.name for t in self.targets), _row_starts(self.targets), strict=True))
+        if len(self._first_rows) != len(self.targets):
+            raise ValueError("two LoraTargets have the same name")
+        self._by_first_row = {self._first_rows[t.name]: t for t in self.targets}
+        self._rows = tuple((self._first_rows[t.name], i) for t in self.targets for i in range(len(t.slices)))
+        self._allocate_columns()
+        self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
+        self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
+        """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block changes."""
+
+    def _allocate_columns(self) -> None:
+        shape, on_cpu = (self.num_rows, self.capacity), self.buffer.device.type == "cpu"
+
+        def column(dtype: torch.dtype) -> tuple[torch.Tensor, NDArray[Any]]:
+            host = torch.zeros(shape, dtype=dtype)
+            return (host if on_cpu else host.to(self.buffer.device)), host.numpy()
+
+        self.a_addr, host_a = column(torch.int64)
+        self.b_addr, host_b = column(torch.int64)
+        self.bias_addr, host_bias = column(torch.int64)
+        self.rank, host_rank = column(torch.int32)
+        self.scale, host_scale = column(torch.float32)
+        self.dtype, host_dtype = column(torch.int32)
+        self._columns = (self.a_addr, self.b_addr, self.bias_addr, self.rank, self.scale, self.dtype)
+        self._host = (host_a, host_b, host_bias, host_rank, host_scale, host_dtype)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def first_row(self, target_name: str) -> int:
+        """Row of the target's first slice; its other slices follow. KeyError when there is no such target."""
+        return self._first_rows[target_name]
+
+    def set_block(
+        self, target_name: str, lora_slot: int, block_offset: int, layouts: Sequence[SliceLayout | None]
+    ) -> None:
+        """The packed block of one target of the adapter in `lora_slot` is at byte `block_offset` of the buffer.
+
+        layouts: one per slice, None for a slice that the adapter lacks. Replaces what this slot had for the target.
+        """
+        first_row = self._first_rows[target_name]
+        num_slices = len(self._by_first_row[first_row].slices)
+        if len(layouts) != num_slices:
+            raise ValueError(f"{target_name} has {num_slices} slices, got {len(layouts)} layouts")
+        if not 0 <= block_offset < self.buffer.numel():
+            raise ValueError(f"block offset {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
+        self._check_slot(lora_slot)
+        for row, layout in enumerate(layouts, first_row):
+            self._write(row, lora_slot, self._entry(block_offset, layout))
+        self._upload(first_row, first_row + num_slices, lora_slot)
+        self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
+        self.derived[lora_slot].pop(first_row, None)
+
+    def clear_slot(self, lora_slot: int) -> None:
+        """Forget the adapter in `lora_slot`: every row of the column is zero again."""
+        self._check_slot(lora_slot)
+        for column in self._host:
+            column[:, lora_slot] = 0
+        self._upload(0, self.num_rows, lora_slot)
+        self._placed[lora_slot].clear()
+        self.derived[lora_slot].clear()
+
+    def is_clear(self, lora_slot: int) -> bool:
+        self._check_slot(lora_slot)
+        return not self._placed[lora_slot]
+
+    def views(self, row: int, lora_slot: int) -> SliceView | None:
+        """The parts of one slice as tensors, for blocks of the stock layout; None when the adapter has nothing there."""
+        first_row, slice_index = self._rows[row]
+        placed = self._placed[lora_slot].get(first_row)
+        layout = None if placed is None else placed.layouts[slice_index]
+        if placed is None or layout is None:
+            return None
+        target = self._by_first_row[first_row]
+        in_features, out_features = target.in_features, target.slices[slice_index].out_features
+        return SliceView(
+            self._view(placed.offset, layout.a_offset, layout.dtype, layout.rank, in_features),
+            self._view(placed.offset, layout.b_offset, layout.dtype, out_features, layout.rank),
+            self._view(placed.offset, layout.bias_offset, layout.dtype, out_features),
+            layout.scale,
+        )
+
+    def _view(self, block_offset: int, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+        if offset == ABSENT:
+            return None
+        start = block_offset + offset
+        return self.buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _entry(self, block_offset: int, layout: SliceLayout | None) -> tuple[int | float, ...]:
+        if layout is None:
+            return (0, 0, 0, 0, 0.0, 0)
+        start = self._base_addr + block_offset
+        addresses = (0 if o == ABSENT else start + o for o in (layout.a_offset, layout.b_offset, layout.bias_offset))
+        return (*addresses, layout.rank, layout.scale, DTYPE_CODES[layout.dtype])
+
+    def _write(self, row: int, lora_slot: int, entry: tuple[int | float, ...]) -> None:
+        for column, value in zip(self._host, entry, strict=True):
+            column[row, lora_slot] = value
+
+    def _upload(self, start: int, end: int, lora_slot: int) -> None:
+        """Bring rows [start, end) of one slot to the device; on a CPU the tensors are the host's own memory."""
+        if self.buffer.device.type == "cpu":
+            return
+        for column, host in zip(self._columns, self._host, strict=True):
+            column[start:end, lora_slot] = torch.from_numpy(host[start:end, lora_slot]).to(column.device)
+
+    def _check_slot(self, lora_slot: int) -> None:
+        if not 0 <= lora_slot < self.capacity:
+            raise ValueError(f"lora_slot {lora_slot} is outside the table of {self.capacity} slots")
+
+
+def _row_starts(targets: Sequence[LoraTarget]) -> list[int]:
+    """indptr[i] := sum(len(t.slices) for t in targets[:i])"""
+    starts = [0]
+    for target in targets[:-1]:
+        starts.append(starts[-1] + len(target.slices))
+    return starts[: len(targets)]
+
+
+# --------------------------------------------------------------------------------------------- attention and the step
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Where the keys and values of a step's sequences are. B sequences, T token rows, sequence by sequence.
+
+    q_indptr int32 [B+1]: rows of sequence i are [q_indptr[i], q_indptr[i+1]); context_lens int32 [B]: tokens in the KV cache
+    after this step; block_tables int32 [B, max_blocks] (entries past a context are not read); kv_slot_mapping int64 [T]:
+    block * block_size + offset of each new token. query_lens and context_lens_host are the same lengths on the host.
+    The i-th query of a sequence is at position context_len - query_len + i and sees keys up to its own position.
+    """
+
+    q_indptr: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    kv_slot_mapping: torch.Tensor
+    query_lens: tuple[int, ...]
+    context_lens_host: tuple[int, ...]
+    block_size: int
+    scratch: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What a backend derives from this plan once for all layers (indices, masks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (rows to sample from).
+
+    lora is None when no row goes through an adapter.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionPlan
+    lora: LoraPlan | None
+    logits_indices: torch.Tensor

@@ -1,0 +1,188 @@
+"""The specification of every operator, in plain torch: written to be read and believed, not to be fast.
+
+Arithmetic is float32 (or the promoted dtype when that is wider) and is rounded once, to the output's dtype.
+The packed block of the stock layout: for each slice A [rank, in], then B [out, rank], then its bias [out], row-major and in
+one dtype; each part starts on a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from loraplex.core import LoraSlice
+from loraplex.kernels.operators import LoraOperators
+from loraplex.kernels.plan import ABSENT, AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
+
+
+def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:
+    """The one dtype of a stock block: the widest of the adapter's tensors and the model's."""
+    dtypes = (t.dtype for s in slices if s is not None for t in s.tensors)
+    return functools.reduce(torch.promote_types, dtypes, compute_dtype)
+
+
+def layout_block(
+    slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+) -> tuple[int, tuple[SliceLayout | None, ...]]:
+    """(bytes of the block, where each slice lies in it) for the stock layout."""
+    dtype, cursor = packed_dtype(slices, compute_dtype), 0
+    layouts: list[SliceLayout | None] = []
+    for s in slices:
+        if s is None:
+            layouts.append(None)
+            continue
+        a_offset, cursor = _place(s.lora_a, dtype, cursor)
+        b_offset, cursor = _place(s.lora_b, dtype, cursor)
+        bias_offset, cursor = _place(s.bias, dtype, cursor)
+        layouts.append(SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), dtype))
+    return cursor, tuple(layouts)
+
+
+def _place(tensor: torch.Tensor | None, dtype: torch.dtype, cursor: int) -> tuple[int, int]:
+    """(offset of the tensor, the cursor behind it)"""
+    if tensor is None:
+        return ABSENT, cursor
+    return cursor, cursor + align(tensor.numel() * dtype.itemsize)
+
+
+def check_rows(y: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> None:
+    if not y.shape[0] == x.shape[0] == plan.num_tokens:
+        raise ValueError(f"the plan is of {plan.num_tokens} token rows, x has {x.shape[0]} and y {y.shape[0]}")
+
+
+def _accumulator(*dtypes: torch.dtype) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
+
+
+class StockPacking:
+    """The stock layout of a block, shared by the backends that read rows of torch tensors."""
+
+    def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
+        return layout_block(slices, compute_dtype)[0]
+
+    def pack(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
+    ) -> tuple[SliceLayout | None, ...]:
+        nbytes, layouts = layout_block(slices, compute_dtype)
+        if out.numel() < nbytes:
+            raise ValueError(f"a packed block of {nbytes} bytes does not fit in {out.numel()}")
+        for s, layout in zip(slices, layouts, strict=True):
+            if s is not None and layout is not None:
+                _copy_part(s.lora_a, out, layout.a_offset, layout.dtype)
+                _copy_part(s.lora_b, out, layout.b_offset, layout.dtype)
+                _copy_part(s.bias, out, layout.bias_offset, layout.dtype)
+        return layouts
+
+
+def _copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
+    """One part and the gap behind it: equal adapters have equal bytes, and nothing of a victim stays."""
+    if tensor is None:
+        return
+    end = offset + tensor.numel() * dtype.itemsize
+    out[offset:end].view(dtype).view(tensor.shape).copy_(tensor)
+    out[end : offset + align(end - offset)].zero_()
+
+
+class ReferenceBackend(StockPacking, LoraOperators):
+    """Every operator as its formula."""
+
+    name = "reference"
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None:
+        check_rows(y, x, plan)
+        for segment, (row, s) in itertools.product(plan.segments, enumerate(slices, first_row)):
+            view = table.views(row, segment.lora_slot)
+            if view is None:
+                continue
+            rows = y[segment.start : segment.end, s.out_offset : s.out_offset + s.out_features]
+            wide = rows.to(_accumulator(y.dtype, *(t.dtype for t in view[:3] if t is not None)))
+            if view.lora_a is not None and view.lora_b is not None:
+                shrunk = x[segment.start : segment.end].to(wide.dtype) @ view.lora_a.to(wide.dtype).T
+                wide = wide + segment.weight * view.scale * (shrunk @ view.lora_b.to(wide.dtype).T)
+            if view.bias is not None:
+                wide = wide + segment.weight * view.bias.to(wide.dtype)
+            rows.copy_(wide)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wide = _accumulator(x.dtype)
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.to(_accumulator(x.dtype))
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * normed.to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
+        block_size = kv_layer.shape[3]
+        block, offset = kv_slot_mapping // block_size, kv_slot_mapping % block_size
+        kv_layer[block, 0, :, offset] = k
+        kv_layer[block, 1, :, offset] = v
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        out = torch.empty_like(q)
+        end = 0
+        for i, (query_len, context_len) in enumerate(zip(plan.query_lens, plan.context_lens_host, strict=True)):
+            start, end = end, end + query_len
+            keys, values = _gather_kv(kv_layer, plan.block_tables[i], context_len)
+            out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window).to(q.dtype)
+        return out
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x * cos + rotate_half(x) * sin, rotate_half([a, b]) = [-b, a]; x [T, H, D], cos and sin [T, D]."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos[:, None, :] + torch.cat((-b, a), dim=-1) * sin[:, None, :]
+
+
+def _gather_kv(kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one sequence, each [context_len, KH, D]; what lies behind them is never read."""
+    block_size = kv_layer.shape[3]
+    positions = torch.arange(context_len, device=kv_layer.device)
+    block, offset = blocks.long()[positions // block_size], positions % block_size
+    return kv_layer[block, 0, :, offset], kv_layer[block, 1, :, offset]
+
+
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sliding_window: int | None
+) -> torch.Tensor:
+    """Causal attention of the last len(q) positions: q [Q, H, D], keys and values [C, KH, D] -> [Q, H, D] in float32."""
+    wide = _accumulator(q.dtype)
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (t.to(wide).repeat_interleave(group, dim=1) for t in (keys, values))
+    key_pos = torch.arange(keys.shape[0], device=q.device)
+    query_pos = key_pos[keys.shape[0] - q.shape[0] :, None]
+    is_hidden = key_pos > query_pos
+    if sliding_window is not None:
+        is_hidden |= key_pos <= query_pos - sliding_window
+    scores = torch.einsum("qhd,chd->hqc", q.to(wide), keys) * scale
+    weights = scores.masked_fill(is_hidden, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqc,chd->qhd", weights, values)

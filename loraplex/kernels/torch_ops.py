@@ -1,0 +1,164 @@
+"""The operators in few calls of stock torch, on any device.
+
+`add_lora` is a loop of small matrix products over (segment, slice). Measured on 2 cores, 16 rows with 16 adapters of rank 16: a
+batched product is as fast (10 + 47 us against 16 x (1.7 + 2.6)) only if the weights need not be stacked first (18 us each),
+and one product for the A's of all slices is slower for one row (6.9 against 5.5 us), so neither is done.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from loraplex.core import LoraSlice
+from loraplex.kernels.operators import LoraOperators
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
+from loraplex.kernels.reference import StockPacking, check_rows
+from loraplex.kernels.torch_attention import kv_rows, paged_attention
+
+
+class TorchBackend(StockPacking, LoraOperators):
+    """Stock torch, as few calls as its operators allow."""
+
+    name = "torch"
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None:
+        check_rows(y, x, plan)
+        blocks = [_deltas(table, first_row, segment.lora_slot, len(slices)) for segment in plan.segments]
+        if not any(blocks):
+            return
+        split = _row_split(plan)
+        inputs = split.of(x)
+        outputs = [split.of(y.narrow(1, s.out_offset, s.out_features)) for s in slices]
+        for i, (segment, deltas) in enumerate(zip(plan.segments, blocks, strict=True)):
+            for delta in deltas:
+                _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        # One pass for the norm, one for the product: 9 us for [16, 576] where F.rms_norm takes 13 (and 80 against 950 for 512 rows).
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+        inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
+        normed: torch.Tensor = (x * inverse).to(x.dtype)
+        return normed.mul_(weight)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x.add_(residual)
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        sin_a, sin_b = sin.chunk(2, dim=-1)
+        return _rotate(q, cos, sin_a, sin_b), _rotate(k, cos, sin_a, sin_b)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
+        _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+        rows, block_stride = kv_rows(kv_layer, head_dim)
+        block = kv_slot_mapping.div(block_size, rounding_mode="floor")
+        # row of (block, k or v, head, offset) = block * block_stride + (kv * KH + head) * block_size + offset
+        first = torch.add(kv_slot_mapping, block, alpha=block_stride - block_size)
+        heads = torch.arange(0, 2 * num_kv_heads * block_size, block_size, device=kv_layer.device)
+        index = first.unsqueeze(1) + heads
+        rows.index_copy_(0, index.view(-1), torch.cat((k, v), dim=1).view(-1, head_dim))
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        return paged_attention(q, kv_layer, plan, scale, sliding_window)
+
+
+class _Delta(NamedTuple):
+    """One slice of one packed block, as the products want it: A^T [in, rank], B^T [rank, out]."""
+
+    slice_index: int
+    a_t: torch.Tensor | None
+    b_t: torch.Tensor | None
+    bias: torch.Tensor | None
+    scale: float
+
+
+def _deltas(table: SlotTable, first_row: int, lora_slot: int, num_slices: int) -> tuple[_Delta, ...]:
+    """What the adapter in `lora_slot` has for a target; made once per block and kept in the table until it changes."""
+    cache = table.derived[lora_slot]
+    cached: tuple[_Delta, ...] | None = cache.get(first_row)
+    if cached is None:
+        cached = cache[first_row] = tuple(_make_deltas(table, first_row, lora_slot, num_slices))
+    return cached
+
+
+def _make_deltas(table: SlotTable, first_row: int, lora_slot: int, num_slices: int) -> list[_Delta]:
+    deltas = []
+    for i in range(num_slices):
+        view = table.views(first_row + i, lora_slot)
+        if view is not None:
+            a_t = None if view.lora_a is None else view.lora_a.t()
+            b_t = None if view.lora_b is None else view.lora_b.t()
+            deltas.append(_Delta(i, a_t, b_t, view.bias, view.scale))
+    return deltas
+
+
+def _add_delta(y: torch.Tensor, x: torch.Tensor, delta: _Delta, weight: float) -> None:
+    """y += weight * (scale * (x A^T) B^T + bias), in place on a view."""
+    _, a_t, b_t, bias, scale = delta
+    if a_t is not None and b_t is not None:
+        if a_t.dtype == y.dtype:
+            y.addmm_(torch.mm(x, a_t), b_t, alpha=weight * scale)
+        else:  # an adapter wider than the model: its own dtype up to the sum
+            y.add_(torch.mm(torch.mm(x.to(a_t.dtype), a_t), b_t), alpha=weight * scale)
+    if bias is not None:
+        y.add_(bias, alpha=weight)
+
+
+class _RowSplit:
+    """Cuts a tensor's rows into those of each segment of a plan, in one call where the segments follow one another."""
+
+    def __init__(self, plan: LoraPlan) -> None:
+        self._ranges = [(s.start, s.end) for s in plan.segments]
+        cuts = [0, *(cut for r in self._ranges for cut in r), plan.num_tokens]
+        sizes = [end - start for start, end in itertools.pairwise(cuts)]
+        self._sizes: list[int] | None = sizes if min(sizes) >= 0 else None  # None: a row is in several segments
+
+    def of(self, t: torch.Tensor) -> Sequence[torch.Tensor]:
+        """One view of `t` per segment. Sizes alternate between a gap (base rows, often 0) and a segment."""
+        if self._sizes is None:
+            return [t[start:end] for start, end in self._ranges]
+        return t.split_with_sizes(self._sizes)[1::2]
+
+
+def _row_split(plan: LoraPlan) -> _RowSplit:
+    split: _RowSplit | None = plan.scratch.get("row_split")
+    if split is None:
+        split = plan.scratch["row_split"] = _RowSplit(plan)
+    return split
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin_a: torch.Tensor, sin_b: torch.Tensor) -> torch.Tensor:
+    """x * cos + rotate_half(x) * sin, with the two halves written in place."""
+    out = x * cos
+    a, b = x.chunk(2, dim=-1)
+    out_a, out_b = out.chunk(2, dim=-1)
+    out_a.addcmul_(b, sin_a, value=-1.0)
+    out_b.addcmul_(a, sin_b)
+    return out

@@ -1,0 +1,1 @@
+"""Layers of a decoder: `common` (norm, rotary embedding, attention), `linear` (sharded linears), `lora` (their LoRA kin)."""

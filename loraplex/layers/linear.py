@@ -1,0 +1,236 @@
+"""Linear layers of the base model, each this rank's share of what the checkpoint has.
+
+A linear publishes a `LoraTarget` (name, slices, how it is cut) and the parts of the checkpoint that fill it; the weights of its
+slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Memory is allocated once, here, and
+filled in place. How tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a
+row-parallel layer is not here (one rank today).
+
+    column, merged, qkv    y_i = x W_i^T + b_i         parts side by side = y       (k, v replicated when heads are fewer than ranks)
+    row                    y_i = x_i W_i^T (+ b on rank 0)                          sum over ranks = y
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
+from loraplex.distributed import shard_bias, shard_columns, shard_rows
+from loraplex.kernels.plan import LoraPlan
+from loraplex.layers.common import LayerSetup, WeightPart
+
+
+class ParallelLinear:
+    """y = x W^T + b for what `target` describes. weight [out, in] and bias [out] hold the slices under one another."""
+
+    def __init__(self, target: LoraTarget, has_bias: bool, setup: LayerSetup) -> None:
+        out_features = sum(s.out_features for s in target.slices)
+        self.target = target
+        self.ops = setup.ops
+        self.weight = torch.empty(out_features, target.in_features, dtype=setup.dtype, device=setup.device)
+        self.bias = torch.empty(out_features, dtype=setup.dtype, device=setup.device) if has_bias else None
+
+    def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        """x [T, in] -> [T, out]. The call of a layer with LoRA; a plan with adapters is an error here, not ignored."""
+        assert plan is None or not plan.num_segments, f"{self.target.name} has no LoRA and got a plan with adapters"
+        return self.ops.linear(x, self.weight, self.bias)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        """Every tensor of the checkpoint that this layer needs."""
+        for index, s in enumerate(self.target.slices):
+            full = (s.full_out_features, self.target.full_in_features)
+            yield WeightPart(f"{s.module_name}.weight", full, self._rows_of(self.weight, s), self._weight_cut(s))
+            if self.bias is not None:
+                yield self._bias_part(index, s, self.bias)
+
+    def base_bias(self, module_name: str) -> Tensor | None:
+        """This rank's bias of one slice, a view; None when the layer has no biases. KeyError: no such slice."""
+        for s in self.target.slices:
+            if s.module_name == module_name:
+                return None if self.bias is None else self._rows_of(self.bias, s)
+        raise KeyError(module_name)
+
+    @staticmethod
+    def _rows_of(tensor: Tensor, s: LoraSlice) -> Tensor:
+        return tensor[s.out_offset : s.out_offset + s.out_features]
+
+    def _weight_cut(self, s: LoraSlice) -> Callable[[Tensor], Tensor]:
+        target = self.target
+
+        def cut(tensor: Tensor) -> Tensor:
+            rows = shard_rows(tensor, s.out_features, target.shard)
+            return shard_columns(rows, target.in_features, target.shard)
+
+        return cut
+
+    def _bias_part(self, index: int, s: LoraSlice, bias: Tensor) -> WeightPart:
+        def cut(tensor: Tensor) -> Tensor:
+            share = shard_bias(self.target, index, tensor)
+            return torch.zeros_like(tensor) if share is None else share
+
+        return WeightPart(f"{s.module_name}.bias", (s.full_out_features,), self._rows_of(bias, s), cut)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """One linear, its output cut over the ranks."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        in_features: int,
+        out_features: int,
+        has_bias: bool,
+        setup: LayerSetup,
+    ) -> None:
+        slices = stack_slices([(name, out_features)], [_share(out_features, setup.shard)], has_bias)
+        target = LoraTarget(name, layer, in_features, in_features, slices, ShardKind.COLUMN, setup.shard)
+        super().__init__(target, has_bias, setup)
+
+
+class MergedColumnParallelLinear(ParallelLinear):
+    """Several linears of one input in one GEMM (gate and up), the output of each cut over the ranks.
+
+    modules: (name in the checkpoint, out_features) in the order of the output's columns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        in_features: int,
+        modules: Sequence[tuple[str, int]],
+        has_bias: bool,
+        setup: LayerSetup,
+    ) -> None:
+        slices = stack_slices(modules, [_share(full, setup.shard) for _, full in modules], has_bias)
+        target = LoraTarget(name, layer, in_features, in_features, slices, ShardKind.COLUMN, setup.shard)
+        super().__init__(target, has_bias, setup)
+
+
+class QKVParallelLinear(ParallelLinear):
+    """q, k and v in one GEMM, cut by heads; a k or v head is held by several ranks when there are fewer heads than ranks.
+
+    modules: the names of q, k and v in the checkpoint. Output columns: num_heads, num_kv_heads, num_kv_heads heads of head_dim.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        in_features: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        modules: tuple[str, str, str],
+        has_bias: bool,
+        setup: LayerSetup,
+    ) -> None:
+        heads, kv_heads = _share(num_heads, setup.shard), kv_heads_of_shard(num_kv_heads, setup.shard)
+        full = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        here = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        slices = stack_slices(list(zip(modules, full, strict=True)), here, has_bias)
+        target = LoraTarget(name, layer, in_features, in_features, slices, ShardKind.QKV, setup.shard)
+        super().__init__(target, has_bias, setup)
+
+
+class RowParallelLinear(ParallelLinear):
+    """One linear, its input cut over the ranks; each rank gives a summand of the output, and rank 0's has the bias."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        in_features: int,
+        out_features: int,
+        has_bias: bool,
+        setup: LayerSetup,
+    ) -> None:
+        slices = stack_slices([(name, out_features)], [out_features], has_bias)
+        target = LoraTarget(
+            name, layer, _share(in_features, setup.shard), in_features, slices, ShardKind.ROW, setup.shard
+        )
+        super().__init__(target, has_bias, setup)
+
+
+def stack_slices(modules: Sequence[tuple[str, int]], here: Sequence[int], has_bias: bool) -> tuple[LoraSlice, ...]:
+    """Slices under one another: offset[i] := sum(here[:i]). modules: (name, full out_features); here: this rank's."""
+    return tuple(LoraSlice(module, sum(here[:i]), here[i], full, has_bias) for i, (module, full) in enumerate(modules))
+
+
+def _share(full: int, shard: Shard) -> int:
+    if full % shard.size:
+        raise ValueError(f"{full} features or heads cannot be dealt out evenly to {shard.size} ranks")
+    return full // shard.size
+
+
+def kv_heads_of_shard(num_kv_heads: int, shard: Shard) -> int:
+    """Key and value heads of one rank: an even share, or one that `shard.size / num_kv_heads` neighbours hold together."""
+    if num_kv_heads < shard.size and shard.size % num_kv_heads == 0:
+        return 1
+    return _share(num_kv_heads, shard)
+
+
+# ------------------------------------------------------------------------------------------------ the vocabulary's ends
+
+
+class VocabParallelEmbedding:
+    """y[t] = weight[token_ids[t]]; the vocabulary is cut over the ranks and rows of other ranks' tokens are zero: the sum is y."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, setup: LayerSetup) -> None:
+        self.name = name
+        self.shard = setup.shard
+        self.full_shape = (vocab_size, hidden_size)
+        self.weight = _empty_vocab_share(vocab_size, hidden_size, setup)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids int64 [T] -> [T, hidden]"""
+        if self.shard.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.shard.rank * len(self.weight)
+        is_here = (local >= 0) & (local < len(self.weight))
+        return F.embedding(local * is_here, self.weight) * is_here[:, None]
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
+
+
+class ParallelLMHead:
+    """logits_i = hidden W_i^T in float32, the vocabulary cut over the ranks: parts side by side are the logits.
+
+    `tied_to`: the embedding whose weight this is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        setup: LayerSetup,
+        tied_to: VocabParallelEmbedding | None = None,
+    ) -> None:
+        self.name = name
+        self.shard = setup.shard
+        self.ops = setup.ops
+        self.is_tied = tied_to is not None
+        self.full_shape = (vocab_size, hidden_size)
+        self.weight = _empty_vocab_share(vocab_size, hidden_size, setup) if tied_to is None else tied_to.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the model's dtype, then widened."""
+        return self.ops.linear(hidden, self.weight, None).float()
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        if not self.is_tied:
+            yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
+
+
+def _empty_vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:
+    return torch.empty(_share(vocab_size, setup.shard), hidden_size, dtype=setup.dtype, device=setup.device)
+
+
+def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: Shard) -> WeightPart:
+    return WeightPart(f"{name}.weight", full_shape, weight, lambda tensor: shard_rows(tensor, len(weight), shard))

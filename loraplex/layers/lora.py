@@ -1,0 +1,163 @@
+"""Linear layers that know of LoRA from birth: `y = base(x)`, then one kernel call adds every adapter of the step.
+
+| class                              | A is cut      | B is cut                                   |
+|------------------------------------|---------------|--------------------------------------------|
+| ReplicatedLinearWithLoRA           | no            | no                                         |
+| ColumnParallelLinearWithLoRA       | no            | output rows                                |
+| MergedColumnParallelLinearWithLoRA | no            | output rows of each part (gate, up)        |
+| QKVParallelLinearWithLoRA          | no            | q, k, v by heads; k, v replicated if few   |
+| RowParallelLinearWithLoRA          | input columns | no                                         |
+
+The cuts themselves are in loraplex/distributed.py and follow from the base layer's LoraTarget. Adapters on the embedding
+(VocabParallelEmbeddingWithLoRA) and the output head are not there yet: the format check refuses adapters that have them.
+A model of one's own: give each linear a `target` and a `forward(x)`, wrap it in `with_lora`, and call it with the step's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol, overload
+
+import torch
+
+from loraplex.core import LoraTarget, Shard, ShardKind
+from loraplex.distributed import shard_lora_a, shard_lora_b
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.plan import LoraPlan, SlotTable
+
+
+class LinearBase(Protocol):
+    """What a layer needs to carry adapters: its LoraTarget, and x [T, in] -> y [T, out]."""
+
+    @property
+    def target(self) -> LoraTarget: ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class BaseLayerWithLoRA:
+    """A linear and the adapters that act on it. Before `set_lora` it is the base layer."""
+
+    kind: ClassVar[ShardKind]
+
+    def __init__(self, base_layer: LinearBase) -> None:
+        target = base_layer.target
+        if target.kind is not self.kind:
+            raise ValueError(f"{type(self).__name__} takes {self.kind} layers, {target.name} is {target.kind}")
+        self.base_layer = base_layer
+        self.lora_backend: KernelBackend | None = None
+        self._table: SlotTable | None = None
+        self._first_row = -1
+
+    @property
+    def target(self) -> LoraTarget:
+        return self.base_layer.target
+
+    def set_lora(self, table: SlotTable, backend: KernelBackend) -> None:
+        """Read adapters from `table` with the kernels of `backend` from now on. KeyError: the table lacks this target."""
+        self._first_row = table.first_row(self.target.name)
+        self._table, self.lora_backend = table, backend
+
+    def set_lora_info(self, table: SlotTable, backend: KernelBackend) -> None:
+        """SGLang's name for `set_lora`."""
+        self.set_lora(table, backend)
+
+    def forward(self, x: torch.Tensor, plan: LoraPlan | None = None) -> torch.Tensor:
+        """x [T, in] -> [T, out]; rows in no segment of the plan are the base layer's, bit for bit."""
+        y = self.base_layer.forward(x)
+        return y if plan is None else self.apply_lora(y, x, plan)
+
+    def apply_lora(self, base_output: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
+        """base_output[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias), in place; returns base_output."""
+        if plan.num_segments:
+            if self._table is None or self.lora_backend is None:
+                raise RuntimeError(
+                    f"{self.target.name} has a plan with adapters but no slot table: call set_lora first"
+                )
+            target = self.target
+            self.lora_backend.add_lora(base_output, x, plan, self._table, self._first_row, target.slices)
+        return base_output
+
+    @overload
+    def slice_lora_a_weights(self, a: torch.Tensor, tp_rank: int) -> torch.Tensor: ...
+
+    @overload
+    def slice_lora_a_weights(self, a: Sequence[torch.Tensor | None], tp_rank: int) -> list[torch.Tensor | None]: ...
+
+    def slice_lora_a_weights(
+        self, a: torch.Tensor | Sequence[torch.Tensor | None], tp_rank: int
+    ) -> torch.Tensor | list[torch.Tensor | None]:
+        """The part of A [rank, full_in] that tensor-parallel rank `tp_rank` holds; a list, one per slice, gives a list."""
+        target = self._target_of(tp_rank)
+        if isinstance(a, torch.Tensor):
+            return shard_lora_a(target, self._only_slice(), a)
+        return [None if t is None else shard_lora_a(target, i, t) for i, t in enumerate(self._per_slice(a))]
+
+    @overload
+    def slice_lora_b_weights(self, b: torch.Tensor, tp_rank: int) -> torch.Tensor: ...
+
+    @overload
+    def slice_lora_b_weights(self, b: Sequence[torch.Tensor | None], tp_rank: int) -> list[torch.Tensor | None]: ...
+
+    def slice_lora_b_weights(
+        self, b: torch.Tensor | Sequence[torch.Tensor | None], tp_rank: int
+    ) -> torch.Tensor | list[torch.Tensor | None]:
+        """The part of B [full_out, rank] that tensor-parallel rank `tp_rank` holds; a list, one per slice, gives a list."""
+        target = self._target_of(tp_rank)
+        if isinstance(b, torch.Tensor):
+            return shard_lora_b(target, self._only_slice(), b)
+        return [None if t is None else shard_lora_b(target, i, t) for i, t in enumerate(self._per_slice(b))]
+
+    def _target_of(self, tp_rank: int) -> LoraTarget:
+        return replace(self.target, shard=Shard(tp_rank, self.target.shard.size))
+
+    def _only_slice(self) -> int:
+        if len(self.target.slices) != 1:
+            raise ValueError(
+                f"{self.target.name} has {len(self.target.slices)} slices: give a list, one tensor per slice"
+            )
+        return 0
+
+    def _per_slice(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        if len(tensors) != len(self.target.slices):
+            raise ValueError(f"{self.target.name} has {len(self.target.slices)} slices, got {len(tensors)} tensors")
+        return tensors
+
+
+class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
+    kind = ShardKind.REPLICATED
+
+
+class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
+    kind = ShardKind.COLUMN
+
+
+class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
+    """Several column-parallel linears in one GEMM (gate and up), each with its own A and B."""
+
+
+class QKVParallelLinearWithLoRA(BaseLayerWithLoRA):
+    kind = ShardKind.QKV
+
+
+class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
+    """The deltas of the shards add up, so `apply_lora` comes before the sum over ranks."""
+
+    kind = ShardKind.ROW
+
+
+_CLASSES: dict[ShardKind, type[BaseLayerWithLoRA]] = {
+    ShardKind.REPLICATED: ReplicatedLinearWithLoRA,
+    ShardKind.COLUMN: ColumnParallelLinearWithLoRA,
+    ShardKind.QKV: QKVParallelLinearWithLoRA,
+    ShardKind.ROW: RowParallelLinearWithLoRA,
+}
+
+
+def with_lora(base_layer: LinearBase) -> BaseLayerWithLoRA:
+    """The LoRA layer that fits the base layer: by its target's kind, and merged when it has several slices."""
+    target = base_layer.target
+    if target.kind is ShardKind.COLUMN and len(target.slices) > 1:
+        return MergedColumnParallelLinearWithLoRA(base_layer)
+    return _CLASSES[target.kind](base_layer)

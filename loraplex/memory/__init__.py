@@ -1,0 +1,14 @@
+"""Where adapters' weights are: tiers, room, residency.
+
+arena.py         one flat memory in chunks for KV cache and adapters; LoRAMemoryPool, its adapter side
+quarantine.py    freed memory on its way back while launched steps may read it
+packing.py       tensors to packed blocks, one extent per decoder layer
+eviction.py      who goes first
+tiers.py         host and device as budgets over extents
+stored.py        the records: StoredAdapter by id, StoredWeights by content digest
+room.py          who makes way for whom, and what is refused
+loading.py       loader threads, sources read again, copies to another device
+weight_store.py  how weights move: load, promote, evict, drop
+manager.py       LoRAModelManager: references, pins, verbs
+integrity.py     what must always be true          stats.py   what is counted
+"""

@@ -1,0 +1,144 @@
+"""Loads beside the step loop: the threads, reading a source again, and copying to another device."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from loraplex.adapters.weights import LoRAModel
+from loraplex.errors import (
+    AdapterConfigMissingError,
+    AdapterContentChangedError,
+    AdapterError,
+    AdapterFetchError,
+    AdapterFetchTimeoutError,
+    AdapterLoadError,
+    AdapterPathForbiddenError,
+    AdapterPathNotFoundError,
+    AdapterPermissionError,
+    AdapterUnavailableError,
+    AdapterWeightsMissingError,
+    EngineShutdownError,
+    LoraplexError,
+    error_from_payload,
+)
+from loraplex.memory.stored import StoredAdapter, StoredWeights
+
+_SOURCE_GONE = (
+    AdapterPathNotFoundError,
+    AdapterConfigMissingError,
+    AdapterWeightsMissingError,
+    AdapterPermissionError,
+    AdapterPathForbiddenError,
+    AdapterFetchError,
+    AdapterFetchTimeoutError,
+    OSError,
+)
+
+
+class Loader(Protocol):
+    """Runs jobs in the background, in order. Jobs do not raise."""
+
+    def submit(self, job: Callable[[], None]) -> None: ...
+
+    def close(self) -> None:
+        """Finish the jobs that run, forget those that do not."""
+        ...
+
+
+class LoaderThreads:
+    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"loraplex-loader-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        while not self._jobs.empty():
+            self._jobs.get()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> LoRAModel:
+    """The content of a digest, from the first source that still has it, the newest adapter's first.
+
+    Raises what the newest adapter's source answered: on a first load the error itself; later AdapterUnavailableError when the
+    source is gone and AdapterContentChangedError when it answers with anything else than the content that was loaded.
+    """
+    first_error: Exception | None = None
+    for adapter in reversed(adapters):
+        try:
+            return _read_source(adapter, weights.digest)
+        except Exception as error:
+            first_error = first_error or _explained(error, adapter, is_reload=weights.layout is not None)
+    assert first_error is not None, f"digest {weights.digest} has no source"
+    raise first_error
+
+
+def _read_source(adapter: StoredAdapter, digest: str) -> LoRAModel:
+    model = adapter.open_weights()
+    if model.adapter_digest != digest:
+        raise AdapterContentChangedError(
+            f"adapter {adapter.spec.adapter_name!r}: the content of {adapter.spec.path!r} has changed since it was loaded "
+            f"(digest {model.adapter_digest[:12]}, was {digest[:12]}); reload it"
+        )
+    return model
+
+
+def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> LoraplexError:
+    name, path = adapter.spec.adapter_name, adapter.spec.path
+    if is_reload and isinstance(error, _SOURCE_GONE):
+        return AdapterUnavailableError(
+            f"adapter {name!r}: its last copy in memory was evicted and its source {path!r} cannot be read "
+            f"({error}); bring it back, or unload the adapter"
+        )
+    if is_reload and isinstance(error, AdapterLoadError):
+        return AdapterContentChangedError(
+            f"adapter {name!r}: the content of {path!r} has changed since it was loaded ({error}); reload it"
+        )
+    return as_adapter_error(error, name)
+
+
+def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
+    """`error` itself when it is an AdapterError (or the end of the engine), else an AdapterLoadError that says what it was."""
+    if isinstance(error, AdapterError | EngineShutdownError):
+        return error
+    return AdapterLoadError(f"adapter {adapter_name!r} could not be loaded: {type(error).__name__}: {error}")
+
+
+def raise_again(error: LoraplexError) -> None:
+    """Raise an equal error: one object raised in several threads would collect all their tracebacks."""
+    raise error_from_payload(error.to_payload()) from error
+
+
+def copy_extents(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copy host memory to the device beside what runs there; returns when it is done."""
+    device = targets[0].device
+    if device.type != "cuda":
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+    stream.synchronize()

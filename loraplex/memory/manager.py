@@ -1,0 +1,411 @@
+"""Adapters by id over weights by digest: references, pins, and the verbs that the field knows.
+
+The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`, `step_committed`; none
+of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`, `activate_adapter`,
+`pin_adapter`, `set_active_adapters` and `switch_lora` wait for loads. They need no poll to make progress, so an engine that is
+idle may call them from its own thread; while a step is in flight, other threads must (room that is in quarantine comes back when the
+step is committed).
+
+A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it from `try_acquire`:
+every one that asks in the scheduling pass in which the first of them does. After that pass, or when nobody asked for a
+minute, the next `try_acquire` reads the source afresh; so does any verb at any time. `prefetch` alone never tries again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from loraplex.adapters.weights import LoRAModel
+from loraplex.config import LoRAConfig
+from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
+from loraplex.errors import AdapterConflictError, AdapterNotFoundError
+from loraplex.kernels.ops import KernelBackend
+from loraplex.memory.arena import Arena
+from loraplex.memory.integrity import check_integrity
+from loraplex.memory.loading import Loader, LoaderThreads
+from loraplex.memory.packing import BaseBias, Packer
+from loraplex.memory.protocols import AdapterMapping, HasAdapterId
+from loraplex.memory.stats import MemoryStats
+from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
+from loraplex.memory.tiers import build_tiers
+from loraplex.memory.weight_store import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOutcome:
+    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves when its last request ends.
+
+    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: who made way, `old` included.
+    """
+
+    was_active: bool
+    is_draining: bool
+    load_s: float
+    promote_s: float
+    evicted: tuple[str, ...]
+
+
+class LoRAModelManager:
+    """The residency of adapters: core.ResidencyView for the scheduler, and core.AdapterStore but for `abort_adapter` (the engine's).
+
+    arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine (pinned for a
+    GPU); then weights are copied to `arena`. open_weights: reads the source of a spec, in any thread. base_bias: this shard's slice
+    of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone.
+    """
+
+    def __init__(
+        self,
+        lora_config: LoRAConfig,
+        targets: Sequence[LoraTarget],
+        backend: KernelBackend,
+        compute_dtype: torch.dtype,
+        arena: Arena,
+        open_weights: Callable[[AdapterSpec], LoRAModel],
+        base_bias: BaseBias,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        host_arena: Arena | None = None,
+        loader: Loader | None = None,
+        on_digest_dropped: Callable[[str], None] | None = None,
+    ) -> None:
+        self.on_digest_dropped = on_digest_dropped
+        self._open_weights = open_weights
+        self._clock = clock
+        packer = Packer(targets, backend, compute_dtype, base_bias)
+        host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
+        self.table = device.table
+        loader = loader or LoaderThreads(lora_config.num_loader_threads)
+        self._store = WeightStore(host, device, packer, loader, clock, lora_config.num_loader_threads)
+        self._lock = self._store.lock
+        self._adapters: dict[int, StoredAdapter] = {}
+        self._draining: dict[int, StoredAdapter] = {}
+        self._mapping: AdapterMapping | None = None
+
+    # ------------------------------------------------------------------------------------- core.ResidencyView: never waits
+
+    def try_acquire(self, adapter_id: int) -> AcquireResult:
+        """A reference for one running request, or what it waits for. Raises AdapterError as core.ResidencyView says."""
+        with self._lock:
+            adapter = self._adapter(adapter_id)
+            waits_for = self._store.ask(adapter.weights)
+            if waits_for is not None:
+                return AcquireResult(None, waits_for)
+            self._store.acquire(adapter)
+            return AcquireResult(adapter.weights.lora_slot)
+
+    def release(self, adapter_id: int) -> None:
+        """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees it."""
+        with self._lock:
+            self._release(self._draining.get(adapter_id) or self._adapter(adapter_id))
+
+    def prefetch(self, adapter_id: int) -> None:
+        """Bring the adapter nearer, if that costs nobody anything who asked before; an unknown one is ignored."""
+        with self._lock:
+            adapter = self._adapters.get(adapter_id)
+            if adapter is not None:
+                self._store.prefetch(adapter.weights)
+
+    def victims_for(self, adapter_id: int) -> Sequence[int]:
+        with self._lock:
+            victims = self._store.room.victims_for(self._adapter(adapter_id).weights)
+            return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
+
+    # -------------------------------------------------------------------------------------------- the engine's steps
+
+    def poll(self) -> None:
+        """Once a step, before scheduling: a new scheduling pass begins; dropped digests are told to the KV cache."""
+        with self._lock:
+            self._store.room.pass_id += 1
+            dropped = [digest for digest in self._store.dropped if digest not in self._store.weights]
+            self._store.dropped.clear()
+        if self.on_digest_dropped is not None:
+            for digest in dropped:
+                self.on_digest_dropped(digest)
+
+    def step_launched(self, step_id: int) -> None:
+        """Kernels of this step may read what is on the device now, until it is committed. Ids grow."""
+        with self._lock:
+            self._store.quarantine.launched(step_id)
+
+    def step_committed(self, step_id: int) -> None:
+        """The step's kernels are done, also if it failed."""
+        with self._lock:
+            if self._store.quarantine.committed(step_id):
+                self._lock.notify_all()
+
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
+        with self._lock:
+            self._lock.wait(timeout_s)
+
+    # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
+
+    def add_adapter(self, adapter: AdapterSpec | LoRAModel) -> AddOutcome:
+        """Load into host memory, in this thread; nothing is read when the content is there already or on its way.
+
+        `is_new` is False for a known id with the same content. Raises AdapterConflictError for another content, AdapterTooLargeError,
+        AdapterNoRoomError, what `open_weights` raises, and AdapterContentChangedError when that gives another digest; the
+        adapter is unknown then.
+        """
+        spec, opener = self._spec_of(adapter)
+        with self._lock:
+            known = self._known(spec)
+            stored = known or self._attach(spec, opener)
+            job, is_mine = self._load_of(stored, is_new=known is None)
+        try:
+            if job is not None and is_mine:
+                self._store.run_load(job)
+            with self._lock:
+                if job is not None:
+                    self._store.join(job)
+                stored.check_not_removed()
+        except BaseException:
+            with self._lock:
+                if known is None and not stored.is_removed:
+                    self._remove(stored)
+            raise
+        return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
+
+    def remove_adapter(self, adapter_id: int) -> bool:
+        """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory is freed."""
+        with self._lock:
+            adapter = self._adapters.get(adapter_id)
+            if adapter is not None:
+                self._remove(adapter)
+            return adapter is not None
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """`remove_adapter`; raises AdapterNotFoundError for an unknown id."""
+        if not self.remove_adapter(adapter_id):
+            raise _not_found(adapter_id)
+
+    # ------------------------------------------------------------------------------------------------ nearer and farther
+
+    def promote_adapter(self, adapter_id: int) -> AddOutcome:
+        """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned or in use."""
+        with self._lock:
+            demand = Demand("promote")
+            is_new = self._store.bring(self._adapter(adapter_id), demand)
+            return AddOutcome(is_new, tuple(demand.evicted))
+
+    def activate_adapter(self, adapter_id: int) -> bool:
+        """vLLM's name for `promote_adapter`; whether something changed."""
+        return self.promote_adapter(adapter_id).is_new
+
+    def deactivate_adapter(self, adapter_id: int) -> bool:
+        """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is pinned."""
+        with self._lock:
+            adapter = self._adapter(adapter_id)
+            was_pinned = adapter.set_pinned(False)
+            return self._demote(adapter.weights) or was_pinned
+
+    def evict_adapter(self, adapter_id: int) -> bool:
+        """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier."""
+        with self._lock:
+            weights = self._adapter(adapter_id).weights
+            if self._demote(weights):
+                return True
+            if weights.host is None or not weights.is_idle:
+                return False
+            self._store.counters.evictions["verb"] += 1
+            self._store.evict_to_source(weights)
+            self._lock.notify_all()
+            return True
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the device."""
+        with self._lock:
+            adapter = self._adapter(adapter_id)
+            if adapter.is_pinned:
+                return False
+            self._store.room.check_pinnable(adapter.weights, adapter.name)
+            self._store.bring(adapter, Demand("pin"))
+            self._store.room.check_pinnable(adapter.weights, adapter.name)
+            return adapter.set_pinned(True)
+
+    def unpin_adapter(self, adapter_id: int) -> bool:
+        with self._lock:
+            return self._adapter(adapter_id).set_pinned(False)
+
+    def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
+        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request ends.
+
+        An idle `old` makes room first. `old` need not be active, nor known. Requests are sent to `new` by who knows names
+        (adapters/registry.py); until it is there they queue.
+        """
+        began_s = self._clock()
+        loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)
+        loaded_s = self._clock()
+        demand = Demand("promote", evicted=list(loaded.evicted))
+        with self._lock:
+            coming = self._adapter(new if isinstance(new, int) else new.adapter_id)
+            going = self._adapters.get(old)
+            was_active = going is not None and going.weights.is_on_device
+            is_apart = going is not None and going.weights is not coming.weights
+            if going is not None and is_apart:
+                going.set_pinned(False)
+                self._demote(going.weights, demand)
+            self._store.bring(coming, demand)
+            is_draining = going is not None and is_apart and self._see_off(going, demand)
+        return SwitchOutcome(
+            was_active, is_draining, loaded_s - began_s, self._clock() - loaded_s, tuple(demand.evicted)
+        )
+
+    # ----------------------------------------------------------------------------------------------- vLLM's batch verbs
+
+    def set_active_adapters(self, requests: Iterable[HasAdapterId], mapping: AdapterMapping | None = None) -> None:
+        """Bring all adapters that `requests` name to the device, together, then take over the mapping.
+
+        Raises AdapterNoRoomError when they do not fit together; those that came in stay.
+        """
+        held: list[StoredAdapter] = []
+        with self._lock:
+            try:
+                for adapter_id in dict.fromkeys(request.adapter_id for request in requests):
+                    adapter = self._adapter(adapter_id)
+                    self._store.bring(adapter, Demand("promote"))
+                    adapter.count_running(1)  # so that the next one does not push it out
+                    held.append(adapter)
+            finally:
+                for adapter in held:
+                    self._release(adapter)
+        if mapping is not None:
+            self.set_adapter_mapping(mapping)
+
+    def set_adapter_mapping(self, mapping: AdapterMapping) -> bool:
+        """Check a batch's mapping against what is on the device; whether it is another one than before. The engine's own
+        steps carry their plan as an argument and do not come here.
+        """
+        num_tokens, num_prompts = len(mapping.index_mapping), len(mapping.prompt_mapping)
+        with self._lock:
+            mapping.validate(num_tokens, num_prompts, self.table.capacity, lambda slot: not self.table.is_clear(slot))
+            has_changed = mapping is not self._mapping
+            self._mapping = mapping
+            return has_changed
+
+    # ----------------------------------------------------------------------------------------------------------------- views
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """The adapter in each lora_slot (the first one of a shared content), None for a free slot."""
+        index_to_id: list[int | None] = [None] * self.table.capacity
+        with self._lock:
+            for each in self._store.weights.values():
+                if each.is_on_device and each.lora_slot is not None:
+                    index_to_id[each.lora_slot] = next(iter(each.adapters))
+        return index_to_id
+
+    def list_adapters(self) -> list[AdapterResidency]:
+        """All adapters that resolve, in the order in which they were added."""
+        with self._lock:
+            return [adapter.residency() for adapter in self._adapters.values()]
+
+    def stats(self) -> MemoryStats:
+        with self._lock:
+            return self._store.stats(len(self._adapters))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
+        with self._lock:
+            check_integrity(self._store, self._adapters, self._draining)
+
+    def close(self) -> None:
+        """Stop the loader's threads. Whoever waits gets EngineShutdownError."""
+        self._store.close()
+
+    # -------------------------------------------------------------------------------------------------- under the lock
+
+    def _adapter(self, adapter_id: int) -> StoredAdapter:
+        adapter = self._adapters.get(adapter_id)
+        if adapter is None:
+            raise _not_found(adapter_id)
+        return adapter
+
+    def _spec_of(self, adapter: AdapterSpec | LoRAModel) -> tuple[AdapterSpec, Callable[[], LoRAModel]]:
+        if isinstance(adapter, AdapterSpec):
+            return adapter, partial(self._open_weights, adapter)
+        digest, name = adapter.adapter_digest, str(adapter.adapter_id)
+        spec = AdapterSpec(adapter.adapter_id, name, 1, digest, "", adapter.nbytes, adapter.rank)
+        return spec, lambda: adapter  # the caller's object is its source
+
+    def _known(self, spec: AdapterSpec) -> StoredAdapter | None:
+        draining = self._draining.get(spec.adapter_id)
+        known = self._adapters.get(spec.adapter_id)
+        if draining is not None:
+            raise AdapterConflictError(
+                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {draining.name!r} of the same id "
+                f"{spec.adapter_id}; take another id or wait for them"
+            )
+        if known is not None and known.weights.digest != spec.adapter_digest:
+            raise AdapterConflictError(
+                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another content; "
+                "take another id or remove that one first"
+            )
+        return known
+
+    def _attach(self, spec: AdapterSpec, opener: Callable[[], LoRAModel]) -> StoredAdapter:
+        weights = self._store.weights_of(spec.adapter_digest)
+        adapter = StoredAdapter(spec, opener, weights)
+        weights.adapters[spec.adapter_id] = adapter
+        self._adapters[spec.adapter_id] = adapter
+        return adapter
+
+    def _load_of(self, adapter: StoredAdapter, is_new: bool) -> tuple[LoadJob | None, bool]:
+        """The load that `add_adapter` waits for, and whether it has to run it itself."""
+        weights = adapter.weights
+        is_first = weights.layout is None
+        if weights.job is not None:
+            return (weights.job if is_new or is_first else None), False
+        if not is_new or weights.host is not None or weights.device is not None:
+            return None, False
+        return self._store.begin_first_load(weights, Demand("add")), True
+
+    def _remove(self, adapter: StoredAdapter) -> None:
+        del self._adapters[adapter.adapter_id]
+        adapter.set_pinned(False)
+        adapter.is_removed = True
+        if adapter.num_running:
+            self._draining[adapter.adapter_id] = adapter
+        else:
+            self._detach(adapter)
+
+    def _detach(self, adapter: StoredAdapter) -> None:
+        weights = adapter.weights
+        del weights.adapters[adapter.adapter_id]
+        if not weights.adapters:
+            self._store.drop(weights)
+
+    def _release(self, adapter: StoredAdapter) -> None:
+        self._store.release(adapter)
+        if adapter.num_running == 0 and adapter.is_removed:
+            del self._draining[adapter.adapter_id]
+            self._detach(adapter)
+        elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
+            adapter.is_evicted_when_idle = False
+            self._demote(adapter.weights)
+
+    def _see_off(self, adapter: StoredAdapter, demand: Demand) -> bool:
+        """Let it leave the device now or, if it is in use, at its last release; whether that is still to come."""
+        self._demote(adapter.weights, demand)
+        adapter.is_evicted_when_idle = adapter.num_running > 0 and not adapter.is_removed
+        return adapter.num_running > 0
+
+    def _demote(self, weights: StoredWeights, demand: Demand | None = None) -> bool:
+        """By name, not for room; False when it may not leave the device or is not there."""
+        if not (weights.is_on_device and weights.is_idle):
+            return False
+        if demand is not None:
+            demand.evicted += weights.names
+        self._store.counters.evictions["verb"] += 1
+        self._store.demote(weights)
+        self._lock.notify_all()
+        return True
+
+
+def _not_found(adapter_id: int) -> AdapterNotFoundError:
+    return AdapterNotFoundError(f"adapter id {adapter_id} is unknown; add the adapter first")

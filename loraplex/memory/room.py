@@ -1,0 +1,168 @@
+"""Who leaves a tier so that another can come in, and what is said when nobody can.
+
+Never leaves: what runs, is pinned, is being loaded or copied; and for a request, what was asked for earlier in the same
+scheduling pass (so requests that want more than fits are served in turn instead of evicting each other for ever).
+The host tier gives up what is only there first, then what is on the device too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from loraplex.core import Tier, WaitsFor
+from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
+from loraplex.memory.quarantine import Quarantine
+from loraplex.memory.stored import Demand, StoredWeights
+from loraplex.memory.tiers import Budget, DeviceCache, HostCache
+
+
+class Room:
+    """Decisions over both tiers; it moves nothing. The caller holds the manager's lock."""
+
+    def __init__(
+        self, host: HostCache, device: DeviceCache, quarantine: Quarantine, weights: Mapping[str, StoredWeights]
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._quarantine = quarantine
+        self._weights = weights
+        self.pass_id = 0
+
+    # ------------------------------------------------------------------------------------------------------ who may leave
+
+    def candidates(self, cache: Budget, wanted: StoredWeights, demand: Demand) -> Iterator[StoredWeights]:
+        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
+        if not cache.policy.evicts:
+            return
+        for is_on_device in (True,) if cache is self._device else (False, True):
+            for each in self._held(cache):
+                if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
+                    yield each
+
+    def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
+        """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
+        leaving: list[StoredWeights] = []
+        used_bytes, num_adapters = cache.used_bytes, cache.num_adapters
+        while not cache.allows(nbytes, used_bytes, num_adapters):
+            victim = next(candidates, None)
+            if victim is None:
+                return None
+            leaving.append(victim)
+            used_bytes -= victim.nbytes
+            num_adapters -= 1
+        return leaving
+
+    def victims_for(self, wanted: StoredWeights) -> list[StoredWeights]:
+        """Unpinned weights in use, least recently used first, whose release would make room for `wanted`; [] if none would."""
+        if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
+            return []
+        caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
+        victims: list[StoredWeights] = []
+        for cache in caches:
+            more = self._in_the_way(cache, wanted, victims)
+            if more is None:
+                return []
+            victims += more
+        return victims
+
+    def _in_the_way(
+        self, cache: Budget, wanted: StoredWeights, leaving: list[StoredWeights]
+    ) -> list[StoredWeights] | None:
+        freely = list(self.candidates(cache, wanted, Demand("request")))
+        gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
+        running = (each for each in self._held(cache) if each not in gone and _can_give_way(each))
+        return self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+
+    def _held(self, cache: Budget) -> Iterator[StoredWeights]:
+        return (self._weights[digest] for digest in cache.policy.order())
+
+    def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
+        is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device
+        if is_spare_copy:
+            return weights.job is None
+        is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
+        return weights.is_idle and not is_wanted
+
+    # ---------------------------------------------------------------------------------------------------- what is refused
+
+    def is_coming(self, wanted: StoredWeights) -> bool:
+        """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
+        others = (each for each in self._weights.values() if each is not wanted)
+        return self._quarantine.nbytes > 0 or any(each.job is not None and each.host is not None for each in others)
+
+    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
+        """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
+        if self._quarantine.nbytes:
+            return
+        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
+        can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
+        is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
+        if not (cache.policy.evicts and can_fit and is_in_motion):
+            raise self.no_room(cache, wanted, name, nbytes)
+
+    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+        if weights.layout is None or weights.num_pinned:
+            return
+        pinned = self._pinned(weights)
+        pinned_bytes = sum(each.nbytes for each in pinned)
+        if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
+            raise AdapterNoRoomError(
+                f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
+                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
+                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
+            )
+
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Raises AdapterTooLargeError when an empty tier would not hold the adapter."""
+        for cache in (self._device, self._host):
+            if nbytes > cache.max_bytes:
+                raise AdapterTooLargeError(
+                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
+                    f"bytes; raise {cache.setting} or use a lower rank"
+                )
+
+    def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
+        held = [each for each in self._held(cache) if each is not wanted]
+        pinned = sum(each.nbytes for each in held if each.num_pinned)
+        in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
+        bound = (
+            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
+        )
+        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        return AdapterNoRoomError(
+            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
+            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
+            f"unpin or evict another adapter, or raise {cache.setting}"
+        )
+
+    def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:
+        return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
+
+    def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
+        return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
+
+
+def _holds(cache: Budget, weights: StoredWeights) -> bool:
+    return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
+
+
+def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
+    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
+    return cache is device or device.pool is None
+
+
+def _can_give_way(weights: StoredWeights) -> bool:
+    is_draining = any(adapter.is_removed for adapter in weights.adapters.values())
+    return weights.num_running > 0 and weights.num_pinned == 0 and weights.job is None and not is_draining
+
+
+def _is_settled(weights: StoredWeights, pass_id: int) -> bool:
+    """Nothing about it will change by itself: it is idle or pinned, and no request asked for it in this pass."""
+    return (weights.is_idle and weights.wanted_in_pass != pass_id) or weights.num_pinned > 0

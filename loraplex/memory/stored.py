@@ -1,0 +1,177 @@
+"""The records of the memory: what is known of each adapter, and of the weights of each content digest.
+
+    source -> loading -> host -> copying -> device        (on a CPU host -> device at once: nothing is copied)
+       ^_________________ |  ^______________ |            evict: one tier down; drop: the record goes
+
+Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loraplex.adapters.weights import LoRAModel
+from loraplex.core import AdapterResidency, AdapterSpec, Tier, WaitsFor
+from loraplex.errors import AdapterNotFoundError, LoraplexError
+from loraplex.memory.packing import PackedLayout
+from loraplex.memory.tiers import Place
+
+
+class WeightState(enum.Enum):
+    SOURCE = "source"
+    LOADING = "loading"
+    HOST = "host"
+    COPYING = "copying"
+    DEVICE = "device"
+
+
+_TIERS = {
+    WeightState.SOURCE: Tier.SOURCE,
+    WeightState.LOADING: Tier.SOURCE,
+    WeightState.HOST: Tier.HOST,
+    WeightState.COPYING: Tier.HOST,
+    WeightState.DEVICE: Tier.DEVICE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """Who wants weights nearer the compute, and what that pushed out.
+
+    cause: `add`, `promote`, `pin`, `request` or `prefetch`. is_for_request: what was asked for earlier in this scheduling
+    pass is not evicted for it (requests take turns); verbs come from outside the passes and heed only the rules for all.
+    """
+
+    cause: str
+    is_for_request: bool = False
+    evicted: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
+
+    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it.
+    """
+
+    weights: StoredWeights
+    demand: Demand
+    sources: tuple[StoredAdapter, ...]
+    began_s: float
+    is_awaited: bool = False
+    is_done: bool = False
+    error: LoraplexError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LoadFailure:
+    """What a failed load leaves for the requests that waited for it. `raised_in_pass` is None until the first one gets it."""
+
+    error: LoraplexError
+    failed_s: float
+    raised_in_pass: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class StoredAdapter:
+    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends."""
+
+    spec: AdapterSpec
+    open_weights: Callable[[], LoRAModel]
+    weights: StoredWeights
+    num_running: int = 0
+    is_pinned: bool = False
+    is_removed: bool = False
+    is_evicted_when_idle: bool = False
+
+    @property
+    def adapter_id(self) -> int:
+        return self.spec.adapter_id
+
+    @property
+    def name(self) -> str:
+        return self.spec.adapter_name
+
+    def count_running(self, change: int) -> None:
+        self.num_running += change
+        self.weights.num_running += change
+        assert self.num_running >= 0, f"adapter {self.name!r} is released more often than acquired"
+
+    def set_pinned(self, is_pinned: bool) -> bool:
+        """Whether that changed something."""
+        has_changed = self.is_pinned is not is_pinned
+        self.weights.num_pinned += int(is_pinned) - int(self.is_pinned)
+        self.is_pinned = is_pinned
+        return has_changed
+
+    def check_not_removed(self) -> None:
+        if self.is_removed:
+            raise AdapterNotFoundError(
+                f"adapter {self.name!r} (id {self.adapter_id}) was removed meanwhile; add it again"
+            )
+
+    def residency(self) -> AdapterResidency:
+        weights = self.weights
+        return AdapterResidency(
+            adapter_id=self.adapter_id,
+            tier=_TIERS[weights.state],
+            lora_slot=weights.lora_slot if weights.is_on_device else None,
+            nbytes=self.spec.nbytes if weights.layout is None else weights.nbytes,
+            num_running=self.num_running,
+            is_pinned=self.is_pinned,
+            is_loading=weights.job is not None,
+            last_used_s=weights.last_used_s,
+            error=None if weights.last_error is None else weights.last_error.message,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class StoredWeights:
+    """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed equally.
+
+    host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
+    num_running, num_pinned: sums over `adapters`. wanted_in_pass: the last scheduling pass in which a request asked in vain.
+    has_missed: the next reference taken counts as a miss. is_prefetch_off: the last load failed and nobody asked since.
+    """
+
+    digest: str
+    adapters: dict[int, StoredAdapter] = field(default_factory=dict)
+    state: WeightState = WeightState.SOURCE
+    layout: PackedLayout | None = None
+    host: Place | None = None
+    device: Place | None = None
+    num_running: int = 0
+    num_pinned: int = 0
+    job: LoadJob | None = None
+    failure: LoadFailure | None = None
+    last_error: LoraplexError | None = None
+    waits_for: WaitsFor | None = None
+    wanted_in_pass: int = -1
+    has_missed: bool = False
+    is_prefetch_off: bool = False
+    last_used_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes. Only once a load has told them."""
+        assert self.layout is not None, f"digest {self.digest} was never loaded"
+        return self.layout.nbytes
+
+    @property
+    def lora_slot(self) -> int | None:
+        return None if self.device is None else self.device.lora_slot
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.state is WeightState.DEVICE
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody would miss it: no running request, no pin, no load or copy under way."""
+        return self.num_running == 0 and self.num_pinned == 0 and self.job is None
+
+    @property
+    def names(self) -> list[str]:
+        return [adapter.name for adapter in self.adapters.values() if not adapter.is_removed]

@@ -1,0 +1,145 @@
+"""The two tiers in memory, as budgets over extents.
+
+    HostCache    packed weights at rest: extents of a pool, bounded in bytes and optionally in number
+    DeviceCache  what kernels can reach: a lora_slot each, rows of the slot table, bounded in bytes and in slots
+
+On a CPU both are the same memory: an extent of the host cache is "on the device" while rows of the slot table point at it, so the
+device budget bounds those and the host budget both. On another device the device cache has a pool of its own and weights are copied.
+Not thread-safe: the manager calls them under its lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loraplex.config import LoRAConfig
+from loraplex.core import LoraTarget, Tier
+from loraplex.kernels.plan import SlotTable
+from loraplex.memory.arena import Arena, Extent, LoRAMemoryPool
+from loraplex.memory.eviction import EvictionPolicy, get_policy
+from loraplex.memory.packing import PackedLayout, Packer
+from loraplex.memory.stats import TierStats
+
+MIN_SLOTS = 64
+MAX_SLOTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if the tier has slots."""
+
+    extents: tuple[Extent, ...] = ()
+    lora_slot: int | None = None
+
+
+class Budget:
+    """Bytes and adapters that a tier may hold, and holds; `policy` has the digests in it by their use.
+
+    `setting` is what a user changes to have more.
+    """
+
+    def __init__(
+        self, tier: Tier, setting: str, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy
+    ) -> None:
+        self.tier = tier
+        self.setting = setting
+        self.policy = policy
+        self.max_bytes = max_bytes
+        self.max_adapters = max_adapters
+        self.used_bytes = 0
+        self.num_adapters = 0
+
+    def allows(self, nbytes: int, used_bytes: int, num_adapters: int) -> bool:
+        """Whether one more adapter of `nbytes` would fit beside `num_adapters` others of `used_bytes`."""
+        has_place = self.max_adapters is None or num_adapters < self.max_adapters
+        return has_place and used_bytes + nbytes <= self.max_bytes
+
+    def fits(self, nbytes: int) -> bool:
+        return self.allows(nbytes, self.used_bytes, self.num_adapters)
+
+    def stats(self) -> TierStats:
+        return TierStats(self.tier, self.used_bytes, self.max_bytes, self.num_adapters, self.max_adapters)
+
+    def take(self, nbytes: int) -> None:
+        self.used_bytes += nbytes
+        self.num_adapters += 1
+
+    def give(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        self.num_adapters -= 1
+        assert self.used_bytes >= 0 <= self.num_adapters, f"{self.tier} tier: more was returned than taken"
+
+
+class HostCache(Budget):
+    """Packed weights at rest, in extents of `pool`."""
+
+    def __init__(self, pool: LoRAMemoryPool, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy) -> None:
+        super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, pool.arena.num_bytes), max_adapters, policy)
+        self.pool = pool
+
+    def allocate(self, sizes: Sequence[int]) -> Place | None:
+        """A place for an adapter, or None: over budget, or no such pieces of memory."""
+        nbytes = sum(sizes)
+        extents = self.pool.allocate_all(sizes) if self.fits(nbytes) else None
+        if extents is None:
+            return None
+        self.take(nbytes)
+        return Place(extents)
+
+
+class DeviceCache(Budget):
+    """What kernels can reach. `pool` is None where the device reads the host cache's memory (a CPU)."""
+
+    def __init__(self, table: SlotTable, pool: LoRAMemoryPool | None, max_bytes: int, policy: EvictionPolicy) -> None:
+        super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)
+        self.table = table
+        self.pool = pool
+        self._free_slots = list(range(table.capacity))  # a heap: the lowest free slot is taken first
+
+    def allocate(self, sizes: Sequence[int]) -> Place | None:
+        """A lora_slot, and extents where the tier has its own memory; None when either is lacking."""
+        nbytes = sum(sizes)
+        if not self.fits(nbytes):
+            return None
+        extents = () if self.pool is None else self.pool.allocate_all(sizes)
+        if extents is None:
+            return None
+        self.take(nbytes)
+        return Place(extents, heapq.heappop(self._free_slots))
+
+    def free_slot(self, lora_slot: int) -> None:
+        """Kernels launched from now on find nothing in `lora_slot`."""
+        self.table.clear_slot(lora_slot)
+        heapq.heappush(self._free_slots, lora_slot)
+
+    def publish(self, lora_slot: int, layout: PackedLayout, extents: Sequence[Extent]) -> None:
+        """Write the rows of `lora_slot`: kernels launched from now on find the adapter in `extents`."""
+        for block in layout.blocks:
+            offset = extents[block.extent_index].offset + block.offset
+            self.table.set_block(block.target_name, lora_slot, offset, block.layouts)
+
+    @property
+    def free_slots(self) -> frozenset[int]:
+        return frozenset(self._free_slots)
+
+
+def build_tiers(
+    lora_config: LoRAConfig, targets: Sequence[LoraTarget], packer: Packer, arena: Arena, host_arena: Arena | None
+) -> tuple[HostCache, DeviceCache]:
+    """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
+    pool = LoRAMemoryPool(arena)
+    host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
+    name = lora_config.eviction_policy
+    host = HostCache(host_pool, lora_config.host_memory_bytes, lora_config.max_cpu_loras, get_policy(name))
+    most = host.max_bytes if host_arena is None else arena.num_bytes
+    table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
+    device_pool = None if host_arena is None else pool
+    max_bytes = min(lora_config.adapter_memory_bytes, most)
+    return host, DeviceCache(table, device_pool, max_bytes, get_policy(name))
+
+
+def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:
+    """As many as rank-1 adapters on every target would fill the budget, within MIN_SLOTS..MAX_SLOTS: bytes run out first."""
+    return min(MAX_SLOTS, max(MIN_SLOTS, lora_config.adapter_memory_bytes // max(1, packer.smallest_nbytes())))

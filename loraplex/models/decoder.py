@@ -1,0 +1,214 @@
+"""The one decoder of all families: embedding, layers of attention and MLP, norm, head. What differs is in `ModelConfig`.
+
+    h = embed(token_ids)
+    h = h + attention(norm(h));  h = h + mlp(norm(h))         for each layer
+    hidden = norm(h);  logits = lm_head(hidden)
+
+The batch (`StepBatch`) is an argument all the way down. Modules are named as in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from loraplex.core import LoraTarget, Shard
+from loraplex.errors import ModelConfigError
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
+from loraplex.layers.common import Attention, LayerSetup, RMSNorm, RotaryEmbedding, WeightPart
+from loraplex.layers.linear import (
+    MergedColumnParallelLinear,
+    ParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from loraplex.layers.lora import BaseLayerWithLoRA, with_lora
+from loraplex.models.config import ModelConfig
+
+Linear = ParallelLinear | BaseLayerWithLoRA
+"""A linear as a block calls it: `forward(x, plan)`."""
+
+WHOLE = Shard()
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin [T, head_dim] of the step's positions, the same for all layers."""
+
+
+class _Linears:
+    """The linears of one block in order, each wrapped for LoRA when the model serves adapters."""
+
+    def __init__(self, enable_lora: bool) -> None:
+        self._enable_lora = enable_lora
+        self.bare: list[ParallelLinear] = []
+        self.wrapped: list[BaseLayerWithLoRA] = []
+
+    def add(self, linear: ParallelLinear) -> Linear:
+        self.bare.append(linear)
+        if not self._enable_lora:
+            return linear
+        layer = with_lora(linear)
+        self.wrapped.append(layer)
+        return layer
+
+
+class SelfAttention:
+    """x -> o(attention(rope(norm(q)), rope(norm(k)), v)); the norms of q and k only where the family has them."""
+
+    def __init__(self, name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
+        head_dim, num_heads, num_kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        qkv = QKVParallelLinear(
+            f"{name}.qkv_proj",
+            layer,
+            config.hidden_size,
+            head_dim,
+            num_heads,
+            num_kv_heads,
+            (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            config.qkv_bias,
+            setup,
+        )
+        o = RowParallelLinear(f"{name}.o_proj", layer, num_heads * head_dim, config.hidden_size, config.o_bias, setup)
+        self.qkv_proj, self.o_proj = linears.add(qkv), linears.add(o)
+        self.q_norm = RMSNorm(f"{name}.q_norm", head_dim, config.rms_norm_eps, setup) if config.qk_norm else None
+        self.k_norm = RMSNorm(f"{name}.k_norm", head_dim, config.rms_norm_eps, setup) if config.qk_norm else None
+        self.attention = Attention(head_dim, config.sliding_windows[layer], setup.ops)
+        self.head_dim = head_dim
+        self.split_sizes = [s.out_features for s in qkv.target.slices]
+        self.ops = setup.ops
+
+    def norms(self) -> list[RMSNorm]:
+        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+
+    def forward(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, lora: LoraPlan | None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; rope: cos and sin [T, head_dim] of the tokens' positions."""
+        qkv = self.qkv_proj.forward(x, lora)
+        q, k, v = (t.view(len(t), -1, self.head_dim) for t in torch.split(qkv, self.split_sizes, dim=-1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm.forward(q), self.k_norm.forward(k)
+        q, k = self.ops.rotary(q, k, *rope)
+        return self.o_proj.forward(self.attention.forward(q, k, v, kv_layer, plan), lora)
+
+
+class MLP:
+    """x -> down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, name: str, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
+        inner, has_bias = config.intermediate_size, config.mlp_bias
+        modules = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        gate_up = MergedColumnParallelLinear(
+            f"{name}.gate_up_proj", layer, config.hidden_size, modules, has_bias, setup
+        )
+        down = RowParallelLinear(f"{name}.down_proj", layer, inner, config.hidden_size, has_bias, setup)
+        self.gate_up_proj, self.down_proj = linears.add(gate_up), linears.add(down)
+        self.ops = setup.ops
+
+    def forward(self, x: Tensor, lora: LoraPlan | None) -> Tensor:
+        return self.down_proj.forward(self.ops.silu_mul(self.gate_up_proj.forward(x, lora)), lora)
+
+
+class DecoderLayer:
+    """One layer, before each block a norm, around each a residual."""
+
+    def __init__(self, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
+        name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", size, eps, setup)
+        self.self_attn = SelfAttention(f"{name}.self_attn", layer, config, setup, linears)
+        self.post_attention_layernorm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, setup)
+        self.mlp = MLP(f"{name}.mlp", layer, config, setup, linears)
+
+    def norms(self) -> list[RMSNorm]:
+        return [self.input_layernorm, *self.self_attn.norms(), self.post_attention_layernorm]
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: Rope, kv_layer: Tensor, batch: StepBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(last block's output, residual before it) -> the same of this layer, each [T, hidden]; None before the first layer."""
+        if residual is None:
+            x, residual = self.input_layernorm.forward(x), x
+        else:
+            x, residual = self.input_layernorm.forward_add(x, residual)
+        x = self.self_attn.forward(x, rope, kv_layer, batch.attention, batch.lora)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        return self.mlp.forward(x, batch.lora), residual
+
+
+class Decoder:
+    """A causal language model over a paged KV cache. Weights are allocated here and filled by loraplex/models/loader.py.
+
+    `enable_lora=False` builds the bare linears: such a model takes no plan with adapters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: KernelBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        enable_lora: bool,
+        shard: Shard = WHOLE,
+    ) -> None:
+        if shard.size != 1:
+            raise ModelConfigError(f"tensor parallelism over {shard.size} ranks is not supported yet; use one")
+        setup = LayerSetup(ops, dtype, device, shard)
+        self.config, self.dtype, self.device = config, dtype, device
+        self._linears = _Linears(enable_lora)
+        self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", config.vocab_size, config.hidden_size, setup)
+        self.layers = [DecoderLayer(i, config, setup, self._linears) for i in range(config.num_hidden_layers)]
+        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, setup)
+        tied_to = self.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, setup, tied_to)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, setup)
+        self._linear_of = {s.module_name: linear for linear in self._linears.bare for s in linear.target.slices}
+
+    def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after the last norm; keys and values of the step's tokens are written to `kv`.
+
+        kv: `kv_shape(...)` in the model's dtype; blocks that no table of the batch names may hold anything.
+        """
+        rope = self.rotary_emb.forward(batch.positions)
+        x, residual = self.embed_tokens.forward(batch.token_ids), None
+        for layer, kv_layer in zip(self.layers, kv.unbind(1), strict=True):
+            x, residual = layer.forward(x, residual, rope, kv_layer, batch)
+        assert residual is not None
+        return self.norm.forward_add(x, residual)[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""
+        return self.lm_head.forward(hidden)
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int, int]:
+        """[num_blocks, num_layers, keys and values, kv_heads, block_size, head_dim] of the KV cache."""
+        config = self.config
+        return (num_blocks, config.num_hidden_layers, 2, config.num_key_value_heads, block_size, config.head_dim)
+
+    def lora_targets(self) -> tuple[LoraTarget, ...]:
+        """Every linear that an adapter may act on, layer by layer."""
+        return tuple(linear.target for linear in self._linears.bare)
+
+    def bind_lora(self, table: SlotTable, backend: KernelBackend) -> None:
+        """Read adapters from `table` from now on. ModelConfigError when the model was built without LoRA."""
+        if not self._linears.wrapped:
+            raise ModelConfigError(
+                "the model was built without LoRA (enable_lora=False): no adapters can be bound to it"
+            )
+        for layer in self._linears.wrapped:
+            layer.set_lora(table, backend)
+
+    def base_bias(self, module_name: str) -> Tensor | None:
+        """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""
+        return self._linear_of[module_name].base_bias(module_name)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        """Every tensor that the checkpoint has to have, and where it goes."""
+        norms = [norm for layer in self.layers for norm in layer.norms()]
+        yield from self.embed_tokens.weight_parts()
+        for linear in self._linears.bare:
+            yield from linear.weight_parts()
+        for norm in (*norms, self.norm):
+            yield from norm.weight_parts()
+        yield from self.lm_head.weight_parts()

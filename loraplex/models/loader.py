@@ -1,0 +1,243 @@
+"""From a directory of safetensors to a `Decoder`: every weight is read from the memory map and copied once, into its place.
+
+A weight that the model needs and the checkpoint lacks, or the other way round, is a `ModelWeightError` that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loraplex.errors import ConfigError, ModelNotFoundError, ModelWeightError
+from loraplex.kernels.ops import KernelBackend
+from loraplex.layers.common import WeightPart
+from loraplex.models.config import ModelConfig
+from loraplex.models.decoder import Decoder
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights in other formats
+MAX_NAMED = 8
+"""So many names of weights are in one error message."""
+
+Progress = Callable[[int, int], None]
+"""progress(bytes of weights done, bytes in all)"""
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a checkpoint, or a seed."""
+
+    def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None: ...
+
+
+def load_model(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    ops: KernelBackend,
+    enable_lora: bool,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Build the decoder and fill it. load_format: "auto" (safetensors in `path`) or "dummy" (random, from `seed`).
+
+    Raises ModelWeightError for a missing, unused, misshapen or unreadable weight.
+    """
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
+    model = Decoder(config, ops, dtype, device, enable_lora)
+    parts = {part.name: part for part in model.weight_parts()}
+    source: WeightSource = DummyWeights(seed) if load_format == "dummy" else Checkpoint(Path(path), config)
+    source.load_into(parts, progress or _no_progress)
+    return model
+
+
+def _no_progress(_done: int, _total: int) -> None:
+    pass
+
+
+def _nbytes(parts: Mapping[str, WeightPart]) -> int:
+    return sum(part.destination.nbytes for part in parts.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoint
+
+
+class Checkpoint:
+    """The safetensors of a model directory: one file, or the files of an index."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self.path = path
+        self.config = config
+
+    def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None:
+        """Fill every part; all names are checked before the first byte is copied."""
+        with contextlib.ExitStack() as stack:
+            files = {name: stack.enter_context(_open(self.path / name)) for name in self._file_names()}
+            where = {key: file for file in files.values() for key in file.offset_keys()}
+            self._check_names(parts, where)
+            done, total = 0, _nbytes(parts)
+            for key in where:
+                if key in parts:
+                    parts[key].load(where[key].get_tensor(key))
+                    done += parts[key].destination.nbytes
+                    progress(done, total)
+            self._check_tied_head(where)
+
+    def _file_names(self) -> list[str]:
+        index = self.path / INDEX_FILE
+        if index.exists():
+            return sorted(set(_read_index(index).values()))
+        if (self.path / WEIGHTS_FILE).exists():
+            return [WEIGHTS_FILE]
+        pickles = sorted(file.name for file in self.path.glob("*.bin"))
+        hint = f"; {pickles[0]} is not read, convert it to safetensors" if pickles else ""
+        raise ModelWeightError(f"{self.path} has no {WEIGHTS_FILE} and no {INDEX_FILE}{hint}")
+
+    def _check_names(self, parts: Mapping[str, WeightPart], found: Mapping[str, Any]) -> None:
+        missing = [name for name in parts if name not in found]
+        unused = [name for name in found if name not in parts and not self._is_ignored(name)]
+        problems = [
+            f"{len(names)} weights {what}: {_some(names)}"
+            for names, what in ((missing, "are missing"), (unused, "are not used by the model"))
+            if names
+        ]
+        if problems:
+            raise ModelWeightError(
+                f"{self.path} does not fit its config.json ({self.config.model_type}): " + "; ".join(problems)
+            )
+
+    def _is_ignored(self, name: str) -> bool:
+        """Buffers that old checkpoints carry, and the copy of a tied head (compared below)."""
+        return name.endswith("rotary_emb.inv_freq") or self._is_tied_head(name)
+
+    def _is_tied_head(self, name: str) -> bool:
+        return name == "lm_head.weight" and self.config.tie_word_embeddings
+
+    def _check_tied_head(self, where: Mapping[str, Any]) -> None:
+        """transformers unties a head that differs; here the config has to say so."""
+        if "lm_head.weight" not in where or not self.config.tie_word_embeddings:
+            return
+        head, embedding = (where[k].get_tensor(k) for k in ("lm_head.weight", "model.embed_tokens.weight"))
+        if not torch.equal(head, embedding):
+            raise ModelWeightError(
+                f"{self.path}: lm_head.weight differs from model.embed_tokens.weight but config.json has "
+                "tie_word_embeddings=true; set it to false"
+            )
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """A safetensors file whose tensors are views of its memory map."""
+    try:
+        opened = safe_open(file, framework="pt")
+    except FileNotFoundError as e:
+        raise ModelWeightError(f"{file} is named by {INDEX_FILE} but is not there") from e
+    except (SafetensorError, OSError) as e:
+        raise ModelWeightError(f"{file} cannot be read as safetensors, it may be truncated: {e}") from e
+    with opened as handle:
+        yield handle
+
+
+def _read_index(index: Path) -> Mapping[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ModelWeightError(f"{index} is not an index of safetensors ({type(e).__name__}: {e})") from e
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelWeightError(f"{index} has an empty weight_map")
+    for key, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelWeightError(f"{index}: {key} is in {file!r}, which is not the name of a file beside it")
+    return weight_map
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+# ---------------------------------------------------------------------------------------------------------------- dummy
+
+
+class DummyWeights:
+    """Random weights for benchmarks, at the speed of memory: finite logits, the same for the same seed.
+
+    Matrices ~ N(0, 1 / in_features) (embedding and head a half of that deviation), norms 1, biases ~ N(0, 0.01). All are cut from one
+    table of draws, each from its own start: the length of the table is prime, so no two rows of a matrix are equal.
+    """
+
+    TABLE_SIZE = 4_194_301
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._table = torch.randn(self.TABLE_SIZE, generator=torch.Generator().manual_seed(seed))
+
+    def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None:
+        done, total = 0, _nbytes(parts)
+        for part in parts.values():
+            self._fill(part)
+            done += part.destination.nbytes
+            progress(done, total)
+
+    def _fill(self, part: WeightPart) -> None:
+        """destination[i] = deviation * table[(start + i) mod TABLE_SIZE] in row-major order."""
+        flat, filled = part.destination.view(-1), 0
+        if len(part.shape) == 1 and "norm" in part.name:
+            flat.fill_(1.0)
+            return
+        start, deviation = zlib.crc32(part.name.encode()) % self.TABLE_SIZE, self._deviation(part)
+        while filled < len(flat):
+            piece = self._table[start : start + len(flat) - filled]
+            torch.mul(piece, deviation, out=flat[filled : filled + len(piece)])
+            filled, start = filled + len(piece), 0
+
+    @staticmethod
+    def _deviation(part: WeightPart) -> float:
+        if len(part.shape) == 1:
+            return 0.1
+        is_vocabulary = "embed_tokens" in part.name or "lm_head" in part.name
+        return (0.5 if is_vocabulary else 1.0) / math.sqrt(part.shape[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ the place
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """A local directory as it is, or a hub id (`org/name`) fetched with huggingface_hub. ModelNotFoundError says why not."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"model {name!r} is a file; give the directory with config.json and the weights")
+    if path.is_absolute() or name.startswith((".", "~")) or not 0 < name.count("/") + 1 <= 2:
+        raise ModelNotFoundError(f"model {name!r}: there is no such directory")
+    return _fetch(name, revision)
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as e:
+        raise ModelNotFoundError(
+            f"model {name!r} is no local directory, and huggingface_hub, which could fetch it, is not installed"
+        ) from e
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFoundError(f"model {name!r}{at} is no local directory and the hub did not give it: {e}") from e

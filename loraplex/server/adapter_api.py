@@ -1,0 +1,185 @@
+"""Routes for adapters: vLLM's two, and Loraplex's own, which tell what happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from loraplex.adapters.registry import LoadStatus, LoRARegistry
+from loraplex.server.adapter_roots import AdapterRoots
+from loraplex.server.adapter_schemas import (
+    AdapterCard,
+    AdapterList,
+    LoadAdapterRequest,
+    LoadLoraAdapterRequest,
+    LoadReply,
+    ResidencyReply,
+    SwitchAdapterRequest,
+    SwitchReply,
+    UnloadLoraAdapterRequest,
+    UnloadReply,
+)
+from loraplex.server.api_error import ApiError
+from loraplex.server.body import read_model
+from loraplex.server.context import ServerContext
+from loraplex.server.model_names import lora_is_off
+from loraplex.server.openapi import request_schema
+from loraplex.server.responses import encode
+
+STATUS_HEADER = "X-Loraplex-Load-Status"
+"""vLLM's route answers in plain words; this header says whether it was loaded, reloaded or loaded_with_eviction."""
+
+
+class UnloadQuery(BaseModel):
+    """Query of `DELETE /v1/adapters/{name}`: wait up to `deadline_s` for its requests; with `force`, abort what still runs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    deadline_s: Annotated[float, Field(ge=0, le=86400)] | None = None
+    force: bool = False
+
+
+class AdapterRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._engine = context.engine
+        self._roots = AdapterRoots(context.config)
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["adapters"])
+
+        def post(path: str, route: Callable[..., Any], body: type[BaseModel] | None = None) -> None:
+            router.add_api_route(
+                path, route, methods=["POST"], openapi_extra=None if body is None else request_schema(body)
+            )
+
+        post("/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest)
+        post("/v1/unload_lora_adapter", self.unload_lora_adapter, UnloadLoraAdapterRequest)
+        post("/v1/adapters", self.load, LoadAdapterRequest)
+        post("/v1/adapters/switch", self.switch, SwitchAdapterRequest)
+        post("/v1/adapters/{name:path}/pin", self.pin)
+        post("/v1/adapters/{name:path}/unpin", self.unpin)
+        post("/v1/adapters/{name:path}/evict", self.evict)
+        post("/v1/adapters/{name:path}/preload", self.preload)
+        router.add_api_route("/v1/adapters", self.list_all, methods=["GET"])
+        router.add_api_route("/v1/adapters/{name:path}", self.show, methods=["GET"])
+        router.add_api_route("/v1/adapters/{name:path}", self.unload, methods=["DELETE"])
+        return router
+
+    # ------------------------------------------------------------------------------------------------------ vLLM's routes
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Load an adapter under a name, as in vLLM."""
+        body = await read_model(request, LoadLoraAdapterRequest, self._context.config.max_body_bytes)
+        if not body.lora_name or not body.lora_path:
+            raise _invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
+        registry = self._registry(f"adapter {body.lora_name!r} was to be loaded")
+        duplicate = _invalid_input(
+            f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place, "
+            "set 'load_inplace' to True."
+        )
+        if not body.load_inplace and body.lora_name in registry.names():
+            raise duplicate
+        await self._check_path(body.lora_path)
+        result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
+        if result.status is LoadStatus.ALREADY_LOADED:
+            raise duplicate
+        headers = {STATUS_HEADER: result.status.value}
+        return Response(
+            f"Success: LoRA adapter '{body.lora_name}' added successfully.", headers=headers, media_type="text/plain"
+        )
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Unload an adapter, as in vLLM. Requests that run on it finish."""
+        body = await read_model(request, UnloadLoraAdapterRequest, self._context.config.max_body_bytes)
+        if not body.lora_name:
+            raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
+        registry = self._registry(f"adapter {body.lora_name!r} was to be unloaded")
+        ref = registry.refs().get(body.lora_name)
+        if ref is None:
+            raise ApiError(
+                f"The lora adapter '{body.lora_name}' cannot be found.",
+                status=404,
+                kind="NotFoundError",
+                code="adapter_not_found",
+                param="lora_name",
+            )
+        if body.lora_int_id not in (None, ref.lora_int_id):
+            raise _invalid_input(f"The lora adapter '{body.lora_name}' has not lora_int_id {body.lora_int_id}.")
+        await self._engine.unload_adapter(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
+    # --------------------------------------------------------------------------------------------------------- own routes
+
+    async def list_all(self) -> Response:
+        """Every adapter: where it is, its bytes, rank, references, version and last use."""
+        return _json(AdapterList([AdapterCard.of(info) for info in await self._engine.list_adapters()]))
+
+    async def show(self, name: str) -> Response:
+        self._registry(f"adapter {name!r} was asked for")
+        return _json(AdapterCard.of(await self._engine.describe_adapter(name)))
+
+    async def load(self, request: Request) -> Response:
+        """Load an adapter under a name; a known name with the same path is a no-op that says so."""
+        body = await read_model(request, LoadAdapterRequest, self._context.config.max_body_bytes)
+        self._registry(f"adapter {body.name!r} was to be loaded")
+        await self._check_path(body.path)
+        result = await self._engine.load_adapter(
+            body.name, body.path, lora_int_id=body.lora_int_id, load_inplace=body.load_inplace, is_pinned=body.is_pinned
+        )
+        return _json(LoadReply.of(result))
+
+    async def unload(self, name: str, query: Annotated[UnloadQuery, Query()]) -> Response:
+        """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
+        self._registry(f"adapter {name!r} was to be unloaded")
+        return _json(UnloadReply.of(await self._engine.unload_adapter(name, query.deadline_s, query.force)))
+
+    async def switch(self, request: Request) -> Response:
+        """Send the requests for `old` to `new`; `old` is evicted after its last one."""
+        body = await read_model(request, SwitchAdapterRequest, self._context.config.max_body_bytes)
+        self._registry(f"adapter {body.old!r} was to be switched")
+        if body.new_path is not None:
+            await self._check_path(body.new_path)
+        result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
+        return _json(SwitchReply.of(result))
+
+    async def pin(self, name: str) -> Response:
+        """Promote, and exempt from eviction."""
+        return await self._change(name, self._engine.pin_adapter)
+
+    async def unpin(self, name: str) -> Response:
+        return await self._change(name, self._engine.unpin_adapter)
+
+    async def evict(self, name: str) -> Response:
+        """One tier down. The name still resolves."""
+        return await self._change(name, self._engine.evict_adapter)
+
+    async def preload(self, name: str) -> Response:
+        """Promote now rather than with the first request."""
+        self._registry(f"adapter {name!r} was named")
+        outcome = await self._engine.preload_adapter(name)
+        return _json(ResidencyReply(name, outcome.is_new, outcome.evicted))
+
+    async def _change(self, name: str, verb: Callable[[str], Awaitable[bool]]) -> Response:
+        self._registry(f"adapter {name!r} was named")
+        return _json(ResidencyReply(name, await verb(name)))
+
+    async def _check_path(self, path: str) -> None:
+        await asyncio.to_thread(self._roots.check, path)
+
+    def _registry(self, what: str) -> LoRARegistry:
+        if self._engine.registry is None:
+            raise lora_is_off(what)
+        return self._engine.registry
+
+
+def _invalid_input(message: str) -> ApiError:
+    return ApiError(message, kind="InvalidUserInput", code="invalid_user_input")
+
+
+def _json(reply: Any) -> Response:
+    return Response(encode(reply), media_type="application/json")

@@ -1,0 +1,194 @@
+"""What clients may send to the adapter routes, and what an adapter looks like in their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from pydantic import Field
+
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARef, SwitchResult, UnloadResult
+from loraplex.server.request_model import RequestModel
+
+MAX_PATH_CHARS = 4096
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Path = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS)]
+Deadline = Annotated[float, Field(ge=0, le=86400)]
+
+
+class LoadLoraAdapterRequest(RequestModel):
+    """vLLM's `POST /v1/load_lora_adapter`. Both strings may be empty here: the route has its own words for that."""
+
+    lora_name: Annotated[str, Field(max_length=256)] = ""
+    lora_path: Annotated[str, Field(max_length=MAX_PATH_CHARS)] = ""
+    load_inplace: bool = False
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
+
+
+class UnloadLoraAdapterRequest(RequestModel):
+    """vLLM's `POST /v1/unload_lora_adapter`. `lora_int_id`, if sent, must be the adapter's."""
+
+    lora_name: Annotated[str, Field(max_length=256)] = ""
+    lora_int_id: int | None = None
+
+
+class LoadAdapterRequest(RequestModel):
+    """`POST /v1/adapters`."""
+
+    name: Name
+    path: Path
+    lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    load_inplace: bool = False
+    is_pinned: bool = False
+
+
+class SwitchAdapterRequest(RequestModel):
+    """`POST /v1/adapters/switch`. `new_path` is needed when `new` is not loaded yet."""
+
+    old: Name
+    new: Name
+    new_path: Path | None = None
+    deadline_s: Deadline | None = None
+    force: bool = False
+
+
+class AdapterCard(msgspec.Struct, frozen=True):
+    """One adapter. `bytes` are those of its weights where they are now; times are Unix seconds.
+
+    references: requests that run on this version; draining: older versions that requests still run on;
+    alias_of: the adapter that answers for this name since a switch.
+    """
+
+    name: str
+    version: int
+    digest: str
+    path: str
+    origin: str
+    rank: int
+    lora_int_id: int | None
+    tier: str
+    bytes: int
+    lora_slot: int | None
+    is_pinned: bool
+    is_loading: bool
+    references: int
+    draining: int
+    loaded_time: float
+    last_used_time: float
+    alias_of: str | None
+    aliases: tuple[str, ...]
+    error: str | None
+
+    @classmethod
+    def of(cls, info: AdapterInfo) -> AdapterCard:
+        ref = info.ref
+        return cls(
+            name=ref.adapter_name,
+            version=ref.adapter_version,
+            digest=ref.adapter_digest,
+            path=ref.lora_path,
+            origin=info.origin,
+            rank=ref.max_rank,
+            lora_int_id=ref.lora_int_id,
+            tier=info.tier.value,
+            bytes=info.nbytes,
+            lora_slot=info.lora_slot,
+            is_pinned=info.is_pinned,
+            is_loading=info.is_loading,
+            references=info.num_references,
+            draining=info.num_draining,
+            loaded_time=info.loaded_time,
+            last_used_time=info.last_used_time,
+            alias_of=info.alias_of,
+            aliases=info.aliases,
+            error=info.error,
+        )
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    data: list[AdapterCard]
+    object: str = "list"
+
+
+class LoadReply(msgspec.Struct, frozen=True):
+    """`status`: loaded, already_loaded, loaded_with_eviction (of `evicted`) or reloaded."""
+
+    status: str
+    name: str
+    version: int
+    digest: str
+    rank: int
+    lora_int_id: int | None
+    evicted: tuple[str, ...]
+    load_s: float
+
+    @classmethod
+    def of(cls, result: LoadResult) -> LoadReply:
+        ref = result.ref
+        return cls(
+            status=result.status.value,
+            name=ref.adapter_name,
+            version=ref.adapter_version,
+            digest=ref.adapter_digest,
+            rank=ref.max_rank,
+            lora_int_id=ref.lora_int_id,
+            evicted=result.evicted,
+            load_s=result.load_s,
+        )
+
+
+class UnloadReply(msgspec.Struct, frozen=True):
+    """The name no longer resolves. `is_drained` false: `references` requests still run; the weights go with the last."""
+
+    name: str
+    version: int | None
+    is_drained: bool
+    references: int
+    aborted: int
+
+    @classmethod
+    def of(cls, result: UnloadResult) -> UnloadReply:
+        version = None if result.ref is None else result.ref.adapter_version
+        return cls(result.adapter_name, version, result.is_drained, result.num_references, result.num_aborted)
+
+
+class SwitchReply(msgspec.Struct, frozen=True):
+    """New requests for `old` go to `new`. `evict_s` is null while `references` requests still run on `old`."""
+
+    old: str
+    new: str
+    version: int
+    is_old_active: bool
+    load_s: float
+    promote_s: float
+    evict_s: float | None
+    evicted: tuple[str, ...]
+    references: int
+    aborted: int
+
+    @classmethod
+    def of(cls, result: SwitchResult) -> SwitchReply:
+        ref: LoRARef = result.ref
+        return cls(
+            old=result.old,
+            new=ref.adapter_name,
+            version=ref.adapter_version,
+            is_old_active=result.is_old_active,
+            load_s=result.load_s,
+            promote_s=result.promote_s,
+            evict_s=result.evict_s,
+            evicted=result.evicted,
+            references=result.num_references,
+            aborted=result.num_aborted,
+        )
+
+
+class ResidencyReply(msgspec.Struct, frozen=True):
+    """Answer of pin, unpin, evict and preload."""
+
+    name: str
+    has_changed: bool
+    evicted: tuple[str, ...] = ()

@@ -1,0 +1,129 @@
+"""Errors as clients see them: always `{"error": {"message", "type", "param", "code"}}`, in a response or in a stream.
+
+`code` names the error for programs: the class of errors.py in snake case (`adapter_path_not_found`), or OpenAI's own name
+where one exists (`model_not_found`, `context_length_exceeded`, `invalid_api_key`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from loraplex.errors import InvalidRequestError, LoraplexError, PromptTooLongError
+
+INTERNAL_MESSAGE = "the server made a mistake; its log has the details under this request's id"
+CLIENT_CLOSED_REQUEST = 499
+
+_CODES: dict[type[LoraplexError], str | None] = {
+    InvalidRequestError: None,
+    PromptTooLongError: "context_length_exceeded",
+}
+_log = logging.getLogger("loraplex.server")
+
+
+class ApiError(LoraplexError):
+    """An answer that is HTTP's own business: 401, 413, 415, the 404 of a model's name, the 400 of one field (`param`)."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error_type = kind
+        self.code = code
+        self.param = param
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+def status_of(error: Exception) -> int:
+    if isinstance(error, ApiError):
+        return error.status
+    return error.http_status if isinstance(error, LoraplexError) else 500
+
+
+def error_reply(error: Exception) -> bytes:
+    """The JSON of an error. Nothing of an unforeseen one reaches the client: it is for the log."""
+    if isinstance(error, ApiError):
+        body = ErrorBody(error.message, error.error_type, error.param, error.code)
+    elif isinstance(error, LoraplexError):
+        body = ErrorBody(error.message, error.kind, None, _code_of(type(error)))
+    else:
+        body = ErrorBody(INTERNAL_MESSAGE, "internal_error", None, "internal_error")
+    return msgspec.json.encode(ErrorReply(body))
+
+
+def _code_of(cls: type[LoraplexError]) -> str | None:
+    if cls in _CODES:
+        return _CODES[cls]
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Error")).lower()
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    status = status_of(error)
+    headers = dict(headers or {})
+    if status == 429:
+        headers["Retry-After"] = "1"
+    if status == 500:
+        _log.error("answered 500: %r", error, exc_info=error)
+    return Response(error_reply(error), status, headers, "application/json")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error of a route this one form. Unforeseen ones are answered by `request_id.RequestIdMiddleware`."""
+    app.add_exception_handler(LoraplexError, _answer)
+    app.add_exception_handler(HTTPException, _answer_http)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, method not allowed."""
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(ApiError(message, status=error.status_code, kind=kind), dict(error.headers or {}))
+
+
+async def _answer_validation(request: Request, error: Exception) -> Response:
+    """A query parameter or path of the wrong form."""
+    assert isinstance(error, RequestValidationError)
+    return error_response(validation_error([{**item, "loc": item["loc"][1:]} for item in error.errors()]))
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def validation_error(errors: Any) -> ApiError:
+    """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first field."""
+    found = [(".".join(map(str, item["loc"])), item["msg"]) for item in errors]
+    text = "; ".join(f"{where}: {what}" if where else what for where, what in found[:8])
+    param = found[0][0].split(".")[0] if found else None
+    return ApiError(text or "the request is not valid", param=param or None)

@@ -1,0 +1,118 @@
+"""Answers of /v1/completions: the whole one, and the chunks of a stream. A whole answer is one delta from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from loraplex.core import CompletionOutput, FinishReason, RequestOutput
+from loraplex.server.engine_surface import TokenizerSurface
+from loraplex.server.generation import Cursor, Delta, Generation
+from loraplex.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
+from loraplex.server.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage, encode
+from loraplex.server.schemas import CompletionRequest
+from loraplex.server.streaming import sse
+from loraplex.server.usage import UsageCounter
+
+
+class CompletionRenderer:
+    """One request's answer. Choice i of prompt p has index p * n + i."""
+
+    def __init__(self, request: CompletionRequest, generation: Generation, tokenizer: TokenizerSurface) -> None:
+        self._request = request
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer, request.return_tokens_as_token_ids)
+        self._cursors: dict[int, Cursor] = {}
+        self._usage = UsageCounter(request.is_echo_only)
+
+    def response(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """`outputs`: the last one of each prompt."""
+        choices = []
+        for prompt_index, output in enumerate(outputs):
+            self._usage.add(prompt_index, output)
+            choices += [self._choice(prompt_index, output, each) for each in output.outputs]
+        return encode(self._completion(choices, self._usage.usage()))
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> bytes:
+        """Events for what is new, b"" for nothing."""
+        self._usage.add(prompt_index, output)
+        events = []
+        for each in output.outputs:
+            cursor = self._cursor(prompt_index, each)
+            if self._has_news(cursor, each):
+                cursor.has_finished = each.finish_reason is not None
+                choice = self._choice(prompt_index, output, each)
+                events.append(sse(encode(self._completion([choice], self._chunk_usage()))))
+        return b"".join(events)
+
+    def last_chunk(self) -> bytes:
+        """The usage chunk, if it was asked for."""
+        if not self._request.usage_options.include_usage:
+            return b""
+        return sse(encode(self._completion([], self._usage.usage())))
+
+    def _has_news(self, cursor: Cursor, output: CompletionOutput) -> bool:
+        is_finished = output.finish_reason is not None and not cursor.has_finished
+        return is_finished or (not self._request.is_echo_only and cursor.is_behind(output))
+
+    def _chunk_usage(self) -> Usage | UnsetType | None:
+        options = self._request.usage_options
+        if options.continuous_usage_stats and options.include_usage:
+            return self._usage.usage()
+        return None if options.include_usage else UNSET
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        generation = self._generation
+        return Completion(generation.response_id, generation.created, generation.model, choices, usage)
+
+    def _cursor(self, prompt_index: int, output: CompletionOutput) -> Cursor:
+        return self._cursors.setdefault(self._index(prompt_index, output), Cursor())
+
+    def _index(self, prompt_index: int, output: CompletionOutput) -> int:
+        return prompt_index * self._request.n + output.index
+
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        request, cursor = self._request, self._cursor(prompt_index, completion)
+        delta = self._delta(prompt_index, output, completion, cursor)
+        wants_ids, is_first = request.return_token_ids, delta.is_first
+        logprobs = self._logprobs(delta, cursor)
+        cursor.text_offset += len(delta.text)
+        return CompletionChoice(
+            index=self._index(prompt_index, completion),
+            text=delta.text,
+            logprobs=logprobs,
+            finish_reason=_finish_reason(completion, request.is_echo_only),
+            stop_reason=None if request.is_echo_only else completion.stop_reason,
+            token_ids=list(delta.token_ids) if wants_ids else UNSET,
+            prompt_token_ids=list(output.prompt_token_ids) if wants_ids and is_first else UNSET,
+            prompt_logprobs=self._prompt_logprobs(output),
+        )
+
+    def _delta(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput, cursor: Cursor) -> Delta:
+        """What is new, behind the prompt when that is to be echoed and was not yet."""
+        delta = cursor.advance(completion)
+        if not (self._request.echo and delta.is_first):
+            return delta
+        prompt = self._generation.items[prompt_index].prompt
+        text = prompt.text
+        if text is None:
+            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        echoed = Delta(text, prompt.token_ids, output.prompt_logprobs, is_first=True)
+        return echoed if self._request.is_echo_only else echoed.followed_by(delta)
+
+    def _logprobs(self, delta: Delta, cursor: Cursor) -> CompletionLogprobs | None:
+        if self._request.logprobs is None or delta.logprobs is None:
+            return None
+        return completion_logprobs(delta.token_ids, delta.logprobs, self._texts, cursor.text_offset)
+
+    def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | UnsetType:
+        if self._request.prompt_logprobs is None or output.prompt_logprobs is None:
+            return UNSET
+        return prompt_logprobs(output.prompt_logprobs)
+
+
+def _finish_reason(completion: CompletionOutput, is_echo_only: bool) -> str | None:
+    """With `max_tokens=0` the length is what ended it, whatever the one token was that the engine drew."""
+    return FinishReason.LENGTH.value if is_echo_only else completion.finish_reason

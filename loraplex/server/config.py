@@ -1,0 +1,84 @@
+"""Settings of the HTTP server. The command line takes its names, defaults and help from the fields."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loraplex.config import setting
+from loraplex.errors import ConfigError
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All that the server needs beside the engine. Sizes are bytes, times seconds."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one")
+    served_model_names: tuple[str, ...] = setting((), "names of the base model in the API (default: the model's own)")
+    api_keys: tuple[str, ...] = field(
+        default=(), repr=False, metadata={"help": "keys that clients must send as `Authorization: Bearer KEY`"}
+    )
+    adapter_roots: tuple[str, ...] | None = setting(
+        None,
+        "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, else nothing)",
+    )
+    cors_allowed_origins: tuple[str, ...] = setting((), "origins of browser pages that may call this server")
+    max_body_bytes: int = setting(16 * 2**20, "longest request body; a longer one is answered with 413")
+    max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
+    shutdown_grace_s: float = setting(30.0, "after SIGTERM or SIGINT running requests have this long to finish")
+    keep_alive_s: float = setting(30.0, "an idle connection is kept this long")
+    log_level: str = setting("info", "critical, error, warning, info or debug")
+    access_log: bool = setting(True, "log a line for each request")
+
+    def __post_init__(self) -> None:
+        for is_fine, text in self._checks():
+            if not is_fine:
+                raise ConfigError(text)
+
+    def _checks(self) -> list[tuple[bool, str]]:
+        return [
+            (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
+            (0 <= self.port <= 65535, f"port must be 0..65535, got {self.port}"),
+            (all(self.served_model_names), "served_model_names has an empty name"),
+            (len(set(self.served_model_names)) == len(self.served_model_names), "served_model_names has a name twice"),
+            (all(map(_is_key, self.api_keys)), "an API key is empty or has a character that no header can carry"),
+            (all(self.adapter_roots or ()), "adapter_roots has an empty directory"),
+            (self.max_body_bytes >= 1024, f"max_body_bytes must be >= 1024, got {self.max_body_bytes}"),
+            (
+                self.max_sequences_per_request >= 1,
+                f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
+            ),
+            (self.shutdown_grace_s >= 0, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
+            (self.keep_alive_s > 0, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
+            (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
+        ]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    @property
+    def allowed_adapter_roots(self) -> tuple[str, ...] | None:
+        """Where the load routes may read: None is anywhere, () nowhere."""
+        if self.adapter_roots is not None:
+            return self.adapter_roots
+        return None if self.is_loopback else ()
+
+    @property
+    def local_adapter_roots(self) -> tuple[Path, ...] | None:
+        """The directories among `allowed_adapter_roots`, symbolic links resolved."""
+        roots = self.allowed_adapter_roots
+        return None if roots is None else tuple(Path(root).resolve() for root in roots if not root.startswith("hf://"))
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, str) and bool(key) and key.isascii() and key.isprintable() and " " not in key

@@ -1,0 +1,37 @@
+"""What all routes share, made once by `create_app`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from loraplex.server.config import ServerConfig
+from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
+from loraplex.server.generation import Generator, InFlight
+from loraplex.server.model_names import ModelNames
+from loraplex.server.prompts import PromptEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    engine: EngineSurface
+    config: ServerConfig
+    tokenizer: TokenizerSurface
+    names: ModelNames
+    prompts: PromptEncoder
+    in_flight: InFlight
+    generator: Generator
+
+    @classmethod
+    def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
+        tokenizer = tokenizer_of(engine)
+        in_flight = InFlight(engine)
+        return cls(
+            engine=engine,
+            config=config,
+            tokenizer=tokenizer,
+            names=ModelNames(engine, config.served_model_names, int(time.time())),
+            prompts=PromptEncoder(tokenizer, engine.model_info),
+            in_flight=in_flight,
+            generator=Generator(engine, in_flight),
+        )

@@ -1,0 +1,158 @@
+"""The engine as the server sees it: `engine.AsyncEngine` and `testing.FakeAsyncEngine` both have this surface."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
+from loraplex.core import AddOutcome, RequestOutput, SamplingParams
+from loraplex.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from loraplex.metrics import EngineStats
+
+
+class TokenizerSurface(Protocol):
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+    ) -> str: ...
+
+
+class ModelInfoSurface(Protocol):
+    @property
+    def served_model_name(self) -> str: ...
+
+    @property
+    def root(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class HealthSurface(Protocol):
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+class EngineSurface(Protocol):
+    """`registry` is None when LoRA is off. Verbs raise errors of errors.py."""
+
+    @property
+    def tokenizer(self) -> TokenizerSurface | None: ...
+
+    @property
+    def model_info(self) -> ModelInfoSurface: ...
+
+    @property
+    def registry(self) -> LoRARegistry | None: ...
+
+    def health(self) -> HealthSurface: ...
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        model: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncIterator[RequestOutput]:
+        """Cumulative outputs."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; unknown and finished ones are passed over. Its iterator ends, with or without RequestAbortedError."""
+        ...
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        lora_int_id: int | None = None,
+        load_inplace: bool = False,
+        is_pinned: bool = False,
+    ) -> LoadResult: ...
+
+    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult: ...
+
+    async def switch_adapter(
+        self,
+        old: str,
+        new: str,
+        new_path: str | None = None,
+        deadline_s: float | None = None,
+        force: bool = False,
+    ) -> SwitchResult: ...
+
+    async def pin_adapter(self, name: str) -> bool: ...
+
+    async def unpin_adapter(self, name: str) -> bool: ...
+
+    async def evict_adapter(self, name: str) -> bool: ...
+
+    async def preload_adapter(self, name: str) -> AddOutcome: ...
+
+    async def describe_adapter(self, name: str) -> AdapterInfo: ...
+
+    async def list_adapters(self) -> list[AdapterInfo]: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def shutdown(self) -> None: ...
+
+
+class _NoTokenizer:
+    """Stands in for a model that has none: prompts as token ids work, texts are refused."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        raise InvalidRequestError("this model has no tokenizer: token ids cannot become text")
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        raise InvalidRequestError(
+            "this model has no tokenizer: chat is not possible, send token ids to /v1/completions"
+        )
+
+
+def tokenizer_of(engine: EngineSurface) -> TokenizerSurface:
+    return _NoTokenizer() if engine.tokenizer is None else engine.tokenizer

@@ -1,0 +1,165 @@
+"""One request of a client as work for the engine: its prompts, their adapters, and the outputs as one stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import dataclass
+
+from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from loraplex.errors import EngineShutdownError, RequestAbortedError
+from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.streaming import merge
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of one prompt; `text` as the client sent it, None when it sent ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationItem:
+    """One prompt for one adapter (None: the base). `engine_request_id` is the server's own, so clients' ids never collide."""
+
+    prompt: Prompt
+    adapter_name: str | None
+    engine_request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the client asked for, resolved. `model` is the name that the answer gives back."""
+
+    response_id: str
+    created: int
+    model: str
+    items: tuple[GenerationItem, ...]
+    params: SamplingParams
+    cache_salt: str = ""
+
+
+class InFlight:
+    """The requests that the engine works on for this server. At the end of a shutdown's grace they are aborted."""
+
+    def __init__(self, engine: EngineSurface) -> None:
+        self._engine = engine
+        self._request_ids: set[str] = set()
+        self.is_closing = False
+
+    def __len__(self) -> int:
+        return len(self._request_ids)
+
+    @contextlib.contextmanager
+    def track(self, request_id: str) -> Iterator[None]:
+        self._request_ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._request_ids.discard(request_id)
+
+    async def abort_all(self) -> None:
+        self.is_closing = True
+        for request_id in tuple(self._request_ids):
+            await self._engine.abort(request_id)
+
+
+class Generator:
+    """Runs generations on the engine."""
+
+    def __init__(self, engine: EngineSurface, in_flight: InFlight) -> None:
+        self._engine = engine
+        self._in_flight = in_flight
+
+    def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
+
+        Raises what the engine raises, RequestAbortedError for a request that something else aborted, and
+        EngineShutdownError for one that this server's shutdown did.
+        """
+        return merge([self._outputs(item, generation) for item in generation.items])
+
+    async def run_to_end(self, generation: Generation) -> list[RequestOutput]:
+        """The last output of each prompt."""
+        last: dict[int, RequestOutput] = {}
+        async with contextlib.aclosing(self.run(generation)) as outputs:
+            async for index, output in outputs:
+                last[index] = output
+        return [last[index] for index in range(len(generation.items))]
+
+    async def _outputs(self, item: GenerationItem, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+        source = self._engine.generate(
+            item.prompt.token_ids,
+            generation.params,
+            item.engine_request_id,
+            model=item.adapter_name,
+            cache_salt=generation.cache_salt,
+        )
+        is_finished = False
+        with self._in_flight.track(item.engine_request_id):
+            try:
+                async for output in source:
+                    is_finished = output.finished
+                    if any(map(_is_aborted, output.outputs)):
+                        raise self._aborted(item)
+                    yield output
+            except RequestAbortedError:
+                raise self._aborted(item) from None
+            finally:
+                if not is_finished:
+                    await self._engine.abort(item.engine_request_id)
+                if isinstance(source, AsyncGenerator):
+                    await source.aclose()
+        if not is_finished:
+            raise self._aborted(item)
+
+    def _aborted(self, item: GenerationItem) -> Exception:
+        if self._in_flight.is_closing:
+            return EngineShutdownError("the server is shutting down and ended this request; send it again")
+        subject = "the base model" if item.adapter_name is None else f"adapter {item.adapter_name!r}"
+        return RequestAbortedError(f"this request on {subject} was aborted by the server before it was finished")
+
+
+def _is_aborted(output: CompletionOutput) -> bool:
+    return output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one completion since the last look. `logprobs` is parallel to `token_ids`, or None."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...] | None
+    is_first: bool
+
+    def followed_by(self, other: Delta) -> Delta:
+        both = self.logprobs is not None and other.logprobs is not None
+        logprobs = (*(self.logprobs or ()), *(other.logprobs or ())) if both else None
+        return Delta(self.text + other.text, self.token_ids + other.token_ids, logprobs, self.is_first)
+
+
+class Cursor:
+    """How much of one completion was sent. `text_offset` counts the echoed prompt too."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0
+        self._num_tokens = 0
+        self.text_offset = 0
+        self.has_started = False
+        self.has_finished = False
+
+    def is_behind(self, output: CompletionOutput) -> bool:
+        return len(output.token_ids) > self._num_tokens or len(output.text) > self._num_chars
+
+    def advance(self, output: CompletionOutput) -> Delta:
+        logprobs = None if output.logprobs is None else output.logprobs[self._num_tokens :]
+        delta = Delta(
+            output.text[self._num_chars :], output.token_ids[self._num_tokens :], logprobs, not self.has_started
+        )
+        self._num_chars = len(output.text)
+        self._num_tokens = len(output.token_ids)
+        self.has_started = True
+        return delta

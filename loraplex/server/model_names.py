@@ -1,0 +1,100 @@
+"""Which adapter a request means. An unknown name is 404 and never the base model.
+
+"base"           the base model, under any of its served names
+"sql"            the adapter named sql
+"base:sql"       the same (SGLang); an adapter's own name wins when it has a colon
+lora_path="sql"  the same beside model="base" (SGLang)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.errors import AdapterNotFoundError, LoraDisabledError
+from loraplex.server.api_error import ApiError
+from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.responses import ModelCard
+
+
+class ModelNames:
+    """Names of the base model and of the adapters. `created` is when the server started, in Unix seconds."""
+
+    def __init__(self, engine: EngineSurface, served_model_names: Sequence[str], created: int) -> None:
+        self._engine = engine
+        self._created = created
+        self.served = tuple(served_model_names) or (engine.model_info.served_model_name,)
+
+    def adapter_of(self, model: str | None, lora_path: str | None = None) -> str | None:
+        """The adapter's name, None for the base model. Raises ApiError (400 no model, 404 unknown) and LoraDisabledError."""
+        if model is None and lora_path is None:
+            raise ApiError(
+                "model is missing: name the base model or an adapter (GET /v1/models lists them)", param="model"
+            )
+        named = None if model is None else self._by_model(model)
+        if lora_path is None:
+            return named
+        self._require_adapter(lora_path, lora_path, "lora_path")
+        if named is not None and named != lora_path:
+            raise ApiError(
+                f"model names adapter {named!r} and lora_path {lora_path!r}: send one of them", param="lora_path"
+            )
+        return lora_path
+
+    def answer_name(self, model: str | None, adapter_name: str | None) -> str:
+        """What the answer says in `model`: the adapter's name, or the base's as the client wrote it."""
+        return adapter_name or model or self.served[0]
+
+    def _by_model(self, model: str) -> str | None:
+        if model in self.served:
+            return None
+        if self._has_adapter(model):
+            return model
+        for served in self.served:
+            if model.startswith(served + ":"):
+                return self._require_adapter(model.removeprefix(served + ":"), model, "model")
+        raise unknown_model(model)
+
+    def _require_adapter(self, adapter_name: str, model: str, param: str) -> str:
+        if self._engine.registry is None:
+            raise lora_is_off(f"adapter {adapter_name!r} was asked for")
+        if not self._has_adapter(adapter_name):
+            raise unknown_model(model, param)
+        return adapter_name
+
+    def _has_adapter(self, name: str) -> bool:
+        registry = self._engine.registry
+        if registry is None:
+            return False
+        try:
+            registry.resolve(name)
+        except AdapterNotFoundError:
+            return False
+        return True
+
+    def cards(self) -> list[ModelCard]:
+        info = self._engine.model_info
+        base = [ModelCard(name, self._created, info.root, None, info.max_model_len) for name in self.served]
+        refs = {} if self._engine.registry is None else self._engine.registry.refs()
+        adapters = [
+            ModelCard(name, self._created, ref.lora_path, self.served[0], info.max_model_len)
+            for name, ref in refs.items()
+        ]
+        return base + adapters
+
+    def card(self, model: str) -> ModelCard:
+        adapter_name = self.adapter_of(model)
+        return next(card for card in self.cards() if card.id == (adapter_name or model))
+
+
+def unknown_model(model: str, param: str = "model") -> ApiError:
+    return ApiError(
+        f"The model `{model[:200]}` does not exist. GET /v1/models lists what this server has.",
+        status=404,
+        kind="not_found_error",
+        code="model_not_found",
+        param=param,
+    )
+
+
+def lora_is_off(what: str) -> LoraDisabledError:
+    return LoraDisabledError(f"{what}, but this server runs without LoRA: start it with LoRA enabled")

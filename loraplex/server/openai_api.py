@@ -1,0 +1,164 @@
+"""OpenAI's routes: completions, chat completions and models. docs/http.md has the fields and an example of each."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from fastapi import APIRouter, Request, Response
+
+from loraplex.core import RequestOutput, SamplingParams
+from loraplex.errors import LoraplexError
+from loraplex.server.api_error import ApiError, error_reply
+from loraplex.server.body import read_model
+from loraplex.server.chat_completions import ChatRenderer
+from loraplex.server.completions import CompletionRenderer
+from loraplex.server.context import ServerContext
+from loraplex.server.generation import Generation, GenerationItem, Prompt
+from loraplex.server.openapi import request_schema
+from loraplex.server.request_id import new_request_id
+from loraplex.server.responses import ModelList, encode
+from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
+from loraplex.server.streaming import DONE, EventStream, sse, until_disconnect
+
+_log = logging.getLogger("loraplex.server")
+
+
+class Renderer(Protocol):
+    """Turns outputs of the engine into the bytes of an answer."""
+
+    def response(self, outputs: Sequence[RequestOutput]) -> bytes: ...
+
+    def chunks(self, prompt_index: int, output: RequestOutput) -> bytes: ...
+
+    def last_chunk(self) -> bytes: ...
+
+
+class OpenAIRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["OpenAI"])
+        router.add_api_route(
+            "/v1/completions", self.complete, methods=["POST"], openapi_extra=request_schema(CompletionRequest)
+        )
+        router.add_api_route(
+            "/v1/chat/completions", self.chat, methods=["POST"], openapi_extra=request_schema(ChatCompletionRequest)
+        )
+        router.add_api_route("/v1/models", self.list_models, methods=["GET"])
+        router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"])
+        return router
+
+    async def complete(self, request: Request) -> Response:
+        """Continue one or more prompts."""
+        context = self._context
+        body = await read_model(request, CompletionRequest, context.config.max_body_bytes)
+        params = body.to_sampling_params()
+        num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
+        self._check_num_sequences(num_prompts * body.n)
+        adapter_names = self._adapters_of(body, num_prompts)
+        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens)
+        for prompt in prompts:
+            context.prompts.check(prompt, params.max_tokens)
+        generation = self._generation("cmpl", request, body, params, prompts, adapter_names)
+        return await self._respond(
+            request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
+        )
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        context = self._context
+        body = await read_model(request, ChatCompletionRequest, context.config.max_body_bytes)
+        params = body.to_sampling_params()
+        self._check_num_sequences(body.n)
+        adapter_name = context.names.adapter_of(body.model, body.lora_path)
+        prompt = await context.prompts.from_chat(body)
+        context.prompts.check(prompt, params.max_tokens)
+        generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name])
+        return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
+
+    async def list_models(self) -> Response:
+        """The base model under each of its names, then every adapter."""
+        return _json(encode(ModelList(self._context.names.cards())))
+
+    async def show_model(self, model: str) -> Response:
+        return _json(encode(self._context.names.card(model)))
+
+    def _check_num_sequences(self, num_sequences: int) -> None:
+        limit = self._context.config.max_sequences_per_request
+        if num_sequences > limit:
+            raise ApiError(
+                f"prompts times n is {num_sequences}, at most {limit} fit in a request: send several", param="n"
+            )
+
+    def _adapters_of(self, body: CompletionRequest, num_prompts: int) -> list[str | None]:
+        """The adapter of each prompt. With a list in `lora_path`, null is what `model` says."""
+        names = self._context.names
+        if not isinstance(body.lora_path, list):
+            return [names.adapter_of(body.model, body.lora_path)] * num_prompts
+        if len(body.lora_path) != num_prompts:
+            raise ApiError(f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts", param="lora_path")
+        return [names.adapter_of(body.model or names.served[0], path) for path in body.lora_path]
+
+    def _generation(
+        self,
+        prefix: str,
+        request: Request,
+        body: SamplingFields,
+        params: SamplingParams,
+        prompts: Sequence[Prompt],
+        adapter_names: Sequence[str | None],
+    ) -> Generation:
+        response_id = f"{prefix}-{body.request_id or request.state.request_id}"
+        unique = new_request_id()[:16]
+        pairs = enumerate(zip(prompts, adapter_names, strict=True))
+        items = tuple(
+            GenerationItem(prompt, adapter, f"{response_id}-{unique}-{index}") for index, (prompt, adapter) in pairs
+        )
+        adapter_name = adapter_names[0] if len(set(adapter_names)) == 1 else None
+        _log.debug("%s: adapters %s, user %r", response_id, set(adapter_names), body.label)
+        return Generation(
+            response_id=response_id,
+            created=int(time.time()),
+            model=self._context.names.answer_name(body.model, adapter_name),
+            items=items,
+            params=params,
+            cache_salt=body.cache_salt or "",
+        )
+
+    async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
+        """The answer, or its stream. A stream begins with the first output, so that errors before it have their status."""
+        generator = self._context.generator
+        if not is_stream:
+            outputs = await until_disconnect(request, generator.run_to_end(generation))
+            return _json(renderer.response(outputs))
+        stream = generator.run(generation)
+        first = await until_disconnect(request, anext(stream))
+        return EventStream(_events(first, stream, renderer))
+
+
+async def _events(
+    first: tuple[int, RequestOutput], stream: AsyncGenerator[tuple[int, RequestOutput], None], renderer: Renderer
+) -> AsyncGenerator[bytes, None]:
+    """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
+    async with contextlib.aclosing(stream):
+        try:
+            yield renderer.chunks(*first)
+            async for prompt_index, output in stream:
+                if chunks := renderer.chunks(prompt_index, output):
+                    yield chunks
+            yield renderer.last_chunk()
+        except LoraplexError as error:
+            yield sse(error_reply(error))
+        except Exception as error:
+            _log.exception("a stream failed")
+            yield sse(error_reply(error))
+    yield DONE
+
+
+def _json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")

@@ -1,0 +1,31 @@
+"""Request bodies in /openapi.json: routes read them themselves (see body.py), so FastAPI is told of their schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def request_schema(*models: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route whose body is one of `models`. The definitions they refer to are put inside."""
+    schemas = [_inlined(model.model_json_schema()) for model in models]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without `$defs`: each `$ref` is replaced by what it refers to."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolve(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: resolve(value) for key, value in node.items()}
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved

@@ -1,0 +1,57 @@
+"""Every response carries `X-Request-Id`: the client's own when it is usable, else a new one. The last guard: an unforeseen
+error is answered here, so that no request stays without an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loraplex.server.api_error import error_response
+
+HEADER = "X-Request-Id"
+USABLE = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+
+_log = logging.getLogger("loraplex.server")
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+class RequestIdMiddleware:
+    """Puts `request_id` into the scope's state and the header into the response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        request_id = given if USABLE.fullmatch(given) else new_request_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)[HEADER] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            _log.debug("request %s: the client went away", request_id)
+        except Exception as error:
+            _log.error("request %s failed", request_id, exc_info=error)
+            if has_started:
+                raise
+            await error_response(error)(scope, receive, send_with_id)

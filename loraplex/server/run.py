@@ -1,0 +1,186 @@
+"""The application on a port, from the first byte to the last: bind, start the engine, serve, drain, stop.
+
+The port is bound before the engine starts (a taken one is said at once, not after minutes of loading) and opened after it is ready.
+On SIGTERM or SIGINT no new connection is taken, running requests have `shutdown_grace_s` to finish, and what is left then is ended
+with an error that says so. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Generator
+from functools import partial
+
+import uvicorn
+
+from loraplex.errors import ConfigError, LoraplexError
+from loraplex.server.app import create_app
+from loraplex.server.config import ServerConfig
+from loraplex.server.context import ServerContext
+from loraplex.server.engine_surface import EngineSurface
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LISTEN_BACKLOG = 2048
+LAST_WORDS_S = 5.0
+"""After the grace, how long the error of an aborted request may take to reach its client."""
+
+StartEngine = Callable[[], Awaitable[EngineSurface]]
+
+
+def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
+    """Serve until a signal; returns the exit code: 0, 1 when the port or the engine cannot be had, 128 + n on signal n before that."""
+    try:
+        sock = bind(config)
+        with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_start_and_serve(start_engine, config, sock))
+    except LoraplexError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket on the configured address that does not listen yet. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {config.host!r} is no address of this machine: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; stop the program that has it, or choose another --port"
+        ) from error
+    return sock
+
+
+async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> None:
+    """Serve on a bound socket until a signal, then drain. Prints one line when ready. The engine stays the caller's."""
+    app = create_app(engine, config)
+    server = DrainingServer(
+        app.state.context, _uvicorn_config(app, config), partial(_announce, app.state.context, sock)
+    )
+    with _signals(server.stop):
+        await server.serve(sockets=[sock])
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, whose requests end with an error of their own, not a broken connection, when the grace is over."""
+
+    def __init__(self, context: ServerContext, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._context = context
+        self._on_ready = on_ready
+        self._abort: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Begin to drain; called again, stop waiting."""
+        if self.should_exit:
+            self._abort = asyncio.ensure_future(self._context.in_flight.abort_all())
+            self.force_exit = True
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        reaper = asyncio.ensure_future(self._abort_after_grace())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            reaper.cancel()
+            await asyncio.gather(reaper, *filter(None, [self._abort]), return_exceptions=True)
+
+    async def _abort_after_grace(self) -> None:
+        await asyncio.sleep(self._context.config.shutdown_grace_s)
+        await self._context.in_flight.abort_all()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are `serve`'s. uvicorn would raise them again afterwards, before the engine could be stopped."""
+        yield
+
+
+async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock: socket.socket) -> int:
+    """Signals before the engine is ready end its start."""
+    starting = asyncio.ensure_future(start_engine())
+    received: list[signal.Signals] = []
+    with _signals(starting.cancel, received):
+        try:
+            engine = await starting
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            return 128 + received[0]
+    try:
+        await serve(engine, config, sock)
+    finally:
+        await engine.shutdown()
+    return 0
+
+
+@contextlib.contextmanager
+def _signals(react: Callable[[], object], received: list[signal.Signals] | None = None) -> Generator[None, None, None]:
+    """Call `react` on each signal, if this is the main thread; others never get one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_signal(which: signal.Signals) -> None:
+        if received is not None:
+            received.append(which)
+        react()
+
+    for each in SIGNALS:
+        loop.add_signal_handler(each, on_signal, each)
+    try:
+        yield
+    finally:
+        for each in SIGNALS:
+            loop.remove_signal_handler(each)
+
+
+def _uvicorn_config(app: Callable[..., object], config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_level=config.log_level,
+        access_log=config.access_log,
+        server_header=False,
+        backlog=LISTEN_BACKLOG,
+        timeout_keep_alive=math.ceil(config.keep_alive_s),
+        timeout_graceful_shutdown=math.ceil(config.shutdown_grace_s + LAST_WORDS_S),
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _announce(context: ServerContext, sock: socket.socket) -> None:
+    host, port = sock.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    registry = context.engine.registry
+    adapters = "LoRA is off" if registry is None else f"{len(registry.names())} adapters"
+    print(
+        f"Loraplex is ready: http://{address}:{port} serves {', '.join(context.names.served)} ({adapters})", flush=True
+    )

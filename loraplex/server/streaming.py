@@ -1,0 +1,105 @@
+"""Server-sent events, several streams as one, and the client that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Sends events as they come. However it ends (all sent, client gone, server stopped), the source is closed with it."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. When the client goes away first, `work` is cancelled and ClientDisconnect raised.
+
+    The body must have been read: from then on the only message that can come is the disconnect.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await _cancel((task, watcher))
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last entry of one source: it is finished, or failed."""
+
+    error: Exception | None
+
+
+async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of all sources as they come, each with the index of its source. The first error ends and closes all of them."""
+    if len(sources) == 1:
+        async with contextlib.aclosing(sources[0]) as source:
+            async for item in source:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T] | _End] = asyncio.Queue(maxsize=len(sources))
+    pumps = [asyncio.ensure_future(_pump(index, source, queue)) for index, source in enumerate(sources)]
+    num_running = len(pumps)
+    try:
+        while num_running:
+            entry = await queue.get()
+            if not isinstance(entry, _End):
+                yield entry
+            elif entry.error is not None:
+                raise entry.error
+            else:
+                num_running -= 1
+    finally:
+        await _cancel(pumps)
+
+
+async def _pump(index: int, source: AsyncGenerator[T, None], queue: asyncio.Queue[tuple[int, T] | _End]) -> None:
+    end = _End(None)
+    try:
+        async with contextlib.aclosing(source):
+            async for item in source:
+                await queue.put((index, item))
+    except Exception as error:
+        end = _End(error)
+    await queue.put(end)

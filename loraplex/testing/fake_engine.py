@@ -1,0 +1,321 @@
+"""An engine without weights, with the surface of `engine.AsyncEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from loraplex.adapters.registry import (
+    AdapterInfo,
+    LoadResult,
+    LoRARef,
+    LoRARegistry,
+    OpenedAdapter,
+    SwitchResult,
+    UnloadResult,
+)
+from loraplex.core import AddOutcome, LoRARequest, RequestOutput, SamplingParams
+from loraplex.errors import (
+    EngineDeadError,
+    EngineShutdownError,
+    InvalidRequestError,
+    LoraDisabledError,
+    LoraplexError,
+    RequestAbortedError,
+)
+from loraplex.testing.fake_adapter_store import FakeAdapterStore
+from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
+from loraplex.testing.fake_tokenizer import FakeTokenizer
+
+if TYPE_CHECKING:
+    from loraplex.metrics import EngineStats
+
+T = TypeVar("T")
+
+FAKE_BYTES = 1024
+FAKE_RANK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class FakeModelInfo:
+    served_model_name: str = "base"
+    root: str = "/models/base"
+    max_model_len: int = 512
+    vocab_size: int = FakeTokenizer.vocab_size
+    dtype: str = "float32"
+    backend: str = "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeHealth:
+    is_alive: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FakeRequest:
+    """One call of `generate`, as it came."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    model: str | None
+    cache_salt: str
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """A running request. `wake` is set when there is something to look at: an end of the hold, or `error`."""
+
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    error: LoraplexError | None = None
+
+
+class FakeAsyncEngine:
+    """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises."""
+
+    def __init__(
+        self,
+        adapters: Mapping[str, str] | None = None,
+        *,
+        model_info: FakeModelInfo | None = None,
+        tokenizer: FakeTokenizer | None = None,
+        has_tokenizer: bool = True,
+        enable_lora: bool = True,
+        errors_by_path: Mapping[str, LoraplexError] | None = None,
+        max_resident: int | None = None,
+        token_delay_s: float = 0.0,
+    ) -> None:
+        self._tokenizer = tokenizer or FakeTokenizer()
+        self.tokenizer = self._tokenizer if has_tokenizer else None
+        self.model_info = model_info or FakeModelInfo()
+        self.errors_by_path = dict(errors_by_path or {})
+        self.token_delay_s = token_delay_s
+        self.store = FakeAdapterStore(max_resident)
+        self.registry = self._make_registry() if enable_lora else None
+        self.requests: list[FakeRequest] = []
+        self.aborted: list[str] = []
+        self.is_shut_down = False
+        self._runs: dict[str, _Run] = {}
+        self._hold_after: int | None = None
+        self._failures: list[tuple[LoraplexError, int]] = []
+        self._death: EngineDeadError | None = None
+        for name, path in (adapters or {}).items():
+            self._registry_or_refuse().load(name, path)
+
+    def _make_registry(self) -> LoRARegistry:
+        return LoRARegistry(self.store, self._open_adapter, base_names=[self.model_info.served_model_name])
+
+    def _open_adapter(self, path: str) -> OpenedAdapter:
+        if path in self.errors_by_path:
+            raise self.errors_by_path[path]
+        return OpenedAdapter(path, hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
+
+    # ----------------------------------------------------------------------------------------------- what a test brings about
+
+    def hold(self, after_tokens: int = 0) -> None:
+        """Every request stops after this many tokens, until `resume`."""
+        self._hold_after = after_tokens
+
+    def resume(self) -> None:
+        self._hold_after = None
+        for run in self._runs.values():
+            run.wake.set()
+
+    def fail_next(self, error: LoraplexError, after_tokens: int = 0) -> None:
+        """The next request (call again for more) raises `error` after this many tokens."""
+        self._failures.append((error, after_tokens))
+
+    def die(self, reason: str = "the engine process ended") -> None:
+        """Running and new requests fail; health says why."""
+        self._death = EngineDeadError(reason)
+        for run in self._runs.values():
+            self._end(run, self._death)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._runs)
+
+    @staticmethod
+    def _end(run: _Run, error: LoraplexError) -> None:
+        run.error = error
+        run.wake.set()
+
+    # ---------------------------------------------------------------------------------------------------- the engine's surface
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        model: str | None = None,
+        lora_request: LoRARequest | None = None,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._check_can_serve(request_id)
+        if lora_request is not None:
+            await self.load_adapter(
+                lora_request.lora_name, lora_request.lora_path, lora_int_id=lora_request.lora_int_id
+            )
+            model = lora_request.lora_name
+        is_text = isinstance(prompt, str)
+        token_ids = tuple(self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
+        ref = None if model is None else self._registry_or_refuse().acquire(model)
+        run = self._runs[request_id] = _Run()
+        self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt))
+        failure = self._failures.pop(0) if self._failures else None
+        is_finished = False
+        try:
+            completions = self._completions(token_ids, params, ref)
+            for num_tokens in itertools.count():
+                await self._pause(run, num_tokens, failure)
+                for completion in completions:
+                    completion.grow()
+                is_finished = all(completion.finish_reason is not None for completion in completions)
+                yield self._output(request_id, prompt if is_text else None, token_ids, params, completions)
+                if is_finished:
+                    return
+        except LoraplexError as error:
+            is_finished = not isinstance(error, RequestAbortedError)
+            raise
+        finally:
+            if not is_finished:
+                self.aborted.append(request_id)
+            self._runs.pop(request_id, None)
+            if ref is not None:
+                self._registry_or_refuse().release(ref)
+
+    async def _pause(self, run: _Run, num_tokens: int, failure: tuple[LoraplexError, int] | None) -> None:
+        await asyncio.sleep(self.token_delay_s)
+        if failure is not None and num_tokens >= failure[1]:
+            raise failure[0]
+        while run.error is None and self._hold_after is not None and num_tokens >= self._hold_after:
+            await run.wake.wait()
+            run.wake.clear()
+        if run.error is not None:
+            raise run.error
+
+    def _completions(
+        self, token_ids: tuple[int, ...], params: SamplingParams, ref: LoRARef | None
+    ) -> list[FakeCompletion]:
+        room = self.model_info.max_model_len - len(token_ids)
+        name = "base" if ref is None else ref.adapter_name
+        reply = f"[{name}] {self._tokenizer.decode(token_ids)}"
+        max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+        return [
+            FakeCompletion(index, reply if index == 0 else f"{reply} #{index}", params, max_tokens, self._tokenizer)
+            for index in range(params.n)
+        ]
+
+    @staticmethod
+    def _output(
+        request_id: str,
+        prompt: str | Sequence[int] | None,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        completions: Sequence[FakeCompletion],
+    ) -> RequestOutput:
+        count = params.prompt_logprobs
+        return RequestOutput(
+            request_id=request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            outputs=tuple(completion.output() for completion in completions),
+            finished=all(completion.finish_reason is not None for completion in completions),
+            prompt_logprobs=None if count is None else (None, *(fake_logprobs(each, count) for each in token_ids[1:])),
+        )
+
+    async def abort(self, request_id: str) -> None:
+        run = self._runs.get(request_id)
+        if run is not None:
+            self._end(run, RequestAbortedError(f"request {request_id!r} was aborted"))
+
+    def _check_can_serve(self, request_id: str) -> None:
+        if self.is_shut_down:
+            raise EngineShutdownError("the engine is shut down")
+        if self._death is not None:
+            raise self._death
+        if request_id in self._runs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use")
+
+    def _registry_or_refuse(self) -> LoRARegistry:
+        if self.registry is None:
+            raise LoraDisabledError("LoRA is off here")
+        return self.registry
+
+    def has_adapter(self, name: str) -> bool:
+        return self.registry is not None and name in self.registry.names()
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        lora_int_id: int | None = None,
+        load_inplace: bool = False,
+        is_pinned: bool = False,
+    ) -> LoadResult:
+        load = self._registry_or_refuse().load
+        return await _in_thread(
+            lambda: load(name, path, lora_int_id=lora_int_id, load_inplace=load_inplace, is_pinned=is_pinned)
+        )
+
+    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
+        unload = self._registry_or_refuse().unload
+        return await _in_thread(lambda: unload(name, deadline_s=deadline_s, force=force))
+
+    async def switch_adapter(
+        self,
+        old: str,
+        new: str,
+        new_path: str | None = None,
+        deadline_s: float | None = None,
+        force: bool = False,
+    ) -> SwitchResult:
+        switch = self._registry_or_refuse().switch
+        return await _in_thread(lambda: switch(old, new, new_path=new_path, deadline_s=deadline_s, force=force))
+
+    async def pin_adapter(self, name: str) -> bool:
+        return await asyncio.to_thread(self._registry_or_refuse().pin, name)
+
+    async def unpin_adapter(self, name: str) -> bool:
+        return await asyncio.to_thread(self._registry_or_refuse().unpin, name)
+
+    async def evict_adapter(self, name: str) -> bool:
+        return await asyncio.to_thread(self._registry_or_refuse().evict, name)
+
+    async def preload_adapter(self, name: str) -> AddOutcome:
+        return await asyncio.to_thread(self._registry_or_refuse().preload, name)
+
+    async def describe_adapter(self, name: str) -> AdapterInfo:
+        return await asyncio.to_thread(self._registry_or_refuse().describe, name)
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return [] if self.registry is None else await asyncio.to_thread(self.registry.list_adapters)
+
+    def health(self) -> FakeHealth:
+        if self.is_shut_down:
+            return FakeHealth(False, "shutting down")
+        return FakeHealth(self._death is None, "" if self._death is None else str(self._death))
+
+    async def stats(self) -> EngineStats:
+        if self._death is not None:
+            raise self._death
+        from loraplex.metrics import EngineStats
+
+        return EngineStats()
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+        for run in self._runs.values():
+            self._end(run, EngineShutdownError("the engine is shut down"))
+
+
+async def _in_thread(verb: Callable[[], T]) -> T:
+    return await asyncio.to_thread(verb)

@@ -1,0 +1,193 @@
+"""An engine and a set of sources for tests of the registry: they count, fail when told to, and stop at gates."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
+from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
+from loraplex.errors import AdapterNotFoundError, AdapterPathNotFoundError
+
+NBYTES = 1000
+
+
+class Gate:
+    """A thread that passes says so and waits to be let through."""
+
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.opened = threading.Event()
+
+    def pass_through(self) -> None:
+        self.arrived.set()
+        assert self.opened.wait(60), "nobody opened the gate"
+
+
+@dataclass
+class Faults:
+    """What happens to the next call of a method: an error (once), a gate (once); and a hook for every call."""
+
+    errors: dict[str, Exception] = field(default_factory=dict)
+    gates: dict[str, Gate] = field(default_factory=dict)
+    before: Callable[[str], None] = lambda method: None
+
+    def meet(self, method: str) -> None:
+        self.before(method)
+        gate = self.gates.pop(method, None)
+        if gate is not None:
+            gate.pass_through()
+        error = self.errors.pop(method, None)
+        if error is not None:
+            raise error
+
+
+class FakeStore:
+    """Implements AdapterStore. An adapter_id is added once and dropped once, or the test fails."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[int, AdapterResidency] = {}
+        self.specs: dict[int, AdapterSpec] = {}
+        self.calls: list[tuple[str, int]] = []
+        self.faults = Faults()
+        self.evicts_on_add: tuple[str, ...] = ()
+        self.abort: Callable[[int], int] = lambda adapter_id: 0
+        self._lock = threading.Lock()
+
+    def add_adapter(self, spec: AdapterSpec) -> AddOutcome:
+        self.faults.meet("add")
+        with self._lock:
+            self.calls.append(("add", spec.adapter_id))
+            is_new = spec.adapter_id not in self.adapters
+            assert ("drop", spec.adapter_id) not in self.calls, "an adapter_id was used again"
+            self.specs[spec.adapter_id] = spec
+            self.adapters[spec.adapter_id] = AdapterResidency(
+                spec.adapter_id, Tier.HOST, None, NBYTES, 0, False, False, 0.0
+            )
+            return AddOutcome(is_new, self.evicts_on_add)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        self.faults.meet("drop")
+        with self._lock:
+            self.find(adapter_id)
+            self.calls.append(("drop", adapter_id))
+            del self.adapters[adapter_id], self.specs[adapter_id]
+
+    def promote_adapter(self, adapter_id: int) -> AddOutcome:
+        self.faults.meet("promote")
+        return AddOutcome(self._change("promote", adapter_id, tier=Tier.DEVICE, lora_slot=adapter_id))
+
+    def evict_adapter(self, adapter_id: int) -> bool:
+        self.faults.meet("evict")
+        with self._lock:
+            assert not self.find(adapter_id).is_pinned, "a pinned adapter is evicted"
+        return self._change("evict", adapter_id, tier=Tier.HOST, lora_slot=None)
+
+    def pin_adapter(self, adapter_id: int) -> bool:
+        self.faults.meet("pin")
+        return self._change("pin", adapter_id, is_pinned=True, tier=Tier.DEVICE, lora_slot=adapter_id)
+
+    def unpin_adapter(self, adapter_id: int) -> bool:
+        self.faults.meet("unpin")
+        return self._change("unpin", adapter_id, is_pinned=False)
+
+    def abort_adapter(self, adapter_id: int) -> int:
+        self.faults.meet("abort")
+        self.calls.append(("abort", adapter_id))
+        return self.abort(adapter_id)
+
+    def list_adapters(self) -> Sequence[AdapterResidency]:
+        self.faults.meet("list")
+        with self._lock:
+            return tuple(self.adapters.values())
+
+    def start_again(self) -> None:
+        """What is left of an engine that died."""
+        with self._lock:
+            self.adapters.clear()
+            self.specs.clear()
+
+    def find(self, adapter_id: int) -> AdapterResidency:
+        if adapter_id not in self.adapters:
+            raise AdapterNotFoundError(f"the engine has no adapter_id {adapter_id}")
+        return self.adapters[adapter_id]
+
+    def count(self, verb: str) -> int:
+        return sum(name == verb for name, _ in self.calls)
+
+    def pinned(self) -> set[int]:
+        return {adapter_id for adapter_id, where in self.adapters.items() if where.is_pinned}
+
+    def on_device(self) -> set[int]:
+        return {adapter_id for adapter_id, where in self.adapters.items() if where.tier is Tier.DEVICE}
+
+    def _change(self, verb: str, adapter_id: int, **changes: object) -> bool:
+        with self._lock:
+            before = self.find(adapter_id)
+            self.calls.append((verb, adapter_id))
+            self.adapters[adapter_id] = replace(before, **changes)  # type: ignore[arg-type]
+            return self.adapters[adapter_id] != before
+
+
+class FakeSources:
+    """Paths with contents. `open` is the registry's `open_adapter`: it counts and fails like the real one."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self.num_opened: Counter[str] = Counter()
+        self.faults = Faults()
+
+    def open(self, path: str) -> OpenedAdapter:
+        self.num_opened[path] += 1
+        digest = self.digests.get(path, f"digest of {path}")  # read first, as a slow reader would
+        self.faults.meet("open")
+        if digest == "missing":
+            raise AdapterPathNotFoundError(f"no such path: {path}")
+        return OpenedAdapter(path=f"/cache{path}", adapter_digest=digest, nbytes=NBYTES, max_rank=8)
+
+
+@dataclass
+class Bench:
+    """A registry on fakes. Jobs that `release` hands on are kept in `jobs` until `run_jobs`."""
+
+    max_loaded_loras: int | None = None
+    abort_grace_s: float = 0.0
+    store: FakeStore = field(default_factory=FakeStore)
+    sources: FakeSources = field(default_factory=FakeSources)
+    jobs: list[Callable[[], None]] = field(default_factory=list)
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.registry = LoRARegistry(
+            self.store,
+            self.sources.open,
+            self.max_loaded_loras,
+            ("base",),
+            run_later=self.jobs.append,
+            clock=lambda: self.now,
+            abort_grace_s=self.abort_grace_s,
+        )
+
+    def run_jobs(self) -> None:
+        while self.jobs:
+            self.jobs.pop(0)()
+
+    def forbid_calls_under_lock(self) -> None:
+        """From now on a call of the store or a source while this thread holds the registry's lock fails the test."""
+        lock = self.registry._lock
+
+        def check(method: str) -> None:
+            assert lock.acquire(blocking=False), f"{method} is called under the lock"
+            lock.release()
+
+        self.store.faults.before = self.sources.faults.before = check
+
+    def check_idle(self) -> None:
+        """Rule 11: no references, no leftovers, and the store holds what is registered and nothing else."""
+        self.run_jobs()
+        self.registry.check_integrity()
+        assert self.registry.num_references == 0
+        assert set(self.registry.specs()) == set(self.store.specs.values())
+        assert {info.ref.adapter_id for info in self.registry.list_adapters()} == set(self.store.adapters)

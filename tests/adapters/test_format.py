@@ -1,0 +1,475 @@
+"""PEFTHelper against peft itself: fields, matching, ranks, scalings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.utils.other import get_pattern_key
+
+from loraplex.adapters.fields import HONOURED, IGNORED, REFUSED, Verdict, is_set
+from loraplex.adapters.format import PEFTHelper
+from loraplex.config import LoRAConfig
+from loraplex.errors import (
+    AdapterConfigMissingError,
+    AdapterFileFormatError,
+    AdapterPathNotFoundError,
+    AdapterValidationError,
+)
+from tests.adapters.peft_oracle import LINEARS, lora_layers, new_base
+
+LIMITS = LoRAConfig()
+MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+def helper(**fields: Any) -> PEFTHelper:
+    return PEFTHelper.from_dict({**MINIMAL, **fields}, "sql")
+
+
+def reasons(**fields: Any) -> list[str]:
+    return helper(**fields).reasons(LIMITS)
+
+
+# ------------------------------------------------------------------------------------------------------ classification
+
+
+def test_every_field_of_the_installed_peft_is_classified() -> None:
+    known = HONOURED | IGNORED.keys() | REFUSED.keys()
+    missing = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.name not in known]
+    assert not missing, f"new fields of peft {peft.__version__}: decide what they mean and put them into adapters/fields.py"
+
+
+def test_no_field_is_in_two_classes() -> None:
+    assert not HONOURED & IGNORED.keys()
+    assert not HONOURED & REFUSED.keys()
+    assert not IGNORED.keys() & REFUSED.keys()
+
+
+def test_the_default_config_of_peft_is_accepted_without_a_word(tmp_path: Path) -> None:
+    peft.LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    found = PEFTHelper.from_local_dir(tmp_path)
+    found.validate_legal(LIMITS)
+    assert found.warnings == ()
+
+
+LORA_DEFAULTS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
+SET_VALUES: dict[str, Any] = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1, 2],
+    "alora_invocation_tokens": [5],
+    "target_parameters": ["experts.gate_up_proj"],
+    "layer_replication": [[0, 4], [2, 5]],
+    "use_qalora": True,
+    "arrow_config": {"top_k": 3},
+    "use_bdlora": {"nblocks": 2},
+    "kasa_config": {"beta": 1e-4},
+    "monteclora_config": {"num_samples": 8},
+    "velora_config": {"num_groups": 64},
+    "enable_lora": [True, False, True],
+    "vllm_lora_scaling_factor": 2.0,
+    "vllm_max_position_embeddings": 8192,
+    "vllm_long_context_scaling_factor": 4.0,
+    "vllm_long_context_scaling_factors": [4.0],
+    "context_length": 8192,
+    "added_tokens_config": {"<x>": 1},
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_field_that_is_not_honoured_is_refused_by_name_and_value(name: str) -> None:
+    value = SET_VALUES[name]
+    found = reasons(**{name: value})
+    assert len(found) == 1
+    assert name in found[0]
+    assert repr(value)[:40] in found[0]
+    with pytest.raises(AdapterValidationError, match=name):
+        helper(**{name: value}).validate_legal(LIMITS)
+    verdict = next(verdict for verdict in helper(**{name: value}).verdicts if verdict.name == name)
+    assert verdict.verdict is Verdict.REFUSED
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("value", [None, False, [], {}, "", 0])
+def test_a_field_that_says_nothing_is_accepted(name: str, value: Any) -> None:
+    assert reasons(**{name: value}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task_type", "CAUSAL_LM"),
+        ("task_type", "SEQ_CLS"),
+        ("auto_mapping", {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers"}),
+        ("peft_version", "0.99.0"),
+        ("base_model_name_or_path", "org/base"),
+        ("revision", "abc"),
+        ("inference_mode", True),
+        ("lora_dropout", 0.1),
+        ("megatron_config", {"a": 1}),
+        ("megatron_core", "megatron.core"),
+        ("runtime_config", {"ephemeral_gpu_offload": False}),
+        ("eva_config", {"rho": 2.0}),
+        ("loftq_config", {"loftq_bits": 4}),
+        ("corda_config", {"verbose": True}),
+        ("lora_ga_config", {"scale": "stable"}),
+        ("qalora_group_size", 16),
+        ("ensure_weight_tying", True),
+        ("merge_weights", True),
+    ],
+)
+def test_a_field_of_training_only_is_accepted(name: str, value: Any) -> None:
+    assert reasons(**{name: value}) == []
+    assert helper(**{name: value}).canonical() == helper().canonical()
+
+
+def test_an_unknown_key_is_a_warning_when_it_says_nothing_and_refused_otherwise() -> None:
+    for value in (None, False, "", [], {}):
+        assert reasons(brand_new=value) == []
+        assert "brand_new" in helper(brand_new=value).warnings[0]
+    for value in (True, 3, "x", [0], {"a": 1}):
+        assert "brand_new" in reasons(brand_new=value)[0]
+
+
+@pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_keep_the_base_are_accepted(value: Any) -> None:
+    assert reasons(init_lora_weights=value) == []
+
+
+@pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PISSA", "olora", "corda", "loftq", "lora_ga", "whatever", 7])
+def test_initialisations_that_change_the_base_are_refused(value: Any) -> None:
+    (reason,) = reasons(init_lora_weights=value)
+    assert "init_lora_weights" in reason
+    assert str(value) in reason
+
+
+# ------------------------------------------------------------------------------------------------------- single values
+
+
+@pytest.mark.parametrize("field", ["r", "lora_alpha", "target_modules"])
+@pytest.mark.parametrize("how", ["missing", "null"])
+def test_a_missing_field_is_named(field: str, how: str) -> None:
+    fields = {**MINIMAL, field: None}
+    if how == "missing":
+        del fields[field]
+    (reason,) = PEFTHelper.from_dict(fields).reasons(LIMITS)
+    assert f"{field} is missing" in reason
+
+
+@pytest.mark.parametrize("value", [0, -1, 8.0, "8", True, [8], 10**400])
+def test_r_must_be_a_positive_whole_number(value: Any) -> None:
+    assert "r must be a positive whole number" in reasons(r=value)[0]
+
+
+@pytest.mark.parametrize("value", [0, -16, "16", True, math.nan, math.inf, [1], 10**400])
+def test_alpha_must_be_positive(value: Any) -> None:
+    assert "lora_alpha must be a positive number" in reasons(lora_alpha=value)[0]
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, [], "no"])
+@pytest.mark.parametrize("name", ["use_rslora", "lora_bias", "fan_in_fan_out"])
+def test_flags_must_be_booleans(name: str, value: Any) -> None:
+    assert f"{name} must be true or false" in reasons(**{name: value})[0]
+
+
+@pytest.mark.parametrize("value", ["some", None, True, "boft_only"])
+def test_bias_must_be_known(value: Any) -> None:
+    assert "bias must be 'none', 'all' or 'lora_only'" in reasons(bias=value)[0]
+
+
+@pytest.mark.parametrize("value", [5, {"a": 1}, [1], [None], [""], [["q_proj"]]])
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules"])
+def test_module_lists_must_hold_names(name: str, value: Any) -> None:
+    assert any(f"{name} must be a list of names" in reason for reason in reasons(**{name: value}))
+
+
+@pytest.mark.parametrize("value", ["[", "(q_proj", "*", "a{2", "(?P<x"])
+def test_a_broken_regex_is_named(value: str) -> None:
+    found = reasons(target_modules=value)
+    try:
+        re.compile(value)
+    except re.error:
+        assert "target_modules" in found[0]
+        assert "no regular expression" in found[0]
+    else:
+        assert found == []
+
+
+def test_empty_target_modules_change_nothing_and_are_refused() -> None:
+    assert "target_modules is empty" in reasons(target_modules=[])[0]
+
+
+@pytest.mark.parametrize("peft_type", ["VERA", "LOHA", "IA3", "ADALORA", "lora", 3])
+def test_another_peft_type_is_refused(peft_type: Any) -> None:
+    assert "peft_type must be 'LORA'" in reasons(peft_type=peft_type)[0]
+
+
+def test_a_missing_peft_type_is_a_warning() -> None:
+    found = PEFTHelper.from_dict({key: value for key, value in MINIMAL.items() if key != "peft_type"})
+    assert found.reasons(LIMITS) == []
+    assert "peft_type" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "layers_to_transform"),
+        ({"layers_pattern": "layers"}, "layers_pattern"),
+        ({"target_modules": ".*q_proj", "layers_pattern": "layers"}, "layers_pattern"),
+        ({"lora_bias": True, "init_lora_weights": "gaussian"}, "lora_bias"),
+    ],
+)
+def test_what_peft_itself_refuses_to_construct_is_refused(fields: dict[str, Any], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        peft.LoraConfig(**{**MINIMAL, **fields})
+    assert any(word in reason for reason in reasons(**fields))
+
+
+@pytest.mark.parametrize("value", [[-1], ["0"], 1.5, [True], {"0": 1}])
+def test_layers_must_be_numbers(value: Any) -> None:
+    assert "layers_to_transform must be layer numbers" in reasons(layers_to_transform=value)[0]
+
+
+def test_patterns_must_map_to_numbers() -> None:
+    found = reasons(rank_pattern={"q_proj": 0, "v_proj": "4"}, alpha_pattern={"q_proj": -1})
+    assert len(found) == 3
+    assert "rank_pattern" in reasons(rank_pattern=["q_proj"])[0]
+    assert "alpha_pattern" in reasons(alpha_pattern={"(": 4})[0]
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(AdapterValidationError) as caught:
+        helper(r=0, lora_alpha=-1, use_dora=True, bias="x", unknown=1, peft_type="VERA").validate_legal(LIMITS)
+    assert len(caught.value.reasons) == 6
+    assert "'sql'" in caught.value.message
+    assert all(reason in caught.value.message for reason in caught.value.reasons)
+
+
+def test_limits_of_the_server() -> None:
+    assert helper(r=64).reasons(LoRAConfig(max_lora_rank=64)) == []
+    assert "rank 65 is above max_lora_rank 64" in helper(r=65).reasons(LoRAConfig(max_lora_rank=64))[0]
+    assert "rank 128" in helper(rank_pattern={"q_proj": 128}).reasons(LoRAConfig(max_lora_rank=64))[0]
+    for fields in ({"bias": "all"}, {"bias": "lora_only"}, {"lora_bias": True}):
+        assert "bias_enabled" in helper(**fields).reasons(LoRAConfig(bias_enabled=False))[0]
+
+
+def test_fan_in_fan_out_is_a_warning() -> None:
+    found = helper(fan_in_fan_out=True)
+    assert found.reasons(LIMITS) == []
+    assert "fan_in_fan_out" in found.warnings[0]
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_distinct_errors_of_the_config_file(tmp_path: Path) -> None:
+    with pytest.raises(AdapterPathNotFoundError, match="no such directory"):
+        PEFTHelper.from_local_dir(tmp_path / "nowhere")
+    with pytest.raises(AdapterConfigMissingError, match=r"adapter_config\.json"):
+        PEFTHelper.from_local_dir(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    for content, word in (
+        (b"{", "not JSON"),
+        (b"", "not JSON"),
+        (b"[1]", "JSON object"),
+        (b"\xff\xfe{}", "UTF-8"),
+        (b"[" * 200_000, "not JSON"),
+        (b" " * (2**20 + 1), "at most"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "not JSON"),
+    ):
+        config.write_bytes(content)
+        with pytest.raises(AdapterFileFormatError, match=word):
+            PEFTHelper.from_local_dir(tmp_path)
+    with pytest.raises(AdapterPathNotFoundError, match="not a directory"):
+        PEFTHelper.from_local_dir(config)
+    config.unlink()
+    config.mkdir()
+    with pytest.raises(AdapterFileFormatError, match="not a regular file"):
+        PEFTHelper.from_local_dir(tmp_path)
+
+
+def test_reads_what_peft_saves(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=10, target_modules=["v_proj", "q_proj"], use_rslora=True, rank_pattern={"q_proj": 9})
+    config.save_pretrained(tmp_path)
+    found = PEFTHelper.from_local_dir(tmp_path)
+    assert (found.r, found.lora_alpha, found.use_rslora) == (4, 10.0, True)
+    assert set(found.target_modules) == {"q_proj", "v_proj"}
+    assert found.scaling_factor == found.vllm_lora_scaling_factor == 10 / math.sqrt(4)
+    assert found.scaling_of("model.layers.0.self_attn.q_proj") == 10 / math.sqrt(9)
+
+
+# ------------------------------------------------------------------------------------------------------------- scaling
+
+
+@pytest.mark.parametrize(("use_rslora", "expected"), [(False, 16 / 8), (True, 16 / math.sqrt(8))])
+def test_scaling(use_rslora: bool, expected: float) -> None:
+    assert helper(use_rslora=use_rslora).scaling_factor == expected
+
+
+def test_canonical_has_only_what_changes_the_mathematics() -> None:
+    plain = helper().canonical()
+    assert helper(target_modules=["v_proj", "q_proj"], peft_version="1", layers_to_transform=[0]).canonical() == plain
+    assert helper(lora_alpha=16.0).canonical() == plain
+    for change in ({"r": 4}, {"lora_alpha": 8}, {"use_rslora": True}, {"bias": "all"}, {"lora_bias": True}):
+        assert helper(**change).canonical() != plain
+    one = helper(alpha_pattern={"q_proj": 1, ".*proj": 2})
+    assert one.canonical() != helper(alpha_pattern={".*proj": 2, "q_proj": 1}).canonical()
+    assert json.loads(one.canonical())["alpha_pattern"] == [["q_proj", 1.0], [".*proj", 2.0]]
+
+
+# ------------------------------------------------------------------------------------- parity with what peft instantiates
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+GRID: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "v_proj"]},
+    {"target_modules": list(LINEARS), "r": 5, "lora_alpha": 3},
+    {"target_modules": ["model.layers.1.self_attn.q_proj", "down_proj"]},
+    {"target_modules": ["self_attn.q_proj", "0.mlp.up_proj"]},
+    {"target_modules": "all-linear"},
+    {"target_modules": "ALL-LINEAR", "exclude_modules": ["down_proj"]},
+    {"target_modules": r".*\.(q|v)_proj"},
+    {"target_modules": r"model\.layers\.[02]\.self_attn\.(q_proj|o_proj)"},
+    {"target_modules": r".*(q_proj|gate_proj)$", "exclude_modules": r".*layers\.1\..*"},
+    {"target_modules": r"(?:.*?(?:model|text).*?(?:self_attn|mlp).*?(?:q_proj|k_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.down_proj)"},
+    {"target_modules": ATTENTION, "exclude_modules": ["k_proj"]},
+    {"target_modules": ATTENTION, "exclude_modules": ["model.layers.0.self_attn.q_proj", "2.self_attn.v_proj"]},
+    {"target_modules": ATTENTION, "exclude_modules": r".*\.[kv]_proj"},
+    {"target_modules": ATTENTION, "layers_to_transform": 1},
+    {"target_modules": ATTENTION, "layers_to_transform": [0, 2]},
+    {"target_modules": ATTENTION, "layers_to_transform": [0, 2], "layers_pattern": "layers"},
+    {"target_modules": ATTENTION, "layers_to_transform": [1], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ATTENTION, "layers_to_transform": [1], "layers_pattern": []},
+    {"target_modules": ATTENTION, "layers_to_transform": []},
+    {"target_modules": ["q_proj", "model.layers.0.self_attn.v_proj"], "layers_to_transform": [2]},
+    {"target_modules": ATTENTION, "use_rslora": True, "r": 6, "lora_alpha": 7},
+    {"target_modules": ATTENTION, "rank_pattern": {"q_proj": 4, "model.layers.1.self_attn.k_proj": 2}},
+    {"target_modules": ATTENTION, "rank_pattern": {r"^model\.layers\.0\..*": 3}, "alpha_pattern": {r".*\.2\..*q_proj": 5}},
+    {"target_modules": ATTENTION, "rank_pattern": {"^q_proj": 3, "proj": 2, "q.proj": 7}},
+    {"target_modules": ATTENTION, "rank_pattern": {"k_proj|v_proj": 3}, "alpha_pattern": {"(q|k)_proj": 9.5}},
+    {"target_modules": ATTENTION, "rank_pattern": {"self_attn.q_proj": 3, "q_proj": 2}, "alpha_pattern": {"q_proj": 1}},
+    {"target_modules": ATTENTION, "rank_pattern": {"q_proj": 2, "self_attn.q_proj": 3}, "use_rslora": True},
+    {"target_modules": ATTENTION, "alpha_pattern": {"layers.1.self_attn.q_proj": 64}, "lora_alpha": 0.5},
+    {"target_modules": ATTENTION, "rank_pattern": {"nothing": 3}},
+    {"target_modules": list(LINEARS), "rank_pattern": {r"mlp\.\w+": 2, r"\d+\.self_attn\.[qk]_proj": 3}},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("fields", GRID, ids=str)
+def test_peft_puts_lora_where_we_say_with_the_scaling_that_we_say(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    model = new_base(family)
+    peft.LoraConfig(**{"r": 8, "lora_alpha": 16, **fields}).save_pretrained(tmp_path)
+    config = peft.LoraConfig.from_pretrained(tmp_path)  # the order of pattern keys counts, and saving sorts them
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layers = lora_layers(peft.get_peft_model(model, config))
+    found = PEFTHelper.from_local_dir(tmp_path)
+    assert found.reasons(LIMITS) == []
+    assert found.match_modules(linears) == layers.keys()
+    for name, layer in layers.items():
+        facts = (found.rank_of(name), found.alpha_of(name), found.scaling_of(name))
+        assert facts == (layer.r["default"], layer.lora_alpha["default"], layer.scaling["default"]), name
+    config.save_pretrained(tmp_path)  # and as a trained adapter has it
+    assert PEFTHelper.from_local_dir(tmp_path).match_modules(linears) == layers.keys()
+
+
+# ---------------------------------------------------------------------------------- parity with peft's rules, any input
+
+NAMES = [
+    *(f"model.layers.{layer}.self_attn.{part}_proj" for layer in (0, 1, 10, 11) for part in "qkvo"),
+    *(f"model.layers.{layer}.mlp.{part}_proj" for layer in (0, 1, 10, 11) for part in ("gate", "up", "down")),
+    "model.layers.1.experts.0.up_proj",
+    "q_proj",
+    "layers.0.q_proj",
+    "h.1.attn.q_proj",
+    "lm_head",
+    "model.embed_tokens",
+]
+pieces = st.sampled_from(["q_proj", "v_proj", "self_attn", "layers", "model", "0", "1", "10", "mlp", "h"])
+suffixes = st.lists(pieces, min_size=1, max_size=4).map(".".join)
+entries = st.one_of(suffixes, st.sampled_from(NAMES), st.text("qv_proj.01", min_size=1, max_size=8))
+atoms = st.one_of(pieces, st.sampled_from([r"\.", ".", ".*", r"\d+", "(q|v)", r"\w+", "[0-9]", "^", "$", "|", "_proj", ".*?", "(?:1|10)"]))
+regexes = st.lists(atoms, min_size=1, max_size=5).map("".join).filter(lambda text: is_regex(text))
+
+
+def is_regex(text: str) -> bool:
+    try:
+        re.compile(text)
+        re.compile(rf"(.*\.)?({text})$")
+    except re.error:
+        return False
+    return True
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    is_list = draw(st.booleans())
+    fields: dict[str, Any] = {"target_modules": draw(st.lists(entries, min_size=1, max_size=4) if is_list else regexes)}
+    fields["exclude_modules"] = draw(st.one_of(st.none(), regexes, st.lists(entries, max_size=3)))
+    if is_list and draw(st.booleans()):  # peft refuses both with a regex
+        layers = st.integers(0, 11)
+        fields["layers_to_transform"] = draw(st.one_of(layers, st.lists(layers, max_size=3)))
+        words = st.sampled_from(["layers", "h", "experts", "model.layers", "(h|layers)"])
+        fields["layers_pattern"] = draw(st.one_of(st.none(), words, st.lists(words, max_size=2)))
+    return fields
+
+
+@settings(max_examples=300, deadline=None)
+@given(configs())
+def test_matching_is_pefts(fields: dict[str, Any]) -> None:
+    config = SimpleNamespace(**{"target_parameters": None, "layers_to_transform": None, "layers_pattern": None, **fields})
+    expected = set()
+    for name in NAMES:
+        found = check_target_module_exists(config, name)
+        if found and not isinstance(found, _ExcludedModule):
+            expected.add(name)
+    assert helper(**fields).match_modules(NAMES) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.one_of(entries, regexes), st.integers(1, 64), max_size=5))
+def test_pattern_keys_are_pefts(pattern: dict[str, int]) -> None:
+    usable = {key: value for key, value in pattern.items() if is_regex(key)}
+    found = helper(rank_pattern=usable, alpha_pattern=usable)
+    ranks, alphas = found.ranks(NAMES), found.alphas(NAMES)
+    for name in NAMES:
+        expected = usable.get(get_pattern_key(usable.keys(), name))
+        assert ranks[name] == (expected or 8), name
+        assert alphas[name] == (expected or 16), name
+
+
+# ------------------------------------------------------------------------------------------------------ hostile patterns
+
+
+def test_an_exponential_regex_is_refused_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.adapters.patterns.DEADLINE_S", 0.5)
+    found = helper(target_modules=r"(\w|.)*X")
+    with pytest.raises(AdapterValidationError, match="takes longer"):
+        found.match_modules(NAMES)
+    found = helper(rank_pattern={r"(\w|.)*X": 4})
+    with pytest.raises(AdapterValidationError, match="takes longer"):
+        found.ranks(NAMES)
+
+
+def test_a_regex_that_could_be_exponential_but_is_not_is_matched_as_peft_does() -> None:
+    pattern = r"(\w+\.)*(q|v)_proj"
+    assert helper(target_modules=pattern).match_modules(NAMES) == {name for name in NAMES if re.fullmatch(pattern, name)}
+    assert "no regular expression" in reasons(target_modules=r"(?=(\w+\.)*")[0]
+
+
+def test_is_set() -> None:
+    assert not any(is_set(value) for value in (None, False, 0, "", [], {}, ()))
+    assert all(is_set(value) for value in (True, 1, "0", [None], {"a": None}, 0.5))

@@ -1,0 +1,329 @@
+"""Tiny models, PEFT adapters and their oracles, for every test that needs real files.
+
+    base = zoo.base("qwen3")                                        a directory in Hugging Face's format, with a tokenizer
+    adapter = zoo.adapter(base, LoraConfig(r=8, target_modules=["q_proj"]))      a directory as PEFT saves it, B not zero
+    oracle = zoo.oracle(base, adapter)                              transformers + peft, merged where that is possible
+    case = zoo.fit_case(base, adapter)                              a prompt and the oracle's 64 greedy tokens
+
+`zoo` is a session fixture; the same arguments give the same directory, so never write into one. A parity test proves something
+only if the oracle does not repeat itself and is fair only if no two logits are near a tie: `fit_case` searches prompts until both
+hold, asserts it, and fails when none is found. transformers and peft are imported on first use.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+VOCAB_SIZE = 8192
+HIDDEN_SIZE = 64
+NUM_LAYERS = 2
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+NUM_TOKENS = 64
+MIN_DISTINCT = 57
+MIN_GAP = 1e-3
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+_CONFIG_CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+_BASE_OPTIONS: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+_FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},  # not hidden_size / heads
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyCase:
+    """A prompt and what the oracle says to it. `min_gap` is the least distance of the two best logits over all steps."""
+
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    min_gap: float
+
+    @property
+    def num_distinct(self) -> int:
+        return len(set(self.output_token_ids))
+
+    @property
+    def is_fit(self) -> bool:
+        num_repeats = len(self.output_token_ids) - self.num_distinct
+        return num_repeats <= NUM_TOKENS - MIN_DISTINCT and self.min_gap >= MIN_GAP
+
+
+class Oracle:
+    """transformers (+ peft) in float32 on the CPU: what the answers have to be."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """float32 [len(token_ids), vocab] of one full forward pass."""
+        logits: Tensor = self.model(torch.tensor([list(token_ids)])).logits[0].float()
+        return logits
+
+    def greedy(self, prompt_token_ids: Sequence[int], num_tokens: int = NUM_TOKENS) -> GreedyCase:
+        return self.greedy_batch([prompt_token_ids], num_tokens)[0]
+
+    @torch.inference_mode()
+    def greedy_batch(self, prompts: Sequence[Sequence[int]], num_tokens: int = NUM_TOKENS) -> list[GreedyCase]:
+        """Greedy outputs of prompts of one length; eos does not stop them."""
+        cache, step = None, torch.tensor([list(p) for p in prompts])
+        tokens, gaps = [], []
+        for _ in range(num_tokens):
+            out = self.model(step, past_key_values=cache, use_cache=True)
+            best = out.logits[:, -1].float().topk(2)
+            cache, step = out.past_key_values, best.indices[:, :1]
+            tokens.append(step[:, 0])
+            gaps.append(best.values[:, 0] - best.values[:, 1])
+        outputs, min_gaps = torch.stack(tokens, 1).tolist(), torch.stack(gaps, 1).amin(1).tolist()
+        return [GreedyCase(tuple(p), tuple(o), g) for p, o, g in zip(prompts, outputs, min_gaps, strict=True)]
+
+
+class ModelZoo:
+    """Makes models, adapters and oracles under `root`, each once; the arguments are the key."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._bases: dict[str, Path] = {}
+        self._adapters: dict[str, Path] = {}
+        self._oracles: dict[tuple[Path, Path | None], Oracle] = {}
+        self._fit_prompts: dict[tuple[Path, Path | None, int, int, int], list[GreedyCase]] = {}
+
+    @functools.cached_property
+    def tokenizer_dir(self) -> Path:
+        """A byte-level BPE tokenizer of VOCAB_SIZE tokens with a chat template; <s> 0, </s> 1, <unk> 2."""
+        return write_tokenizer(self._root / "tokenizer")
+
+    def base(
+        self, family: str = "llama", *, seed: int = 7, dtype: str = "float32", options: Mapping[str, Any] | None = None
+    ) -> Path:
+        """A random model of `family`; `options` replace or add arguments of its transformers config class."""
+        key = json.dumps([family, seed, dtype, dict(options or {})], sort_keys=True)
+        if key not in self._bases:
+            path = self._root / f"base-{len(self._bases)}-{family}"
+            write_base(path, family, seed=seed, dtype=dtype, options=options or {})
+            for file in self.tokenizer_dir.iterdir():
+                (path / file.name).write_bytes(file.read_bytes())
+            self._bases[key] = path
+        return self._bases[key]
+
+    def adapter(
+        self, base: Path, config: LoraConfig, *, seed: int = 1, strength: float = 0.5, dtype: str = "float32"
+    ) -> Path:
+        """A random PEFT adapter for `base`; `strength` is the size of its update against the base's output."""
+        key = json.dumps([str(base), _plain(config.to_dict()), seed, strength, dtype], sort_keys=True)
+        if key not in self._adapters:
+            path = self._root / f"adapter-{len(self._adapters)}"
+            model = copy.deepcopy(self.oracle(base).model)
+            write_adapter(path, model, copy.deepcopy(config), seed=seed, strength=strength, dtype=dtype)
+            self._adapters[key] = path
+        return self._adapters[key]
+
+    def oracle(self, base: Path, adapter: Path | None = None) -> Oracle:
+        """The base, or the base with the adapter merged into it (left unmerged where PEFT cannot merge it)."""
+        key = (base, adapter)
+        if key not in self._oracles:
+            self._oracles[key] = Oracle(_load_base(base) if adapter is None else _load_merged(base, adapter))
+        return self._oracles[key]
+
+    def fit_case(
+        self, base: Path, adapter: Path | None = None, *, length: int = 12, num_tokens: int = NUM_TOKENS
+    ) -> GreedyCase:
+        return self.fit_cases(base, adapter, count=1, length=length, num_tokens=num_tokens)[0]
+
+    def fit_cases(
+        self,
+        base: Path,
+        adapter: Path | None = None,
+        *,
+        count: int,
+        length: int = 12,
+        num_tokens: int = NUM_TOKENS,
+        seed: int = 0,
+    ) -> list[GreedyCase]:
+        """`count` different prompts of `length` tokens on which the oracle is fit; the search is seeded by `seed`."""
+        cases = self._fit_prompts.setdefault((base, adapter, length, num_tokens, seed), [])
+        batches = _prompt_batches(length, seed)
+        while len(cases) < count:
+            prompts = next(batches, None)
+            assert prompts is not None, f"no fit prompts for {base.name} with {adapter}: found {len(cases)} of {count}"
+            known = {case.prompt_token_ids for case in cases}
+            found = self.oracle(base, adapter).greedy_batch(prompts, num_tokens)
+            cases += [case for case in found if case.is_fit and case.prompt_token_ids not in known]
+        assert all(case.is_fit for case in cases)
+        return cases[:count]
+
+
+def _prompt_batches(length: int, seed: int, batch_size: int = 16, num_batches: int = 20) -> Iterator[list[list[int]]]:
+    """Random prompts, never a special token, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_batches):
+        yield torch.randint(3, VOCAB_SIZE, (batch_size, length), generator=generator).tolist()
+
+
+# -------------------------------------------------------------------------------------------------------- writing files
+
+
+def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Train a byte-level BPE on Python's own library; tokens that it could not learn are named <extra_i>."""
+    from tokenizers import AddedToken, ByteLevelBPETokenizer
+
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:40]
+    special = ["<s>", "</s>", "<unk>"]
+    bpe = ByteLevelBPETokenizer()
+    texts = (file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    bpe.train_from_iterator(texts, vocab_size=vocab_size, min_frequency=1, show_progress=False, special_tokens=special)
+    missing = vocab_size - bpe.get_vocab_size()
+    bpe.add_tokens([AddedToken(f"<extra_{i}>", normalized=False) for i in range(missing)])
+    path.mkdir(parents=True)
+    bpe.save(str(path / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "</s>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return path
+
+
+def write_base(path: Path, family: str, *, seed: int, dtype: str, options: Mapping[str, Any]) -> None:
+    """Save a random model as transformers saves it; `max_shard_size` in options makes several files."""
+    import transformers
+
+    options = dict(options)
+    max_shard_size = options.pop("max_shard_size", "5GB")
+    config = getattr(transformers, _CONFIG_CLASSES[family])(**{**_BASE_OPTIONS, **_FAMILY_OPTIONS[family], **options})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    model.generation_config.do_sample = False
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights under which greedy output does not repeat itself: sharp attention, a small embedding, a residual stream of order 1."""
+    config: Any = model.config
+    depth = 1 / math.sqrt(2 * config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            centre = 1.0 if "norm" in name else 0.0
+            gain = 2.0 if "q_norm" in name or "k_norm" in name else 1.0  # these undo the gain of q and k: give it back
+            parameter.copy_(gain * (centre + 0.1 * torch.randn(parameter.shape)))
+        else:
+            parameter.normal_(0, _gain(name, depth) / math.sqrt(parameter.shape[1]))
+
+
+def _gain(name: str, depth: float) -> float:
+    gains = {
+        "embed_tokens": 0.5,
+        "lm_head": 0.5,
+        "q_proj": 2.0,
+        "k_proj": 2.0,
+        "o_proj": 2 * depth,
+        "down_proj": 2 * depth,
+    }
+    return next((gain for part, gain in gains.items() if part in name), 1.0)
+
+
+def write_adapter(
+    path: Path, model: torch.nn.Module, config: LoraConfig, *, seed: int, strength: float, dtype: str
+) -> None:
+    """Wrap `model` (which is changed), draw every tensor that the adapter has, and save it as PEFT does."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = peft.get_peft_model(model, config)
+        torch.manual_seed(seed)
+        _draw_adapter(wrapped, strength)
+        wrapped.to(getattr(torch, dtype)).save_pretrained(path)
+
+
+@torch.no_grad()
+def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
+    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (of LoRA or replaced ones) ~ N(0, 0.1^2)."""
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name:
+            parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
+        elif "lora_B" in name and name.endswith("weight"):
+            layer: Any = model.get_submodule(name.split(".lora_B")[0])
+            parameter.normal_(0, strength / (layer.scaling["default"] * math.sqrt(parameter.shape[1])))
+        elif name.endswith("bias") and parameter.requires_grad:
+            parameter.normal_(0, 0.1)
+
+
+def _plain(value: Any) -> Any:
+    """A LoraConfig's dict as JSON: sets sorted, anything else as its text."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value if isinstance(value, str | int | float | bool | list | None) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- oracles
+
+
+def _load_base(path: Path) -> torch.nn.Module:
+    import transformers
+
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model
+
+
+def _load_merged(base: Path, adapter: Path) -> torch.nn.Module:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model: Any = peft.PeftModel.from_pretrained(_load_base(base), adapter)
+        merged: torch.nn.Module = model.merge_and_unload() if _can_merge(model) else model
+    return merged
+
+
+def _can_merge(model: torch.nn.Module) -> bool:
+    """`lora_bias` on a layer without a bias has nowhere to be merged into."""
+    layers = [m for m in model.modules() if getattr(m, "lora_bias", None)]
+    return not any(any(m.lora_bias.values()) and m.get_base_layer().bias is None for m in layers)

@@ -1,0 +1,203 @@
+"""add_lora of every backend against a float64 loop: ranks, batches, popularity, dtypes, uneven slices, poison around."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights
+from tests.kernels.cases import (
+    BACKENDS,
+    BF16,
+    FP16,
+    FP32,
+    assert_close,
+    case_id,
+    draw_slots,
+    expected_lora,
+    make_problem,
+    make_table,
+    make_target,
+    make_weights,
+    pairwise,
+    run,
+    same_bits,
+    segments_of,
+)
+
+DIMENSIONS: dict[str, list[Any]] = {
+    "rank": [1, 2, 4, 5, 8, 12, 16, 32, 48, 64, 128, 256],
+    "batch": [1, 2, 3, 8, 16, 33, 64],
+    "num_adapters": [1, 2, 4, 8, 32],
+    "popularity": ["distinct", "uniform", "skewed", "identical", "none"],
+    "dtypes": [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, BF16), (FP32, FP16), (BF16, FP32), (FP16, BF16)],
+    "shape": [(64, (64,)), (37, (51,)), (100, (96, 24, 24)), (57, (130, 131))],
+    "parts": ["equal", "uneven", "missing", "bias", "only_bias"],
+}
+CASES = pairwise(DIMENSIONS)
+
+
+def _ranks(parts: str, rank: int, num_slices: int, adapter: int) -> list[int | None]:
+    """The rank of each slice; adapters differ where the case says so."""
+    if parts == "uneven":
+        return [max(1, (rank + 7 * i + 3 * adapter) % (rank + 9)) for i in range(num_slices)]
+    if parts == "missing":
+        return [None if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
+    if parts == "only_bias":
+        return [0 if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
+    return [rank] * num_slices
+
+
+def _check(
+    rank: int,
+    batch: int,
+    num_adapters: int,
+    popularity: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    shape: tuple[int, tuple[int, ...]],
+    parts: str,
+) -> None:
+    compute_dtype, adapter_dtype = dtypes
+    generator, rng = torch.Generator().manual_seed(rank * 1000 + batch), np.random.default_rng(rank * 1000 + batch)
+    target = make_target(*shape)
+    adapters = [
+        make_weights(target, _ranks(parts, rank, len(shape[1]), i), adapter_dtype, parts == "bias", generator)
+        for i in range(num_adapters)
+    ]
+    segments = segments_of(draw_slots(popularity, batch, num_adapters, rng))
+    problem = make_problem(target, adapters, segments, batch, compute_dtype, generator)
+    expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
+    for backend in BACKENDS:
+        got = run(problem, backend, make_table(target, adapters, compute_dtype, backend, capacity=num_adapters + 2))
+        assert_close(got[~problem.is_base], expected[~problem.is_base])
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_equals_float64_loop(case: dict[str, Any]) -> None:
+    _check(**case)
+
+
+def test_pairwise_covers_and_is_small() -> None:
+    assert len(CASES) <= 400
+    for a, b in itertools.combinations(DIMENSIONS, 2):
+        wanted = set(itertools.product(map(str, DIMENSIONS[a]), map(str, DIMENSIONS[b])))
+        assert {(str(c[a]), str(c[b])) for c in CASES} == wanted
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("rank", "dtypes"),
+    list(itertools.product(DIMENSIONS["rank"], DIMENSIONS["dtypes"])),
+    ids=lambda v: case_id({"value": v}),
+)
+def test_full_product(rank: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    others = [DIMENSIONS[name] for name in ("batch", "num_adapters", "popularity", "shape", "parts")]
+    for batch, num_adapters, popularity, shape, parts in itertools.product(*others):
+        _check(rank, batch, num_adapters, popularity, dtypes, shape, parts)
+
+
+def test_rank_512() -> None:
+    _check(512, 5, 2, "uniform", (FP32, FP32), (600, (72, 24)), "equal")
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_rows_in_several_segments_are_a_weighted_mix(backend: Any, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    target = make_target(40, (24, 9))
+    adapters = [make_weights(target, ranks, dtype, True, generator) for ranks in ((4, 6), (5, None), (16, 3))]
+    segments = [LoraSegment(1, 7, 0, 0.25), LoraSegment(3, 5, 1, -1.5), LoraSegment(0, 4, 2, 2.0)]
+    problem = make_problem(target, adapters, segments, 9, dtype, generator)
+    expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
+    got = run(problem, backend, make_table(target, adapters, dtype, backend))
+    assert_close(got[~problem.is_base], expected[~problem.is_base])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_base_rows_keep_their_bits_between_adapters(backend: Any) -> None:
+    """Gaps before, between and after segments."""
+    generator = torch.Generator().manual_seed(2)
+    target = make_target(32, (48,))
+    adapters = [make_weights(target, (8,), FP32, False, generator) for _ in range(2)]
+    problem = make_problem(target, adapters, [LoraSegment(2, 3, 0), LoraSegment(5, 7, 1)], 10, FP32, generator)
+    run(problem, backend, make_table(target, adapters, FP32, backend))
+    assert problem.is_base.sum() == 7
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_a_slot_that_changes_hands_shows_nothing_of_its_victim(backend: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = make_target(32, (48, 16))
+    big = make_weights(target, (16, 16), FP32, True, generator)
+    small = make_weights(target, (None, 2), FP32, False, generator)
+    table = make_table(target, [big], FP32, backend)
+    problem = make_problem(target, [small], [LoraSegment(0, 4, 0)], 4, FP32, generator)
+    run(problem, backend, table)  # the backend now knows the big adapter's blocks
+    table.clear_slot(0)
+    assert same_bits(run(problem, backend, table), problem.y)  # an empty slot adds nothing
+    table.set_block(target.name, 0, 64, backend.pack(small, FP32, table.buffer[64:]))
+    expected = expected_lora(problem.y, problem.x, problem.plan.segments, [small], target.slices)
+    assert_close(run(problem, backend, table), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_a_moved_block_serves_the_old_plan(backend: Any) -> None:
+    generator = torch.Generator().manual_seed(4)
+    target = make_target(20, (12,))
+    weights = make_weights(target, (4,), FP32, False, generator)
+    problem = make_problem(target, [weights], [LoraSegment(0, 3, 0)], 3, FP32, generator)
+    table = make_table(target, [weights, weights], FP32, backend)
+    before = run(problem, backend, table).clone()
+    nbytes = backend.packed_nbytes(weights, FP32)
+    new_offset = table.buffer.numel() - nbytes - table.buffer.numel() % 64
+    layouts = backend.pack(weights, FP32, table.buffer[new_offset : new_offset + nbytes])
+    table.set_block(target.name, 0, new_offset, layouts)
+    table.buffer[64 : 64 + nbytes] = 0xFF
+    assert same_bits(run(problem, backend, table), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_equal_calls_give_equal_bits(backend: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    target = make_target(64, (64, 32))
+    adapters = [make_weights(target, (8, 12), FP32, True, generator) for _ in range(3)]
+    problem = make_problem(target, adapters, segments_of([0, 0, 1, 2, 2, 2]), 6, FP32, generator)
+    table = make_table(target, adapters, FP32, backend)
+    assert same_bits(run(problem, backend, table), run(problem, backend, table))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_a_plan_of_another_batch_is_refused(backend: Any) -> None:
+    target = make_target(8, (8,))
+    weights: tuple[SliceWeights | None, ...] = make_weights(target, (2,), FP32, False, torch.Generator())
+    table = make_table(target, [weights], FP32, backend)
+    plan = LoraPlan.build([LoraSegment(0, 2, 0)], num_tokens=2, capacity=2)
+    with pytest.raises(ValueError, match="2 token rows, x has 3"):
+        backend.add_lora(torch.zeros(3, 8), torch.zeros(3, 8), plan, table, 0, target.slices)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_segments_equal_the_float64_loop(data: st.DataObject) -> None:
+    num_tokens = data.draw(st.integers(1, 12))
+    ranges = st.tuples(st.integers(0, num_tokens - 1), st.integers(1, num_tokens))
+    drawn = data.draw(st.lists(ranges.filter(lambda r: r[0] < r[1]), max_size=6))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    target = make_target(10, (7, 5))
+    adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in ((3, 1), (2, None), (None, 0))]
+    segments = [
+        LoraSegment(start, end, data.draw(st.integers(0, 2)), data.draw(st.sampled_from([1.0, 0.5, -2.0])))
+        for start, end in drawn
+    ]
+    problem = make_problem(target, adapters, segments, num_tokens, FP32, generator)
+    expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
+    for backend in BACKENDS:
+        got = run(problem, backend, make_table(target, adapters, FP32, backend))
+        assert_close(got[~problem.is_base], expected[~problem.is_base])

@@ -1,0 +1,150 @@
+"""Linears: weights land in their slices, shards recombine to the whole, wrapped and bare layers are called alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loraplex.core import Shard
+from loraplex.kernels.ops import get_backend
+from loraplex.kernels.plan import LoraPlan, LoraSegment
+from loraplex.layers.common import LayerSetup, WeightPart
+from loraplex.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    ParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from loraplex.layers.lora import with_lora
+
+CPU = torch.device("cpu")
+HIDDEN = 16
+HEADS, HEAD_DIM = 8, 6
+SIZES = (1, 2, 4)
+
+
+def setup_of(rank: int, size: int) -> LayerSetup:
+    return LayerSetup(get_backend("torch", CPU), torch.float32, CPU, Shard(rank, size))
+
+
+def random_checkpoint(parts: list[WeightPart]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {part.name: torch.randn(part.shape) for part in parts}
+
+
+def fill(layer: ParallelLinear | VocabParallelEmbedding | ParallelLMHead, checkpoint: dict[str, Tensor]) -> None:
+    parts = list(layer.weight_parts())
+    assert {part.name for part in parts} == set(checkpoint)
+    for part in parts:
+        part.destination.fill_(float("nan"))
+    for part in parts:
+        part.load(checkpoint[part.name])
+
+
+def whole_output(checkpoint: dict[str, Tensor], module: str, x: Tensor) -> Tensor:
+    return F.linear(x, checkpoint[f"{module}.weight"], checkpoint.get(f"{module}.bias"))
+
+
+def make(kind: str, setup: LayerSetup, has_bias: bool) -> ParallelLinear:
+    if kind == "column":
+        return ColumnParallelLinear("c", 3, HIDDEN, 24, has_bias, setup)
+    if kind == "merged":
+        return MergedColumnParallelLinear("g", 3, HIDDEN, [("gate", 24), ("up", 40)], has_bias, setup)
+    if kind == "row":
+        return RowParallelLinear("r", 3, HIDDEN, 24, has_bias, setup)
+    num_kv_heads = int(kind.removeprefix("qkv"))
+    return QKVParallelLinear("a", 3, HIDDEN, HEAD_DIM, HEADS, num_kv_heads, ("q", "k", "v"), has_bias, setup)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["column", "merged", "qkv4", "qkv2", "qkv1"])
+def test_column_shards_side_by_side_are_the_whole(kind: str, size: int, has_bias: bool) -> None:
+    checkpoint = random_checkpoint(list(make(kind, setup_of(0, 1), has_bias).weight_parts()))
+    x = torch.randn(5, HIDDEN)
+    outputs: dict[str, list[Tensor]] = {}
+    for rank in range(size):
+        layer = make(kind, setup_of(rank, size), has_bias)
+        fill(layer, checkpoint)
+        y = layer.forward(x)
+        assert y.shape[1] == sum(s.out_features for s in layer.target.slices)
+        for s in layer.target.slices:
+            columns = y[:, s.out_offset : s.out_offset + s.out_features]
+            outputs.setdefault(s.module_name, []).append(columns)
+    for module, columns in outputs.items():
+        whole = whole_output(checkpoint, module, x)
+        copies = sum(c.shape[1] for c in columns) // whole.shape[1]  # ranks that hold the same k or v head
+        assert copies == (size // int(kind[3:]) if module in ("k", "v") and size > int(kind[3:]) else 1)
+        torch.testing.assert_close(torch.cat(columns[::copies], dim=1), whole)
+        for i in range(0, size, copies):
+            assert all(torch.equal(columns[i], columns[i + j]) for j in range(copies))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_row_shards_add_up_to_the_whole(size: int, has_bias: bool) -> None:
+    checkpoint = random_checkpoint(list(make("row", setup_of(0, 1), has_bias).weight_parts()))
+    x = torch.randn(5, HIDDEN)
+    total = torch.zeros(5, 24)
+    for rank in range(size):
+        layer = make("row", setup_of(rank, size), has_bias)
+        fill(layer, checkpoint)
+        total += layer.forward(x.chunk(size, dim=1)[rank])
+    torch.testing.assert_close(total, whole_output(checkpoint, "r", x))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_vocabulary_shards_recombine(size: int) -> None:
+    checkpoint = {"e.weight": torch.randn(32, HIDDEN)}
+    token_ids = torch.tensor([0, 31, 7, 8, 15, 16, 16])
+    embedded, logits = torch.zeros(7, HIDDEN), []
+    for rank in range(size):
+        embedding = VocabParallelEmbedding("e", 32, HIDDEN, setup_of(rank, size))
+        fill(embedding, checkpoint)
+        embedded += embedding.forward(token_ids)
+        head = ParallelLMHead("e", 32, HIDDEN, setup_of(rank, size))
+        fill(head, checkpoint)
+        logits.append(head.forward(checkpoint["e.weight"][:3]))
+    assert torch.equal(embedded, checkpoint["e.weight"][token_ids])
+    torch.testing.assert_close(torch.cat(logits, 1), checkpoint["e.weight"][:3] @ checkpoint["e.weight"].T)
+
+
+def test_a_tied_head_shares_the_embedding_and_asks_the_checkpoint_for_nothing() -> None:
+    embedding = VocabParallelEmbedding("e", 32, HIDDEN, setup_of(0, 1))
+    head = ParallelLMHead("lm_head", 32, HIDDEN, setup_of(0, 1), tied_to=embedding)
+    assert head.weight is embedding.weight
+    assert list(head.weight_parts()) == []
+
+
+def test_what_cannot_be_dealt_out_evenly_is_refused() -> None:
+    with pytest.raises(ValueError, match="24 features or heads cannot be dealt out evenly to 5 ranks"):
+        make("column", setup_of(0, 5), False)
+    with pytest.raises(ValueError, match="3 features or heads"):
+        QKVParallelLinear("a", 0, HIDDEN, HEAD_DIM, HEADS, 3, ("q", "k", "v"), False, setup_of(0, 4))
+
+
+@pytest.mark.parametrize("kind", ["column", "merged", "row", "qkv2"])
+def test_bare_and_wrapped_layers_are_called_alike(kind: str) -> None:
+    bare = make(kind, setup_of(0, 1), True)
+    fill(bare, random_checkpoint(list(bare.weight_parts())))
+    wrapped, x = with_lora(bare), torch.randn(5, HIDDEN)
+    assert wrapped.target is bare.target
+    for plan in (None, LoraPlan.build([], 5, capacity=1)):
+        assert torch.equal(bare.forward(x, plan), wrapped.forward(x, plan))
+    with pytest.raises(AssertionError, match="has no LoRA"):
+        bare.forward(x, LoraPlan.build([LoraSegment(0, 5, 0)], 5, capacity=1))
+
+
+def test_base_bias_is_this_ranks_part() -> None:
+    layer = make("qkv2", setup_of(1, 2), True)
+    checkpoint = random_checkpoint(list(layer.weight_parts()))
+    fill(layer, checkpoint)
+    got = layer.base_bias("k")
+    assert got is not None
+    assert torch.equal(got, checkpoint["k.bias"][HEAD_DIM:])
+    assert make("row", setup_of(0, 1), False).base_bias("r") is None

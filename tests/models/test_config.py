@@ -1,0 +1,192 @@
+"""Every config.json is read as transformers reads it, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.errors import ModelConfigError
+from loraplex.models.config import FAMILIES, ModelConfig
+
+SIZES = {
+    "hidden_size": 512,
+    "num_attention_heads": 32,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "vocab_size": 128,
+}
+CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+
+
+def read(family: str = "llama", **keys: Any) -> ModelConfig:
+    return ModelConfig.from_dict({"model_type": family, **SIZES, **keys})
+
+
+def transformers_config(family: str, keys: Mapping[str, Any]) -> Any:
+    import transformers
+
+    return getattr(transformers, CLASSES[family])(**SIZES, **keys)
+
+
+def transformers_windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if config.model_type in ("llama", "mistral"):
+        return (window if config.model_type == "mistral" else None,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+CASES: list[tuple[str, Mapping[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"head_dim": 32, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 128, "num_key_value_heads": 4, "head_dim": 48}),
+    ("qwen2", {"sliding_window": 32768, "use_sliding_window": False}),
+    ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}),
+    ("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen3", {"attention_bias": True, "head_dim": 16, "max_position_embeddings": 40960}),
+    (
+        "qwen3",
+        {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+]
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize(("family", "keys"), CASES)
+def test_values_are_those_of_transformers(family: str, keys: Mapping[str, Any], is_saved: bool, tmp_path: Path) -> None:
+    """For the keys alone (defaults of the family) and for the whole file that transformers writes."""
+    want = transformers_config(family, keys)
+    if is_saved:
+        want.architectures = [FAMILIES[family].architecture]
+        want.save_pretrained(tmp_path)
+        got = ModelConfig.from_dir(tmp_path)
+    else:
+        got = read(family, **keys)
+    same = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    for name in same:
+        assert getattr(got, name) == getattr(want, name), name
+    assert got.head_dim == (getattr(want, "head_dim", None) or want.hidden_size // want.num_attention_heads)
+    assert got.sliding_windows == transformers_windows(want)
+    assert got.qkv_bias == (family == "qwen2" or getattr(want, "attention_bias", False))
+    assert got.o_bias == (family != "qwen2" and getattr(want, "attention_bias", False))
+    assert got.mlp_bias == getattr(want, "mlp_bias", False)
+    assert got.rope.rope_theta == want.rope_parameters["rope_theta"]
+    assert got.rope.rope_type == want.rope_parameters["rope_type"]
+
+
+def test_old_and_new_rope_keys_mean_the_same() -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 2048}
+    old = read("qwen2", rope_theta=1e6, rope_scaling={"type": "yarn", **yarn})
+    new = read("qwen2", rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, **yarn})
+    assert old == new
+    assert old.rope.factor == 4.0
+
+
+def test_an_outer_pretraining_context_wins() -> None:
+    """As in transformers, which lets Phi-3's way of writing it win."""
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 1024}
+    assert read(rope_parameters=rope, original_max_position_embeddings=512).rope.original_max_position_embeddings == 512
+    assert read(rope_parameters=rope).rope.original_max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(
+    ("keys", "max_model_len"),
+    [
+        ({}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}}, 8192),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, 2048),
+    ],
+)
+def test_max_model_len(keys: Mapping[str, Any], max_model_len: int) -> None:
+    assert read(**keys).max_model_len == max_model_len
+
+
+@pytest.mark.parametrize(
+    ("keys", "requested", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "auto", "bfloat16"),
+        ({"dtype": "float16"}, "auto", "float16"),
+        ({"dtype": "float16"}, "float32", "float32"),
+        ({}, "auto", "float32"),
+        ({"dtype": "float64"}, "bfloat16", "bfloat16"),
+    ],
+)
+def test_effective_dtype(keys: Mapping[str, Any], requested: str, dtype: str) -> None:
+    assert read(**keys).effective_dtype(requested) == dtype
+
+
+def test_a_dtype_that_cannot_be_served_is_refused_when_it_is_asked_for() -> None:
+    with pytest.raises(ModelConfigError, match="dtype 'float64' is not one of float32"):
+        read(dtype="float64").effective_dtype("auto")
+
+
+def test_the_architecture_alone_tells_the_family() -> None:
+    assert ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"]}).model_type == "qwen3"
+
+
+REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
+    ({"model_type": None}, "model_type None"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification' is not supported"),
+    ({"architectures": ["MistralForCausalLM"]}, "it has to be LlamaForCausalLM"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config="),
+    ({"text_config": {"hidden_size": 3}}, "text_config="),
+    ({"num_local_experts": 8}, "num_local_experts=8"),
+    ({"hidden_size": None}, "has no hidden_size"),
+    ({"hidden_size": 64.0}, r"hidden_size must be a whole number >= 1, got 64\.0"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number > 0"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    ({"num_key_value_heads": 3}, r"num_attention_heads \(32\) is not a multiple of num_key_value_heads \(3\)"),
+    ({"head_dim": 15}, "head_dim must be even"),
+    (
+        {"model_type": "mistral", "attention_bias": True},
+        "attention_bias=True is not supported for model_type 'mistral'",
+    ),
+    ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias=True"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types is not supported for model_type 'llama'"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for 4 layers"),
+    ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+    (
+        {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"] * 2},
+        "layer_types is not supported for model_type 'mistral'",
+    ),
+    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4}, "no sliding window is set"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope_type 'mrope'"),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section="),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a number > 0, got None"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": "x"}}, "beta_fast must be a number"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, r"partial_rotary_factor=0\.25"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+    ({"rope_parameters": "default"}, "rope_parameters must be an object"),
+    ({"rope_theta": -1.0}, "rope_theta must be a number > 0"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED)
+def test_what_is_not_honoured_is_refused_by_name(keys: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError, match=message):
+        ModelConfig.from_dict({"model_type": "llama", **SIZES, **keys})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), (json.dumps([1]), "holds list")]
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelConfigError, match=rf"config\.json.*{message}"):
+        ModelConfig.from_dir(tmp_path)
