@@ -92,10 +92,9 @@ class LoRAConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """All that an engine needs to start. `model` is a directory or a hub id."""
+class EngineSettings:
+    """How an engine runs, whatever its model."""
 
-    model: str
     revision: str | None = setting(None, "hub revision of the model")
     tokenizer: str | None = setting(None, "directory of the tokenizer when it is not the model's")
     dtype: str = setting("auto", "auto (the checkpoint's), float32, float16 or bfloat16")
@@ -113,10 +112,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
     enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes of one adapter and tenant")
     num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)")
-    lora: LoRAConfig | None = field(default_factory=LoRAConfig)
 
     def __post_init__(self) -> None:
-        _require(bool(self.model), "model is empty; give a directory or a hub id")
         _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
         for name in (
@@ -137,3 +134,15 @@ class EngineConfig:
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs})",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineSettings):
+    """All that an engine needs to start. `model` is a directory or a hub id; `lora` None turns adapters off."""
+
+    model: str
+    lora: LoRAConfig | None = field(default_factory=LoRAConfig)
+
+    def __post_init__(self) -> None:
+        EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
+        _require(bool(self.model), "model is empty; give a directory or a hub id")

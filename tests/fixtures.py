@@ -39,6 +39,34 @@ NUM_TOKENS = 64
 MIN_DISTINCT = 57
 MIN_GAP = 1e-3
 
+ADAPTER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "all linears": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    "q and v": {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]},
+    "rank 64": {"r": 64, "lora_alpha": 32, "target_modules": list(TARGET_MODULES)},
+    "rsLoRA": {"r": 5, "lora_alpha": 7, "use_rslora": True, "target_modules": list(TARGET_MODULES)},
+    "patterns": {
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": list(TARGET_MODULES),
+        "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.up_proj": 12},
+        "alpha_pattern": {"v_proj": 20, r"^model\.layers\.0\.mlp\.down_proj": 2},
+    },
+    "regex": {"r": 8, "lora_alpha": 16, "target_modules": r".*\.(0\.self_attn|1\.mlp)\.(k|o|gate)_proj"},
+    "one layer": {"r": 8, "lora_alpha": 16, "target_modules": list(TARGET_MODULES), "layers_to_transform": [1]},
+    "layers pattern": {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["gate_proj", "o_proj"],
+        "layers_to_transform": 0,
+        "layers_pattern": "layers",
+    },
+    "excluded": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "exclude_modules": ["down_proj", "k_proj"]},
+    "bias all": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "all"},
+    "bias lora_only": {"r": 8, "lora_alpha": 16, "target_modules": ["k_proj", "o_proj"], "bias": "lora_only"},
+    "lora_bias": {"r": 8, "lora_alpha": 16, "target_modules": list(TARGET_MODULES), "lora_bias": True},
+}
+"""Arguments of LoraConfig, one entry for each field of PEFT that changes the mathematics and is honoured."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -227,11 +255,17 @@ def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     return path
 
 
-def write_base(path: Path, family: str, *, seed: int, dtype: str, options: Mapping[str, Any]) -> None:
-    """Save a random model as transformers saves it; `max_shard_size` in options makes several files."""
+def _transformers() -> Any:
+    """transformers without its progress bars."""
     import transformers
 
-    options = dict(options)
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def write_base(path: Path, family: str, *, seed: int, dtype: str, options: Mapping[str, Any]) -> None:
+    """Save a random model as transformers saves it; `max_shard_size` in options makes several files."""
+    transformers, options = _transformers(), dict(options)
     max_shard_size = options.pop("max_shard_size", "5GB")
     config = getattr(transformers, _CONFIG_CLASSES[family])(**{**_BASE_OPTIONS, **_FAMILY_OPTIONS[family], **options})
     torch.manual_seed(seed)
@@ -307,9 +341,7 @@ def _plain(value: Any) -> Any:
 
 
 def _load_base(path: Path) -> torch.nn.Module:
-    import transformers
-
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: torch.nn.Module = _transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return model
 
 

@@ -13,19 +13,20 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.files import open_regular, read_exactly
+from loraplex.adapters.files import check_no_pointer, check_size, open_regular, read_exactly
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
 
 
-def read_bin(path: Path, adapter: str) -> dict[str, torch.Tensor]:
-    """The tensors of the file, on the CPU. Raises AdapterFileFormatError, AdapterTruncatedError, AdapterPermissionError."""
+def read_bin(path: Path, adapter: str, max_bytes: int) -> dict[str, torch.Tensor]:
+    """The tensors of the file, on the CPU. Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError and kin."""
     where = f"adapter {adapter!r}: {path.name}"
     with open_regular(path, adapter) as (fd, size):
+        check_size(size, max_bytes, adapter)
         data = bytearray(size)
         read_exactly(fd, memoryview(data), 0)
-    _check_zip(bytes(data[:4]), io.BytesIO(data), size, where)
+    _check_zip(bytes(data[:8]), io.BytesIO(data), size, where)
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -51,7 +52,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _check_zip(magic: bytes, file: io.BytesIO, size: int, where: str) -> None:
-    if magic != b"PK\x03\x04":
+    check_no_pointer(magic, where)
+    if magic[:4] != b"PK\x03\x04":
         raise AdapterFileFormatError(f"{where} is not a file of torch.save (a zip); {REMEDY}")
     try:
         with zipfile.ZipFile(file) as archive:

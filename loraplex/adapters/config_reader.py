@@ -19,7 +19,6 @@ from loraplex.adapters.fields import (
 )
 from loraplex.adapters.patterns import PatternError, check_patterns
 
-
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
 

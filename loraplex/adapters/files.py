@@ -26,6 +26,7 @@ from loraplex.errors import (
     AdapterLoadError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
+    AdapterTooLargeError,
     AdapterTruncatedError,
     AdapterWeightsMissingError,
 )
@@ -91,6 +92,14 @@ def open_regular(path: Path, adapter: str) -> Iterator[tuple[int, int]]:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def check_size(nbytes: int, max_bytes: int, adapter: str) -> None:
+    if nbytes > max_bytes:
+        raise AdapterTooLargeError(
+            f"adapter {adapter!r} has {nbytes} bytes, the host budget for adapters is {max_bytes} bytes; "
+            "raise host_memory_bytes or train with a lower rank"
+        )
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
@@ -204,6 +213,7 @@ def _read_header(fd: int, size: int, where: str) -> tuple[bytes, int]:
         raise AdapterTruncatedError(
             f"{where} is truncated: {size} bytes, not even the header's length; copy the file again"
         )
+    check_no_pointer(prefix, where)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:  # random bytes claim far more than any real file: say that first
         raise AdapterFileFormatError(
@@ -218,6 +228,14 @@ def _read_header(fd: int, size: int, where: str) -> tuple[bytes, int]:
     if not header.startswith(b"{"):
         raise AdapterFileFormatError(f"{where} is not safetensors: its header does not begin with '{{'")
     return bytes(header), 8 + length
+
+
+def check_no_pointer(start: bytes | bytearray, where: str) -> None:
+    """A clone without git-lfs has text where the file should be."""
+    if start[:8] == b"version ":
+        raise AdapterFileFormatError(
+            f"{where} is a git-lfs pointer, not the file; run `git lfs pull` in its repository"
+        )
 
 
 def _parse_json(data: bytes, where: str) -> dict[str, Any]:

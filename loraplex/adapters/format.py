@@ -157,10 +157,26 @@ class PEFTHelper:
         ranks, alphas = self.ranks(module_names), self.alphas(module_names)
         return {name: self._scaling(alphas[name], ranks[name]) for name in module_names}
 
+    def ambiguous_patterns(self, module_names: Sequence[str]) -> tuple[str, ...]:
+        """Warnings for modules that several keys name with different values: saving sorts the keys, so the first may be another
+        one than in training. A wrong rank is refused with the shapes; a wrong alpha would not be noticed."""
+        found = []
+        for field, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            if len(pattern or {}) > 1:
+                with self._refusing_bad_patterns():
+                    values = pattern_values(pattern or {}, module_names)
+                odd = sorted(name for name, hits in values.items() if len(set(hits)) > 1)
+                if odd:
+                    text = (
+                        f"{field}: several keys name {odd[0]!r}{f' and {len(odd) - 1} more modules' if odd[1:] else ''}"
+                    )
+                    found.append(f"{text}; the first is taken, as peft does, but peft sorts the keys when it saves")
+        return tuple(found)
+
     def _values(self, pattern: Mapping[str, Number], default: Number, names: Sequence[str]) -> dict[str, Number]:
         with self._refusing_bad_patterns():
             found = pattern_values(pattern, names)
-        return {name: found.get(name, default) for name in names}
+        return {name: found.get(name, (default,))[0] for name in names}
 
     @contextmanager
     def _refusing_bad_patterns(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapters.fields import FieldVerdict
@@ -61,7 +61,7 @@ class AdapterReport:
 
     def _facts(self) -> list[tuple[str, str]]:
         def counts(values: dict[int, int] | dict[float, int] | dict[str, int] | None, what: str) -> str:
-            return ", ".join(f"{value} ({count} {what})" for value, count in (values or {}).items())
+            return ", ".join(f"{value} ({count} {what})" for value, count in sorted((values or {}).items()))
 
         return [
             ("base model", self.base_model_name or ""),
@@ -86,30 +86,40 @@ def inspect_adapter(
     """
     limits = lora_config or LoRAConfig()
     helper = PEFTHelper.from_local_dir(path)
-    reasons = helper.reasons(limits)
     try:
-        file = WeightFile.open(Path(path), helper.adapter)
+        file = WeightFile.open(Path(path), helper.adapter, limits.host_memory_bytes)
     except AdapterError as error:
-        return _report(path, helper, [*reasons, error.message], None, {}, "")
+        return _report(path, helper, [*helper.reasons(limits), error.message])
     names, odd = _parse(file)
     digest, damaged = _digest(file, names, helper)
     if targets is None:
-        reasons += odd + damaged + _pairs(names, helper)
+        reasons, warnings = [*helper.reasons(limits), *odd, *damaged, *_pairs(names, helper)], helper.warnings
     else:
-        reasons = _judge(path, helper, targets, limits)
-    return _report(path, helper, reasons, file, names, digest, targets is not None)
+        reasons, warnings = _judge(path, helper, targets, limits)
+    return replace(
+        _report(path, helper, reasons, _module_facts(names, helper)),
+        warnings=warnings,
+        dtypes=dict(Counter(entry.dtype for entry in names.values())),
+        nbytes=file.nbytes,
+        num_tensors=len(file.entries),
+        weight_file=file.path.name,
+        adapter_digest=digest,
+        is_checked_against_base=targets is not None,
+    )
 
 
-def _judge(path: str | Path, helper: PEFTHelper, targets: Sequence[LoraTarget], limits: LoRAConfig) -> list[str]:
+def _judge(
+    path: str | Path, helper: PEFTHelper, targets: Sequence[LoraTarget], limits: LoRAConfig
+) -> tuple[list[str], tuple[str, ...]]:
+    """(reasons, warnings) of the base model."""
     try:
-        LoRAModel.from_local_checkpoint(path, helper, targets, limits)
+        return [], LoRAModel.from_local_checkpoint(path, helper, targets, limits).warnings
     except AdapterValidationError as error:
-        return list(error.reasons)
+        return list(error.reasons), helper.warnings
     except AdapterBaseMismatchError as error:
-        return [error.message]
+        return [error.message], helper.warnings
     except AdapterError as error:
-        return [*helper.reasons(limits), error.message]
-    return []
+        return [*helper.reasons(limits), error.message], helper.warnings
 
 
 def _parse(file: WeightFile) -> tuple[dict[TensorName, TensorEntry], list[str]]:
@@ -136,44 +146,52 @@ def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFT
 
 def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str]:
     """What can be checked without a base: A with B, and the ranks."""
+    try:
+        ranks = helper.ranks(_modules(names))
+    except AdapterValidationError as error:
+        return list(error.reasons)
     reasons = []
-    modules = sorted({name.module for name in names if name.part != "bias"})
-    ranks = helper.ranks(modules)
-    for module in modules:
+    for module, rank in ranks.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             entry = names.get(TensorName(module, part))
             if entry is None:
                 reasons.append(f"{module}: the file has no {part}")
-            elif len(entry.shape) != 2 or entry.shape[axis] != ranks[module]:
-                reasons.append(
-                    f"tensor {entry.name!r} has shape {list(entry.shape)}, its rank should be {ranks[module]}"
-                )
+            elif len(entry.shape) != 2 or entry.shape[axis] != rank:
+                reasons.append(f"tensor {entry.name!r} has shape {list(entry.shape)}, its rank should be {rank}")
     return reasons
 
 
+def _modules(names: dict[TensorName, TensorEntry]) -> tuple[str, ...]:
+    return tuple(sorted({name.module for name in names if name.part != "bias"}))
+
+
+@dataclass(frozen=True)
+class _ModuleFacts:
+    modules: tuple[str, ...] = ()
+    ranks: dict[int, int] | None = None
+    scalings: dict[float, int] | None = None
+
+
+def _module_facts(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> _ModuleFacts:
+    modules = _modules(names)
+    try:
+        ranks, scalings = helper.ranks(modules), helper.scalings(modules)
+    except AdapterValidationError:  # a pattern that cannot be matched: it is among the reasons
+        return _ModuleFacts(modules)
+    return _ModuleFacts(modules, dict(Counter(ranks.values())), dict(Counter(scalings.values())))
+
+
 def _report(
-    path: str | Path,
-    helper: PEFTHelper,
-    reasons: Sequence[str],
-    file: WeightFile | None,
-    names: dict[TensorName, TensorEntry],
-    digest: str,
-    is_checked: bool = False,
+    path: str | Path, helper: PEFTHelper, reasons: Sequence[str], facts: _ModuleFacts | None = None
 ) -> AdapterReport:
-    modules = tuple(sorted({name.module for name in names if name.part != "bias"}))
+    facts = facts or _ModuleFacts()
     return AdapterReport(
         path=str(path),
         base_model_name=helper.base_model_name,
         fields=helper.verdicts,
         reasons=tuple(reasons),
         warnings=helper.warnings,
-        modules=modules,
-        ranks=dict(Counter(helper.ranks(modules).values())),
-        scalings=dict(Counter(helper.scalings(modules).values())),
-        dtypes=dict(Counter(entry.dtype for entry in names.values())),
-        nbytes=file.nbytes if file else 0,
-        num_tensors=len(file.entries) if file else 0,
-        weight_file=file.path.name if file else "",
-        adapter_digest=digest,
-        is_checked_against_base=is_checked,
+        modules=facts.modules,
+        ranks=facts.ranks,
+        scalings=facts.scalings,
     )

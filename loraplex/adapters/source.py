@@ -32,10 +32,19 @@ class AdapterSource:
         if path_or_id.startswith("hf://"):
             repo, _, at = path_or_id.removeprefix("hf://").partition("@")
             return self._from_hub(repo, revision or at or None, path_or_id)
-        path = Path(path_or_id).expanduser()
+        path = self._path(path_or_id)
         if _REPO.fullmatch(path_or_id) and not self._is_visible_directory(path):
             return self._from_hub(path_or_id, revision, path_or_id)
         return self._from_disk(path, path_or_id)
+
+    def _path(self, given: str) -> Path:
+        try:
+            path = Path(given).expanduser() if given else None
+        except RuntimeError:  # ~name of nobody
+            path = None
+        if path is None:
+            raise AdapterPathNotFoundError(f"adapter {given!r}: no such directory; give a directory or a hub id")
+        return path
 
     def _from_hub(self, repo: str, revision: str | None, given: str) -> Path:
         if not _REPO.fullmatch(repo):

@@ -15,6 +15,7 @@ from loraplex.adapters.digest import AdapterHasher
 from loraplex.adapters.files import (
     BIN_NAME,
     TensorEntry,
+    check_size,
     find_weight_file,
     open_regular,
     read_exactly,
@@ -39,12 +40,15 @@ class WeightFile:
     loaded: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
-    def open(cls, directory: Path, adapter: str) -> WeightFile:
+    def open(cls, directory: Path, adapter: str, max_bytes: int) -> WeightFile:
+        """Find and parse the file; of safetensors only headers are read. Raises AdapterTooLargeError beyond `max_bytes` of tensors."""
         path = find_weight_file(directory, adapter)
-        if path.name != BIN_NAME:
-            return cls(path, read_safetensors_entries(path, adapter))
-        loaded = read_bin(path, adapter)
-        return cls(path, tuple(_entry_of(path, name, tensor) for name, tensor in loaded.items()), loaded)
+        if path.name == BIN_NAME:
+            loaded = read_bin(path, adapter, max_bytes)
+            return cls(path, tuple(_entry_of(path, name, tensor) for name, tensor in loaded.items()), loaded)
+        file = cls(path, read_safetensors_entries(path, adapter))
+        check_size(file.nbytes, max_bytes, adapter)
+        return file
 
     @property
     def nbytes(self) -> int:

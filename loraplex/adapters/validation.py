@@ -58,6 +58,7 @@ class TensorCheck:
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     widths: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
@@ -80,8 +81,8 @@ class TensorCheck:
         base = (
             f" (its adapter_config.json names {self.helper.base_model_name!r})" if self.helper.base_model_name else ""
         )
-        example = f"; for example {self.differences[0]}"
-        return f"adapter {self.helper.adapter!r} is made for another base model{base}: {facts}{example}"
+        example = self.differences[0] if not facts else f"{facts}; for example {self.differences[0]}"
+        return f"adapter {self.helper.adapter!r} is made for another base model{base}: {example}"
 
     # ------------------------------------------------------------------------------------------------------ one by one
 
@@ -105,11 +106,19 @@ class TensorCheck:
 
     def check(self) -> None:
         """Compare what was added with what is wanted."""
+        try:
+            if not self._is_foreign():
+                self._check()
+        except AdapterValidationError as error:  # a pattern that cannot be matched
+            self.reasons.extend(error.reasons)
+
+    def _check(self) -> None:
         modules = tuple(self.base)
         matched = self.helper.match_modules((*modules, *UNSUPPORTED_BASE_MODULES))
         self._check_targets(matched)
         matched &= self.base.keys()
         ranks = self.helper.ranks(sorted(matched))
+        self.warnings.extend(self.helper.ambiguous_patterns(sorted(matched)))
         in_file = {name.module for name in self.names if name.part != "bias"}
         for module in sorted(matched):
             if module in in_file:
@@ -122,6 +131,15 @@ class TensorCheck:
             elif name.module not in matched:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
+
+    def _is_foreign(self) -> bool:
+        """Whether the base has none of the file's modules, not even in another number of layers."""
+        modules = sorted({name.module for name in self.names if name.part != "bias"})
+        known = {_layer_like(module, 0) for module in self.base} | set(UNSUPPORTED_BASE_MODULES)
+        if not modules or any(_layer_like(module, 0) in known for module in modules):
+            return False
+        self.differences.append(f"none of its {len(modules)} modules is there, not {modules[0]!r}")
+        return True
 
     def _check_targets(self, matched: frozenset[str]) -> None:
         if not matched:
@@ -136,7 +154,10 @@ class TensorCheck:
 
     def _check_module(self, module: str, rank: int) -> None:
         base = self.base[module]
-        wanted: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, base.in_features), "lora_B.weight": (base.out_features, rank)}
+        wanted: dict[str, tuple[int, ...]] = {
+            "lora_A.weight": (rank, base.in_features),
+            "lora_B.weight": (base.out_features, rank),
+        }
         if self.helper.lora_bias:
             wanted["lora_B.bias"] = (base.out_features,)
         for part, shape in wanted.items():

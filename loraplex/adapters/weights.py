@@ -18,9 +18,9 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.adapters.tensors import ReadTensors, WeightFile, is_finite, pack_aligned, read_tensors
 from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
-from loraplex.config import LoRAConfig
+from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
 from loraplex.core import LoraTarget
-from loraplex.errors import AdapterTooLargeError, AdapterValidationError
+from loraplex.errors import AdapterValidationError
 
 PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
 
@@ -153,8 +153,7 @@ class LoRAModel:
         Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
         AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format).
         """
-        file = WeightFile.open(Path(directory), peft_helper.adapter)
-        _check_size(file, lora_config, peft_helper.adapter)
+        file = WeightFile.open(Path(directory), peft_helper.adapter, lora_config.host_memory_bytes)
         check = TensorCheck(peft_helper, base_modules(targets))
         for entry in file.entries:
             check.add(entry)
@@ -166,22 +165,13 @@ class LoRAModel:
         )
         check.raise_if_refused(peft_helper.reasons(lora_config))
         layers = _convert(_layers(read, peft_helper), lora_config, peft_helper.adapter)
-        return cls(
-            read.adapter_digest, max(layer.rank for layer in layers.values()), layers, adapter_id, peft_helper.warnings
-        )
+        max_rank = max(layer.rank for layer in layers.values())
+        return cls(read.adapter_digest, max_rank, layers, adapter_id, (*peft_helper.warnings, *check.warnings))
 
 
-def header_nbytes(directory: str | Path, adapter: str = "adapter") -> int:
+def header_nbytes(directory: str | Path, adapter: str = "adapter", max_bytes: int = DEFAULT_HOST_BYTES) -> int:
     """Bytes of the adapter's tensors in the file's dtypes; of safetensors only headers are read."""
-    return WeightFile.open(Path(directory), adapter).nbytes
-
-
-def _check_size(file: WeightFile, lora_config: LoRAConfig, adapter: str) -> None:
-    if file.nbytes > lora_config.host_memory_bytes:
-        raise AdapterTooLargeError(
-            f"adapter {adapter!r} has {file.nbytes} bytes of tensors, the host budget is {lora_config.host_memory_bytes} bytes; "
-            "raise host_memory_bytes or train with a lower rank"
-        )
+    return WeightFile.open(Path(directory), adapter, max_bytes).nbytes
 
 
 def _layers(read: ReadTensors, helper: PEFTHelper) -> dict[str, LoRALayerWeights]:

@@ -8,7 +8,6 @@ all deltas and `finish()` equal the decoding of everything. The cost of a token 
 from __future__ import annotations
 
 import codecs
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -78,9 +77,14 @@ class _WindowStream:
             return ""
         before = self._tokenizer.decode(self._context, skip_special_tokens=False)
         self._context, self._held = tokens[-_CONTEXT_TOKENS:], []
-        return (
-            text.removeprefix(before) if text.startswith(before) else text[len(os.path.commonprefix([before, text])) :]
-        )
+        return text[_common_length(before, text) :]
+
+
+def _common_length(left: str, right: str) -> int:
+    """Length of the longest common prefix."""
+    if right.startswith(left):
+        return len(left)
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,9 @@ class IncrementalDetokenizer:
 
     `stop_reason` is the stop string that ended it; `num_tokens` counts the tokens taken in, the one that completed the stop
     string included; later ones are ignored. Before `min_tokens` tokens no stop string ends anything.
+
+    `token_texts` has per token the text that became certain with it ("" inside a character), `token_offsets` where that starts in
+    the output, in characters; both only when `logprobs` is asked for. Joined they are the text, plus what is held back for now.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -162,9 +169,10 @@ class IncrementalDetokenizer:
         self._parts: list[str] = []
         self._num_emitted = 0
         self._pending = ""
-        self._pieces: list[str] = []
         self._is_finished = False
         self.num_tokens = 0
+        self.token_texts: list[str] = []
+        self.token_offsets: list[int] = []
         self.stop_reason: str | None = None
 
     @property
@@ -173,26 +181,6 @@ class IncrementalDetokenizer:
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
-
-    @property
-    def token_texts(self) -> tuple[str, ...]:
-        """Per token the text that became certain with it ("" inside a character); joined and cut to `text` they are `text`.
-
-        Kept only when `logprobs` is asked for. Text held back for a stop string is counted; a stop string itself is cut off.
-        """
-        length = self._num_emitted + len(self._pending)
-        offsets = self.token_offsets
-        return tuple(piece[: length - offset] for piece, offset in zip(self._pieces, offsets, strict=True))
-
-    @property
-    def token_offsets(self) -> tuple[int, ...]:
-        """Per token where its text starts in the output, in characters (never beyond the end)."""
-        length = self._num_emitted + len(self._pending)
-        offsets, total = [], 0
-        for piece in self._pieces:
-            offsets.append(min(total, length))
-            total += len(piece)
-        return tuple(offsets)
 
     def update(self, new_ids: Sequence[int]) -> str:
         """Take in tokens; returns the text that is certain by now and was not returned before."""
@@ -206,7 +194,8 @@ class IncrementalDetokenizer:
             self.num_tokens += 1
             piece = self._stream.push(token_id)
             if self._params.logprobs is not None:
-                self._pieces.append(piece)
+                self.token_offsets.append(self._num_emitted + len(self._pending))
+                self.token_texts.append(piece)
             if piece:
                 delta.append(self._accept(piece))
         return "".join(delta)
@@ -217,8 +206,8 @@ class IncrementalDetokenizer:
             return ""
         self._is_finished = True
         rest = self._stream.flush()
-        if rest and self._pieces:
-            self._pieces[-1] += rest
+        if self.token_texts:
+            self.token_texts[-1] += rest
         delta = self._accept(rest)
         if self.stop_reason is None:
             delta += self._emit(len(self._pending))
@@ -233,7 +222,16 @@ class IncrementalDetokenizer:
         end = match.end if self._params.include_stop_str_in_output else match.start
         delta = self._emit(end - self._num_emitted)
         self._pending = ""
+        self._cut_token_texts(end)
         return delta
+
+    def _cut_token_texts(self, end: int) -> None:
+        for i in reversed(range(len(self.token_texts))):
+            offset = self.token_offsets[i]
+            if offset + len(self.token_texts[i]) <= end:
+                break
+            self.token_texts[i] = self.token_texts[i][: max(end - offset, 0)]
+            self.token_offsets[i] = min(offset, end)
 
     def _emit(self, length: int) -> str:
         delta, self._pending = self._pending[:length], self._pending[length:]

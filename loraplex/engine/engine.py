@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,13 +20,15 @@ from loraplex.engine.adapter_opener import read_spec
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
-from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.scheduler import RequestStatus, SampledToken, SchedulePlan, Scheduler
 from loraplex.errors import ConfigError, EngineError, EngineOverloadedError, LoraDisabledError
 from loraplex.kernels.ops import KernelBackend, get_backend
+from loraplex.kernels.plan import SlotTable
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import Arena, Owner
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.metrics import EngineStats
+from loraplex.memory.stats import MemoryStats
+from loraplex.metrics import EngineStats, StepTimes
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model, resolve_model
@@ -59,23 +62,44 @@ class EngineCore:
         self._blocks = blocks
         self._adapters = adapters
         self._max_waiting_requests = max_waiting_requests
+        self._num_steps = 0
+        self._schedule_s = self._run_s = self._commit_s = 0.0
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request."""
-        if self._adapters is not None:
-            self._adapters.poll()
-        plan = self._scheduler.schedule()
-        self.is_stalled = not plan.sequences
+        plan = self._schedule()
         if self.is_stalled:
             return list(plan.failed)
         try:
-            with self._memory_in_use(plan.step_id):
-                tokens = self._runner.launch(plan).result()
+            tokens = self._run(plan)
         except Exception as error:
             logger.exception("a step failed; its %d requests end", len(plan.sequences))
             failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
             return [*plan.failed, *self._scheduler.fail(plan, failure)]
-        return [*plan.failed, *self._scheduler.commit(plan, tokens)]
+        return [*plan.failed, *self._commit(plan, tokens)]
+
+    def _schedule(self) -> SchedulePlan:
+        began = time.perf_counter()
+        if self._adapters is not None:
+            self._adapters.poll()
+        plan = self._scheduler.schedule()
+        self.is_stalled = not plan.sequences
+        self._num_steps += not self.is_stalled
+        self._schedule_s += time.perf_counter() - began
+        return plan
+
+    def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
+        began = time.perf_counter()
+        with self._memory_in_use(plan.step_id):
+            tokens = self._runner.launch(plan).result()
+        self._run_s += time.perf_counter() - began
+        return tokens
+
+    def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
+        began = time.perf_counter()
+        outputs = self._scheduler.commit(plan, tokens)
+        self._commit_s += time.perf_counter() - began
+        return outputs
 
     @contextlib.contextmanager
     def _memory_in_use(self, step_id: int) -> Iterator[None]:
@@ -122,7 +146,24 @@ class EngineCore:
     # ----------------------------------------------------------------------------------------------------- see and end
 
     def stats(self) -> EngineStats:
-        return engine_stats(self._scheduler, self._blocks, self._adapters)
+        scheduler, blocks = self._scheduler, self._blocks
+        stats = EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_by_cause=scheduler.waiting_by_cause(),
+            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
+            num_kv_blocks=blocks.num_blocks,
+            num_prefix_queried_tokens=blocks.num_queried_tokens,
+            num_prefix_hit_tokens=blocks.num_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_finished=dict(scheduler.num_finished),
+            running_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.RUNNING))),
+            waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
+            step_times=StepTimes(self._num_steps, self._schedule_s, self._run_s, self._commit_s),
+        )
+        return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 
     def check_integrity(self) -> None:
         """Assert that queues, KV blocks and adapter memory are consistent; when idle, that every reference has returned."""
@@ -138,6 +179,24 @@ class EngineCore:
     def close(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
+
+
+def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> EngineStats:
+    return replace(
+        stats,
+        adapter_loads=memory.loads,
+        adapter_load_s=memory.load_s,
+        num_adapter_load_failures=memory.num_load_failures,
+        num_adapter_promotions=memory.num_promotions,
+        num_adapter_hits=memory.num_hits,
+        num_adapter_misses=memory.num_misses,
+        adapter_evictions=memory.evictions,
+        resident_bytes={tier.tier.value: tier.used_bytes for tier in (memory.device, memory.host)},
+        capacity_bytes={tier.tier.value: tier.max_bytes for tier in (memory.device, memory.host)},
+        pinned_bytes=memory.pinned_bytes,
+        num_adapters=memory.num_adapters,
+        max_lora=table.capacity,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- building

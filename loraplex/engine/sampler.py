@@ -18,7 +18,7 @@ and position alone, never on its neighbours, on the size of the batch or on how 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ __all__ = ["Sampler", "SamplerOutput", "SamplingBatch", "SamplingRow", "Sampling
 
 GREEDY_BELOW = 1e-5
 _FEW = 128
-_MAX_LOGPROB_ELEMENTS = 2**24
+_MAX_ELEMENTS = 2**24
 
 
 def validate_against_vocab(params: SamplingParams, vocab_size: int) -> None:
@@ -98,18 +98,16 @@ class Sampler:
             logits = logits.float().contiguous()
             with edited_logits(logits, batch):
                 token_ids, is_failed = self._choose(logits, batch)
-            logprobs = _row_logprobs(logits, token_ids, is_failed, batch)
+            logprobs = self._row_logprobs(logits, token_ids, is_failed, batch)
         return SamplerOutput(token_ids, logprobs, tuple(np.flatnonzero(is_failed).tolist()))
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
         """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; the k best tokens besides."""
         with torch.inference_mode():
             chosen = torch.as_tensor(next_ids, dtype=torch.int64, device=logits.device)
-            rows_at_once = max(1, _MAX_LOGPROB_ELEMENTS // self.vocab_size)
             result: list[TokenLogprobs] = []
-            for start in range(0, len(chosen), rows_at_once):
-                part = slice(start, start + rows_at_once)
-                result += token_logprobs(logits[part].float(), chosen[part], [k] * len(chosen[part]))
+            for rows in self._chunks(np.arange(len(chosen))):
+                result += token_logprobs(_take(logits, rows).float(), _take(chosen, rows), [k] * len(rows))
         return tuple(result)
 
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Bools]:
@@ -128,10 +126,14 @@ class Sampler:
             (top_k > _FEW, self._draw_top_k),
             ((top_k == 0) & ~is_free, self._draw_top_p),
         ):
-            rows = np.flatnonzero(is_random & wanted)
-            if len(rows):
+            for rows in self._chunks(np.flatnonzero(is_random & wanted)):
                 token_ids[rows] = draw(_Draw.of(logits, top, batch, rows, self._scale)).cpu().numpy()
         return token_ids, is_failed
+
+    def _chunks(self, rows: Int64s) -> Iterator[Int64s]:
+        """At most so many rows at once that a temporary stays below 64 MiB."""
+        size = max(1, _MAX_ELEMENTS // self.vocab_size)
+        return (rows[start : start + size] for start in range(0, len(rows), size))
 
     def _draw_free(self, draw: _Draw) -> Tensor:
         """Neither top_k nor top_p: over the vocabulary in the order of ids."""
@@ -159,6 +161,17 @@ class Sampler:
             nucleus = _nucleus(part, _take(of_vocab, rows), _take(wanted, rows))
             token_ids[torch.from_numpy(is_open)] = invert_cdf(part.above_min_p(nucleus), part.uniform)
         return token_ids
+
+    def _row_logprobs(
+        self, logits: Tensor, token_ids: Int64s, is_failed: Bools, batch: SamplingBatch
+    ) -> tuple[TokenLogprobs | None, ...]:
+        result: list[TokenLogprobs | None] = [None] * len(batch.rows)
+        for rows in self._chunks(np.array([i for i in batch.with_logprobs if not is_failed[i]], np.int64)):
+            num_best = [batch.rows[i].params.logprobs or 0 for i in rows]
+            chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
+            for i, entries in zip(rows, token_logprobs(_take(logits, rows), chosen, num_best), strict=True):
+                result[i] = entries
+        return tuple(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +241,3 @@ def _nucleus(draw: _Draw, of_vocab: Tensor, wanted: Tensor) -> Tensor:
     size = (weights.cumsum(-1) - weights < wanted).sum(-1, keepdim=True)
     last = values.gather(1, size - 1)
     return keep_prefix(draw.logits, of_vocab, last, size - (values > last).sum(-1, keepdim=True))
-
-
-def _row_logprobs(
-    logits: Tensor, token_ids: Int64s, is_failed: Bools, batch: SamplingBatch
-) -> tuple[TokenLogprobs | None, ...]:
-    result: list[TokenLogprobs | None] = [None] * len(batch.rows)
-    wanted = [i for i in batch.with_logprobs if not is_failed[i]]
-    if wanted:
-        num_best = [batch.rows[i].params.logprobs or 0 for i in wanted]
-        chosen = torch.from_numpy(token_ids[wanted]).to(logits.device)
-        for i, entry in zip(wanted, token_logprobs(_take(logits, wanted), chosen, num_best), strict=True):
-            result[i] = entry
-    return tuple(result)

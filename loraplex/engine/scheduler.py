@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -128,6 +129,9 @@ class Scheduler:
         self._step_id = 0
         self._num_arrivals = 0
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_finished: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------------ requests come and go
 
@@ -287,6 +291,7 @@ class Scheduler:
         state.num_computed_tokens = num_cached
         if state.num_cached_tokens is None:
             state.num_cached_tokens = num_cached
+            self.num_prompt_tokens += state.num_prompt_tokens
         if state.request.adapter_id is not None:
             self._adapter_since_step.setdefault(state.request.adapter_id, self._step_id)
         num_tokens = min(len(state.token_ids) - num_cached, budget)
@@ -342,6 +347,7 @@ class Scheduler:
         if token.error is not None:
             return self._finish(state, FinishReason.ERROR, error=token.error)
         state.token_ids.append(token.token_id)
+        self.num_generated_tokens += 1
         if state.sampling_state is not None:
             state.sampling_state.commit((token.token_id,))
         reason = self._finish_reason(state, token.token_id)
@@ -393,6 +399,7 @@ class Scheduler:
         else:
             self._waiting.remove(state)
         state.status = RequestStatus.FINISHED
+        self.num_finished[reason.value] += 1
         del self._states[state.request.request_id]
         return self._token_output(state, token, reason, error)
 

@@ -31,8 +31,7 @@ def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 def _blocked(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """x [n, V] as a view [n, V // block, block], and what is left over [n, V % block]."""
     num_full = x.shape[1] // block
-    full = x.as_strided((len(x), num_full, block), (x.stride(0), block, 1), x.storage_offset())
-    return full, x[:, num_full * block :]
+    return x[:, : num_full * block].reshape(len(x), num_full, block), x[:, num_full * block :]
 
 
 def _block_maxima(x: Tensor, block: int) -> Tensor:
@@ -118,20 +117,25 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, num_best: Sequence[int]) -
     """
     top = logits.amax(-1, keepdim=True)
     log_mass = block_sums((logits - top).exp_()).sum(-1, keepdim=True).log() + top.double()
-    chosen = logits.gather(1, token_ids[:, None])
-    is_lower_id = torch.arange(logits.shape[1], device=logits.device) < token_ids[:, None]
-    ranks = (1 + ((logits > chosen) | ((logits == chosen) & is_lower_id)).sum(-1)).tolist()
-    logprobs = (chosen - log_mass)[:, 0].tolist()
     k = min(max(num_best, default=0), logits.shape[1])
     values, ids = ordered_top_k(logits, k) if k else (logits[:, :0], token_ids[:, None][:, :0])
     best = zip((values - log_mass).tolist(), ids.tolist(), num_best, strict=True)
-    result = []
-    for (row_values, row_ids, count), token_id, logprob, rank in zip(
-        best, token_ids.tolist(), logprobs, ranks, strict=True
-    ):
-        entries = {
-            i: Logprob(value, r) for r, (i, value) in enumerate(zip(row_ids, row_values, strict=True), 1) if r <= count
-        }
-        entries.setdefault(token_id, Logprob(logprob, rank))
-        result.append(entries)
+    result: list[TokenLogprobs] = []
+    for row_values, row_ids, count in best:
+        ranked = zip(row_ids[:count], row_values[:count], strict=True)
+        result.append({i: Logprob(value, rank) for rank, (i, value) in enumerate(ranked, 1)})
+    chosen = token_ids.tolist()
+    rest = [row for row, entries in enumerate(result) if chosen[row] not in entries]
+    if rest:
+        rows = torch.tensor(rest, device=logits.device)
+        logprobs = (logits[rows, token_ids[rows]] - log_mass[rows, 0]).tolist()
+        for row, logprob, rank in zip(rest, logprobs, _ranks(logits[rows], token_ids[rows]), strict=True):
+            result[row][chosen[row]] = Logprob(logprob, rank)
     return result
+
+
+def _ranks(x: Tensor, token_ids: Tensor) -> list[int]:
+    chosen = x.gather(1, token_ids[:, None])
+    is_lower_id = torch.arange(x.shape[1], device=x.device) < token_ids[:, None]
+    ranks: list[int] = (1 + ((x > chosen) | ((x == chosen) & is_lower_id)).sum(-1)).tolist()
+    return ranks

@@ -8,38 +8,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders
 
+from loraplex.engine.chat_template import Json, plain_json, render_chat, render_open_chat
 from loraplex.errors import InvalidRequestError, ModelConfigError, ModelNotFoundError
 
-Json = Any
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 _OTHER_TOKENIZER_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
-_END_MARK = "\ue000loraplex-end-of-message\ue000"
 
 
 # ------------------------------------------------------------------------------------------------- files of a model
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Json]:
     """The object in a JSON file; {} when there is no such file. ModelConfigError when it is something else."""
     if not path.is_file():
         return {}
+    text = _read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(text)
+    except ValueError as error:
         raise ModelConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelConfigError(f"{path} must hold a JSON object, it holds a {type(content).__name__}")
@@ -98,29 +98,38 @@ def _added_token(value: Json, *, is_special: bool) -> AddedToken | None:
 
 
 class _SpecialTokens:
-    """Special tokens of a tokenizer_config.json, by name, and the rest of its added tokens."""
+    """Special tokens of a tokenizer_config.json: the named ones, the other added ones, and those listed without a name."""
 
-    def __init__(self, directory: Path) -> None:
-        config = _read_json(directory / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # the form before 2023 has them in files of their own
-            config = {**config, **_read_json(directory / "special_tokens_map.json")}
+    def __init__(self, config: Mapping[str, Json]) -> None:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         named = {name: config[name] for name in (*NAMED_SPECIAL_TOKENS, *_own_token_names(config)) if config.get(name)}
         if isinstance(extra, dict):
             named, extra = {**named, **extra}, []
-        self.named = {
-            name: token for name, v in named.items() if (token := _added_token(v, is_special=True)) is not None
-        }
+        named_tokens = {name: _added_token(value, is_special=True) for name, value in named.items()}
+        self.named = {name: token for name, token in named_tokens.items() if token is not None}
         listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
         self.others = [token for _, v in listed if (token := _added_token(v, is_special=False)) is not None]
-        self.others += [token for v in extra if (token := _added_token(v, is_special=True)) is not None]
+        self.extra = [token for v in extra if (token := _added_token(v, is_special=True)) is not None]
+
+    @classmethod
+    def from_dir(cls, directory: Path) -> _SpecialTokens:
+        path = directory / "tokenizer_config.json"
+        config = _read_json(path)
+        if "added_tokens_decoder" not in config:  # the form before 2023 has them in a file of their own
+            config |= _read_json(directory / "special_tokens_map.json")
+        try:
+            return cls(config)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ModelConfigError(f"{path}: its special or added tokens cannot be read: {error}") from error
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Make the backend know them all: a token that it has already keeps its id, and its flags unless it must become special."""
+        """Make the backend know them all. A token that it has keeps its id, and its flags unless it must become special."""
+        known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         for token in (*self.others, *self.named.values()):
-            known = {t.content: t.special for t in backend.get_added_tokens_decoder().values()}
             if token.content not in known or (token.special and not known[token.content]):
                 (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        names = {*known, *(token.content for token in (*self.others, *self.named.values()))}
+        backend.add_special_tokens([token for token in self.extra if token.content not in names])
 
 
 def _own_token_names(config: Mapping[str, Json]) -> list[str]:
@@ -134,7 +143,7 @@ def _read_chat_templates(directory: Path) -> dict[str, str]:
     if (directory / "chat_template.jinja").is_file():
         files = {**files, "default": directory / "chat_template.jinja"}
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return {name: _read_text(path) for name, path in files.items()}
     for name in ("tokenizer_config.json", "chat_template.json"):
         stated = _read_json(directory / name).get("chat_template")
         if stated:
@@ -152,67 +161,6 @@ def _named_templates(stated: Json, path: Path) -> dict[str, str]:
     if not all(isinstance(text, str) for pair in named.items() for text in pair):
         raise ModelConfigError(f"{path}: chat_template must be a string or a list of name and template")
     return named
-
-
-# ------------------------------------------------------------------------------------------------- chat templates
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's part for training; here it renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> Any:
-        return caller()
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _to_json(
-    value: Json, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Unlike jinja2's own filter it escapes no HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-@lru_cache(maxsize=32)
-def _compile_template(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-def _plain(value: Json, name: str) -> Json:
-    """A copy made of JSON's own types: no object of ours, and no subclass of a plain type, is within a template's reach."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} of a chat must be plain JSON data: {error}") from error
-
-
-def render_chat(source: str, variables: Mapping[str, Json]) -> str:
-    """Render a chat template over plain data. Whatever goes wrong inside is the request's fault: InvalidRequestError."""
-    try:
-        return _compile_template(source).render(**variables)
-    except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(f"the chat template is wrong at line {error.lineno}: {error.message}") from error
-    except Exception as error:  # a template is a program: it can raise anything
-        raise InvalidRequestError(f"the chat template refuses this chat: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------- the tokenizer
@@ -236,8 +184,7 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         own_eos = self._named_id("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if own_eos is None else [own_eos]), *eos_token_ids]))
-        added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_ids = frozenset(i for i in backend.get_added_tokens_decoder() if self._is_special(i))
         state = b"" if backend.decoder is None else bytes(backend.decoder.__getstate__())
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self.has_split_characters = b'"ByteLevel"' in state
@@ -249,7 +196,7 @@ class Tokenizer:
         """Raises ModelNotFoundError (no directory), ModelConfigError (a file that is missing or wrong, by name)."""
         directory = Path(path)
         backend = _read_backend(directory)
-        special = _SpecialTokens(directory)
+        special = _SpecialTokens.from_dir(directory)
         special.add_to(backend)
         return cls(
             backend,
@@ -261,6 +208,10 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
         return None if token is None else self.token_id(token)
+
+    def _is_special(self, token_id: int) -> bool:
+        """As decoding sees it: the flag of an added token is not all that counts."""
+        return not self.decode([token_id]) and bool(self.decode([token_id], skip_special_tokens=False))
 
     # -- text
 
@@ -311,7 +262,7 @@ class Tokenizer:
     def _find_token_bytes(self, token_id: int) -> bytes:
         if not self.has_token(token_id):
             return b""
-        token: str = self.backend.id_to_token(token_id)
+        token: str = self.backend.id_to_token(token_id) or ""
         if self.is_byte_level:
             return _byte_level_bytes(token)
         if self._has_byte_fallback and (byte := _byte_of(token)) is not None:
@@ -338,19 +289,15 @@ class Tokenizer:
         `template_kwargs` go to the template as variables. `continue_final_message` leaves the last message open for the model.
         """
         source = self._choose_template(chat_template, has_tools=tools is not None)
-        chat = _plain(messages, "messages")
+        chat = plain_json(messages, "messages")
         if not chat or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
             raise InvalidRequestError("messages must be a list of at least one object with role and content")
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt exclude each other; set one of them"
-            )
+            raise InvalidRequestError("continue_final_message and add_generation_prompt exclude each other")
         variables = self._template_variables(template_kwargs or {})
-        variables |= {"tools": _plain(tools, "tools"), "documents": _plain(documents, "documents")}
-        variables["add_generation_prompt"] = add_generation_prompt
-        if continue_final_message:
-            return _render_open_chat(source, chat, variables)
-        return render_chat(source, {**variables, "messages": chat})
+        variables |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
+        variables |= {"tools": plain_json(tools, "tools"), "documents": plain_json(documents, "documents")}
+        return (render_open_chat if continue_final_message else render_chat)(source, variables)
 
     def _template_variables(self, template_kwargs: Mapping[str, Json]) -> dict[str, Json]:
         taken = [name for name in _TEMPLATE_ARGUMENTS if name in template_kwargs]
@@ -358,7 +305,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"chat template arguments cannot set {', '.join(taken)}; use the request's own fields"
             )
-        return {**self.special_tokens_map, **_plain(dict(template_kwargs), "chat template arguments")}
+        return {**self.special_tokens_map, **plain_json(dict(template_kwargs), "chat template arguments")}
 
     def _choose_template(self, chat_template: str | None, has_tools: bool) -> str:
         if chat_template is not None:
@@ -373,24 +320,6 @@ class Tokenizer:
             "this model has no chat template (none in tokenizer_config.json or chat_template.jinja): use /v1/completions, "
             "or send a chat_template"
         )
-
-
-def _render_open_chat(source: str, chat: list[dict[str, Json]], variables: Mapping[str, Json]) -> str:
-    """Render with a mark at the end of the last message's text, and cut there."""
-    last = chat[-1]
-    content = last.get("content")
-    if isinstance(content, str):
-        last["content"] = content + _END_MARK
-    elif isinstance(content, list) and (parts := [p for p in content if isinstance(p, dict) and "text" in p]):
-        content = parts[-1]["text"]
-        parts[-1]["text"] = f"{content}{_END_MARK}"
-    else:
-        raise InvalidRequestError("continue_final_message: the last message has no text content to continue")
-    rendered = render_chat(source, {**variables, "messages": chat})
-    before, mark, _ = rendered.rpartition(_END_MARK)
-    if not mark or content.strip() not in before:
-        raise InvalidRequestError("continue_final_message: the chat template drops or changes the last message")
-    return before
 
 
 # ------------------------------------------------------------------------------------------------- bytes of tokens

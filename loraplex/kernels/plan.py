@@ -223,8 +223,9 @@ class SlotTable:
         num_slices = len(self._by_first_row[first_row].slices)
         if len(layouts) != num_slices:
             raise ValueError(f"{target_name} has {num_slices} slices, got {len(layouts)} layouts")
-        if not 0 <= block_offset < self.buffer.numel():
-            raise ValueError(f"block offset {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
+        last_part = max((max(x.a_offset, x.b_offset, x.bias_offset, 0) for x in layouts if x is not None), default=0)
+        if block_offset < 0 or block_offset + last_part >= self.buffer.numel():
+            raise ValueError(f"a block at {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
         self._check_slot(lora_slot)
         for row, layout in enumerate(layouts, first_row):
             self._write(row, lora_slot, self._entry(block_offset, layout))

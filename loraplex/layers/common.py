@@ -180,11 +180,11 @@ class RotaryEmbedding:
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int64 [T] -> (cos, sin), each [T, head_dim] in the model's dtype; the halves are equal (`rotate_half`)."""
         angles = positions[:, None].float() * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        return self._scaled(angles.cos()), self._scaled(angles.sin())
+        return self._both_halves(angles.cos()), self._both_halves(angles.sin())
 
-    def _scaled(self, values: Tensor) -> Tensor:
-        return (values * self.attention_factor).to(self.dtype)
+    def _both_halves(self, values: Tensor) -> Tensor:
+        values = (values * self.attention_factor).to(self.dtype)
+        return torch.cat((values, values), dim=-1)
 
 
 class RMSNorm:

@@ -3,9 +3,9 @@
     Arena            chunks: who has which                        KV takes them from the front, adapters from the back
     LoRAMemoryPool   extents inside the adapters' chunks          best fit, true size, 64-byte aligned
 
-An extent of at most a chunk lies inside one chunk; a larger one takes whole adjacent chunks and leaves the rest of the
-last one to small extents. A chunk without extents goes back to the arena at once. What free memory holds is undefined:
-`poison()` fills it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
+An extent may lie across the border of adjacent chunks, so that nothing is lost to rounding; one that is larger than a chunk
+takes adjacent ones. A chunk without extents goes back to the arena at once. What free memory holds is undefined: `poison()`
+fills it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ class PoolStats:
 
 
 class LoRAMemoryPool:
-    """Extents for adapters in chunks borrowed from an arena. Thread-safe. A hole never crosses the border of a chunk."""
+    """Extents for adapters in chunks borrowed from an arena. Thread-safe.
+
+    An extent takes the end of the smallest hole that holds it: what is left adjoins the next chunk to be borrowed.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -179,7 +182,7 @@ class LoRAMemoryPool:
             self._used_bytes -= extent.nbytes
             if self._is_poisoned:
                 self.arena.view(extent).fill_(POISON)
-            self._open_holes(extent.offset, extent.end)
+            self._add_hole(extent.offset, extent.end)
 
     def free_all(self, extents: Iterable[Extent]) -> None:
         for extent in extents:
@@ -225,57 +228,65 @@ class LoRAMemoryPool:
 
     def _check_tiling(self, pieces: Sequence[tuple[int, int]], lent: Sequence[int]) -> None:
         chunk_bytes = self.arena.chunk_bytes
-        assert sum(end - start for start, end in pieces) == len(lent) * chunk_bytes, (
-            "lent bytes are not all accounted for"
-        )
+        total = sum(end - start for start, end in pieces)
+        assert total == len(lent) * chunk_bytes, "lent bytes are not all accounted for"
         last_end = 0
         for start, end in pieces:
             assert start % ALIGNMENT == 0 == end % ALIGNMENT, f"[{start}, {end}) is not aligned"
             assert last_end <= start < end, f"[{start}, {end}) overlaps what ends at {last_end}"
-            assert self._chunks.issuperset(_chunks_under(start, end, chunk_bytes)), f"[{start}, {end}) is not lent"
+            under = range(start // chunk_bytes, (end - 1) // chunk_bytes + 1)
+            assert self._chunks.issuperset(under), f"[{start}, {end}) is not lent"
             last_end = end
 
     def _check_hole(self, start: int, end: int) -> None:
-        chunk_bytes = self.arena.chunk_bytes
-        assert start // chunk_bytes == (end - 1) // chunk_bytes, f"the hole [{start}, {end}) crosses a chunk's border"
-        assert end - start < chunk_bytes, f"the empty chunk at {start} was not given back"
+        assert not _whole_chunks(start, end, self.arena.chunk_bytes), f"[{start}, {end}) has chunks to give back"
         if self._is_poisoned:
             is_clean = bool((self.arena.memory[start:end] == POISON).all())
             assert is_clean, f"somebody wrote into the free bytes [{start}, {end})"
 
     def _allocate(self, size: int) -> Extent | None:
-        is_large = size > self.arena.chunk_bytes
-        hole = None if is_large else self._holes.take_best(size)
-        if hole is None:
-            hole = self._borrow(math.ceil(size / self.arena.chunk_bytes))
+        hole = self._holes.take_best(size)
+        if hole is None and self._borrow(size):
+            hole = self._holes.take_best(size)
         if hole is None:
             return None
         start, end = hole
-        if start + size < end:
-            self._holes.add(start + size, end)
-        self._extents[start] = size
+        if start < end - size:
+            self._add_hole(start, end - size)
+        self._extents[end - size] = size
         self._used_bytes += size
-        return Extent(start, size)
+        return Extent(end - size, size)
 
-    def _borrow(self, num_chunks: int) -> tuple[int, int] | None:
-        chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
-        if chunks is None:
-            return None
-        self._chunks.update(chunks)
-        if self._is_poisoned:
-            self.arena.bytes_of(chunks).fill_(POISON)
-        return chunks.start * self.arena.chunk_bytes, chunks.stop * self.arena.chunk_bytes
-
-    def _open_holes(self, start: int, end: int) -> None:
+    def _borrow(self, size: int) -> bool:
+        """Borrow chunks until a hole holds `size`: as many as hold it, or fewer beside a hole when the arena is nearly full."""
         chunk_bytes = self.arena.chunk_bytes
-        for chunk in _chunks_under(start, end, chunk_bytes):
-            first, last = chunk * chunk_bytes, (chunk + 1) * chunk_bytes
-            hole = self._holes.merged(max(start, first), min(end, last), first, last)
-            if hole == (first, last):
-                self._chunks.remove(chunk)
-                self.arena.give_back(Owner.ADAPTERS, (chunk,))
-            else:
-                self._holes.add(*hole)
+        for num_chunks in range(math.ceil(size / chunk_bytes), 0, -1):
+            chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
+            if chunks is None:
+                continue
+            self._chunks.update(chunks)
+            if self._is_poisoned:
+                self.arena.bytes_of(chunks).fill_(POISON)
+            start, end = self._holes.merged(chunks.start * chunk_bytes, chunks.stop * chunk_bytes)
+            if end - start >= size:
+                self._holes.add(start, end)
+                return True
+            self._add_hole(start, end)  # gives the chunks back
+        return False
+
+    def _add_hole(self, start: int, end: int) -> None:
+        """[start, end) is free: it joins its neighbours, and the chunks that are free as a whole go back to the arena."""
+        start, end = self._holes.merged(start, end)
+        chunk_bytes = self.arena.chunk_bytes
+        whole = _whole_chunks(start, end, chunk_bytes)
+        if not whole:
+            self._holes.add(start, end)
+            return
+        self._chunks.difference_update(whole)
+        self.arena.give_back(Owner.ADAPTERS, whole)
+        for left, right in ((start, whole.start * chunk_bytes), (whole.stop * chunk_bytes, end)):
+            if left < right:
+                self._holes.add(left, right)
 
 
 class _Holes:
@@ -309,12 +320,12 @@ class _Holes:
         start = self._by_size[index][1]
         return start, self._remove(start)
 
-    def merged(self, start: int, end: int, first: int, last: int) -> tuple[int, int]:
-        """[start, end) with its neighbours inside [first, last), which are removed."""
-        if start > first and start in self._start_of:
+    def merged(self, start: int, end: int) -> tuple[int, int]:
+        """[start, end) with the ranges that touch it, which are removed."""
+        if start in self._start_of:
             start = self._start_of[start]
             self._remove(start)
-        if end < last and end in self._end_of:
+        if end in self._end_of:
             end = self._remove(end)
         return start, end
 
@@ -329,5 +340,6 @@ class _Holes:
         assert self._start_of == {end: start for start, end in self._end_of.items()}
 
 
-def _chunks_under(start: int, end: int, chunk_bytes: int) -> range:
-    return range(start // chunk_bytes, (end - 1) // chunk_bytes + 1)
+def _whole_chunks(start: int, end: int, chunk_bytes: int) -> range:
+    """The chunks that lie in [start, end) as a whole."""
+    return range(-(-start // chunk_bytes), end // chunk_bytes)

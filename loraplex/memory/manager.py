@@ -82,7 +82,7 @@ class LoRAModelManager:
         loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._store = WeightStore(host, device, packer, loader, clock, lora_config.num_loader_threads)
         self._lock = self._store.lock
-        self._adapters: dict[int, StoredAdapter] = {}
+        self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
         self._mapping: AdapterMapping | None = None
 

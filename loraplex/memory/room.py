@@ -27,7 +27,24 @@ class Room:
         self._device = device
         self._quarantine = quarantine
         self._weights = weights
+        self._promises: dict[Tier, StoredWeights] = {}
         self.pass_id = 0
+
+    # ------------------------------------------------------------------------------------------------------- promises
+
+    def promise(self, cache: Budget, weights: StoredWeights) -> None:
+        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it is asked for."""
+        if self.promised(cache) is None:
+            self._promises[cache.tier] = weights
+
+    def promised(self, cache: Budget) -> StoredWeights | None:
+        """Whom the next free memory of `cache` is for."""
+        weights = self._promises.get(cache.tier)
+        is_due = weights is not None and weights.job is None and not _holds(cache, weights)
+        if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
+            return weights
+        self._promises.pop(cache.tier, None)
+        return None
 
     # ------------------------------------------------------------------------------------------------------ who may leave
 
@@ -72,7 +89,8 @@ class Room:
         freely = list(self.candidates(cache, wanted, Demand("request")))
         gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
         running = (each for each in self._held(cache) if each not in gone and _can_give_way(each))
-        return self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+        chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+        return None if chosen is None else [each for each in chosen if each not in gone]
 
     def _held(self, cache: Budget) -> Iterator[StoredWeights]:
         return (self._weights[digest] for digest in cache.policy.order())
@@ -93,7 +111,7 @@ class Room:
 
     def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
-        if self._quarantine.nbytes:
+        if self._quarantine.nbytes or self.promised(cache) not in (None, wanted):
             return
         pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
         can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
@@ -131,6 +149,7 @@ class Room:
             "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
         )
         rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        rule += "; what is free is in pieces that are too small" if cache.fits(nbytes) else ""
         return AdapterNoRoomError(
             f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
             f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "

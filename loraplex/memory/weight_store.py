@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from loraplex.core import WaitsFor
-from loraplex.errors import AdapterError, AdapterUnavailableError, EngineShutdownError
+from loraplex.errors import AdapterError, EngineShutdownError
 from loraplex.memory.loading import Loader, as_adapter_error, copy_extents, raise_again, read_weights
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.quarantine import Quarantine
@@ -49,6 +49,7 @@ class WeightStore:
         self.device = device
         self.is_shared = device.pool is None  # both tiers are one memory
         self.quarantine = Quarantine(host.pool if device.pool is None else device.pool)
+        self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
         self.weights: dict[str, StoredWeights] = {}
         self.room = Room(host, device, self.quarantine, self.weights)
         self.counters = MemoryCounters()
@@ -78,8 +79,6 @@ class WeightStore:
         Raises AdapterNoRoomError when no room can come, EngineShutdownError after `close`.
         """
         self._check_open()
-        if weights.job is None and weights.layout is None:  # its first load failed just now; who added it removes it
-            raise_again(weights.last_error or AdapterUnavailableError(f"adapter {weights.names} was never loaded"))
         if weights.job is None and weights.state is WeightState.SOURCE:
             return self._start_load(weights, demand)
         if weights.job is None and weights.state is WeightState.HOST:
@@ -288,7 +287,16 @@ class WeightStore:
                 weights.failure = LoadFailure(job.error, self._clock())
             weights.is_prefetch_off = True
             self.counters.num_load_failures += 1
+            if weights.layout is None:
+                self._forget_adapters(weights)
             self._end(job)
+
+    def _forget_adapters(self, weights: StoredWeights) -> None:
+        """The first load failed: its adapters were never there. Their `add_adapter` raises."""
+        for adapter_id, adapter in weights.adapters.items():
+            adapter.is_removed = True
+            del self.adapters[adapter_id]
+        weights.adapters.clear()
 
     def _end(self, job: LoadJob) -> None:
         weights = job.weights
@@ -334,9 +342,12 @@ class WeightStore:
     ) -> Place | None:
         """A place in `cache`, for which as few others as needed leave; None, and nobody left, when that is not enough.
 
-        While freed memory is in quarantine, nobody leaves for lack of pieces: waiting for it may be enough.
+        While freed memory is in quarantine, nobody leaves for lack of pieces: waiting for it may be enough. For a request it is then
+        promised, or those who ask later in the pass would take it, and each would evict the other for ever.
         """
         nbytes = sum(sizes)
+        if demand.is_for_request and self.room.promised(cache) not in (None, weights):
+            return None
         leaving = self.room.fewest(cache, nbytes, self.room.candidates(cache, weights, demand))
         place = None
         while leaving is not None and place is None:
@@ -348,6 +359,9 @@ class WeightStore:
             leaving = None if victim_by_fragments is None else [victim_by_fragments]
         if place is not None:
             cache.policy.touch(weights.digest)
+        elif demand.is_for_request and self.quarantine.nbytes and cache.fits(nbytes):
+            weights.wanted_in_pass = self.room.pass_id
+            self.room.promise(cache, weights)
         return place
 
     def _make_way(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:

@@ -40,7 +40,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 class _Linears:
-    """The linears of one block in order, each wrapped for LoRA when the model serves adapters."""
+    """The linears of a model in order, each wrapped for LoRA when the model serves adapters."""
 
     def __init__(self, enable_lora: bool) -> None:
         self._enable_lora = enable_lora

@@ -58,7 +58,7 @@ def load_model(
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model = Decoder(config, ops, dtype, device, enable_lora)
     parts = {part.name: part for part in model.weight_parts()}
-    source: WeightSource = DummyWeights(seed) if load_format == "dummy" else Checkpoint(Path(path), config)
+    source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config)
     source.load_into(parts, progress or _no_progress)
     return model
 
@@ -85,7 +85,7 @@ class Checkpoint:
         """Fill every part; all names are checked before the first byte is copied."""
         with contextlib.ExitStack() as stack:
             files = {name: stack.enter_context(_open(self.path / name)) for name in self._file_names()}
-            where = {key: file for file in files.values() for key in file.offset_keys()}
+            where = {key: file for file in files.values() for key in list(file.keys())}
             self._check_names(parts, where)
             done, total = 0, _nbytes(parts)
             for key in where:
@@ -109,13 +109,14 @@ class Checkpoint:
         missing = [name for name in parts if name not in found]
         unused = [name for name in found if name not in parts and not self._is_ignored(name)]
         problems = [
-            f"{len(names)} weights {what}: {_some(names)}"
-            for names, what in ((missing, "are missing"), (unused, "are not used by the model"))
+            f"{len(names)} {what}: {_some(names)}"
+            for names, what in ((missing, "missing"), (unused, "not used by the model"))
             if names
         ]
         if problems:
             raise ModelWeightError(
-                f"{self.path} does not fit its config.json ({self.config.model_type}): " + "; ".join(problems)
+                f"the weights in {self.path} are not those of its config.json ({self.config.model_type}): "
+                + "; ".join(problems)
             )
 
     def _is_ignored(self, name: str) -> bool:
@@ -180,9 +181,8 @@ class DummyWeights:
 
     TABLE_SIZE = 4_194_301
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self._table = torch.randn(self.TABLE_SIZE, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._table = torch.randn(self.TABLE_SIZE, generator=torch.Generator().manual_seed(seed)).to(device)
 
     def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None:
         done, total = 0, _nbytes(parts)

@@ -78,7 +78,8 @@ class CompletionRenderer:
         delta = self._delta(prompt_index, output, completion, cursor)
         wants_ids, is_first = request.return_token_ids, delta.is_first
         logprobs = self._logprobs(delta, cursor)
-        cursor.text_offset += len(delta.text)
+        if logprobs is not None and logprobs.tokens:
+            cursor.text_offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return CompletionChoice(
             index=self._index(prompt_index, completion),
             text=delta.text,

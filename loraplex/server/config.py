@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,11 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """All that the server needs beside the engine. Sizes are bytes, times seconds."""
+class ServerSettings:
+    """How a server runs, whatever it serves. Sizes are bytes, times seconds."""
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one")
-    served_model_names: tuple[str, ...] = setting((), "names of the base model in the API (default: the model's own)")
-    api_keys: tuple[str, ...] = field(
-        default=(), repr=False, metadata={"help": "keys that clients must send as `Authorization: Bearer KEY`"}
-    )
-    adapter_roots: tuple[str, ...] | None = setting(
-        None,
-        "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, else nothing)",
-    )
     cors_allowed_origins: tuple[str, ...] = setting((), "origins of browser pages that may call this server")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; a longer one is answered with 413")
     max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
@@ -36,27 +29,46 @@ class ServerConfig:
     access_log: bool = setting(True, "log a line for each request")
 
     def __post_init__(self) -> None:
-        for is_fine, text in self._checks():
-            if not is_fine:
-                raise ConfigError(text)
+        _refuse_first(
+            [
+                (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
+                (0 <= self.port <= 65535, f"port must be 0..65535, got {self.port}"),
+                (self.max_body_bytes >= 1024, f"max_body_bytes must be >= 1024, got {self.max_body_bytes}"),
+                (
+                    self.max_sequences_per_request >= 1,
+                    f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
+                ),
+                (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
+                (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
+                (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
+            ]
+        )
 
-    def _checks(self) -> list[tuple[bool, str]]:
-        return [
-            (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
-            (0 <= self.port <= 65535, f"port must be 0..65535, got {self.port}"),
-            (all(self.served_model_names), "served_model_names has an empty name"),
-            (len(set(self.served_model_names)) == len(self.served_model_names), "served_model_names has a name twice"),
-            (all(map(_is_key, self.api_keys)), "an API key is empty or has a character that no header can carry"),
-            (all(self.adapter_roots or ()), "adapter_roots has an empty directory"),
-            (self.max_body_bytes >= 1024, f"max_body_bytes must be >= 1024, got {self.max_body_bytes}"),
-            (
-                self.max_sequences_per_request >= 1,
-                f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
-            ),
-            (self.shutdown_grace_s >= 0, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
-            (self.keep_alive_s > 0, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
-            (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
-        ]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig(ServerSettings):
+    """All that the server needs beside the engine."""
+
+    served_model_names: tuple[str, ...] = setting((), "names of the base model in the API (default: the model's own)")
+    api_keys: tuple[str, ...] = field(
+        default=(), repr=False, metadata={"help": "keys that clients must send as `Authorization: Bearer KEY`"}
+    )
+    adapter_roots: tuple[str, ...] | None = setting(
+        None,
+        "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, else nothing)",
+    )
+
+    def __post_init__(self) -> None:
+        ServerSettings.__post_init__(self)  # super() does not work in a dataclass with slots
+        names = self.served_model_names
+        _refuse_first(
+            [
+                (all(names), "served_model_names has an empty name"),
+                (len(set(names)) == len(names), f"served_model_names has a name twice: {names}"),
+                (all(map(_is_key, self.api_keys)), "an API key is empty or has a character that no header can carry"),
+                (all(self.adapter_roots or ()), "adapter_roots has an empty directory"),
+            ]
+        )
 
     @property
     def is_loopback(self) -> bool:
@@ -78,6 +90,12 @@ class ServerConfig:
         """The directories among `allowed_adapter_roots`, symbolic links resolved."""
         roots = self.allowed_adapter_roots
         return None if roots is None else tuple(Path(root).resolve() for root in roots if not root.startswith("hf://"))
+
+
+def _refuse_first(checks: list[tuple[bool, str]]) -> None:
+    for is_fine, text in checks:
+        if not is_fine:
+            raise ConfigError(text)
 
 
 def _is_key(key: Any) -> bool:

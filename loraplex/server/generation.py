@@ -90,6 +90,9 @@ class Generator:
         return [last[index] for index in range(len(generation.items))]
 
     async def _outputs(self, item: GenerationItem, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+        is_finished = False
+        if self._in_flight.is_closing:
+            raise _shutting_down()
         source = self._engine.generate(
             item.prompt.token_ids,
             generation.params,
@@ -97,7 +100,6 @@ class Generator:
             model=item.adapter_name,
             cache_salt=generation.cache_salt,
         )
-        is_finished = False
         with self._in_flight.track(item.engine_request_id):
             try:
                 async for output in source:
@@ -117,9 +119,13 @@ class Generator:
 
     def _aborted(self, item: GenerationItem) -> Exception:
         if self._in_flight.is_closing:
-            return EngineShutdownError("the server is shutting down and ended this request; send it again")
+            return _shutting_down()
         subject = "the base model" if item.adapter_name is None else f"adapter {item.adapter_name!r}"
         return RequestAbortedError(f"this request on {subject} was aborted by the server before it was finished")
+
+
+def _shutting_down() -> EngineShutdownError:
+    return EngineShutdownError("the server is shutting down and ended this request; send it again")
 
 
 def _is_aborted(output: CompletionOutput) -> bool:
@@ -142,7 +148,7 @@ class Delta:
 
 
 class Cursor:
-    """How much of one completion was sent. `text_offset` counts the echoed prompt too."""
+    """How much of one completion was sent. `text_offset`: length of the tokens whose logprobs were sent, as strings."""
 
     def __init__(self) -> None:
         self._num_chars = 0

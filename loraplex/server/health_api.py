@@ -26,7 +26,8 @@ class HealthRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"])
         router.add_api_route("/health", self.health, methods=["GET"])
-        router.add_api_route("/ping", self.health, methods=["GET", "POST"])
+        router.add_api_route("/ping", self.health, methods=["GET"], operation_id="ping")
+        router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
         router.add_api_route("/version", self.version, methods=["GET"])
         return router
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
 
+@cache
 def request_schema(*models: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of a route whose body is one of `models`. The definitions they refer to are put inside."""
     schemas = [_inlined(model.model_json_schema()) for model in models]

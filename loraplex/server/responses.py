@@ -37,7 +37,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Parallel lists, one entry a token. `text_offset` counts characters of the choice's whole text."""
+    """Parallel lists, one entry a token. `text_offset` is the length of all `tokens` before it, as strings."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]

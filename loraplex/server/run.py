@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 import signal
 import socket
@@ -16,8 +17,10 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
+from typing import Any
 
 import uvicorn
+import uvicorn.config
 
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.server.app import create_app
@@ -66,18 +69,25 @@ def bind(config: ServerConfig) -> socket.socket:
 
 async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> None:
     """Serve on a bound socket until a signal, then drain. Prints one line when ready. The engine stays the caller's."""
-    app = create_app(engine, config)
-    server = DrainingServer(
-        app.state.context, _uvicorn_config(app, config), partial(_announce, app.state.context, sock)
-    )
+    server = make_server(engine, config, partial(_announce, sock))
     with _signals(server.stop):
         await server.serve(sockets=[sock])
+
+
+def make_server(
+    engine: EngineSurface, config: ServerConfig, on_ready: Callable[[ServerContext], None]
+) -> DrainingServer:
+    """A server for an event loop of the caller's: run its `serve(sockets=[...])`, end it with `stop()`."""
+    app = create_app(engine, config)
+    return DrainingServer(app.state.context, _uvicorn_config(app, config), on_ready)
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, whose requests end with an error of their own, not a broken connection, when the grace is over."""
 
-    def __init__(self, context: ServerContext, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, context: ServerContext, config: uvicorn.Config, on_ready: Callable[[ServerContext], None]
+    ) -> None:
         super().__init__(config)
         self._context = context
         self._on_ready = on_ready
@@ -92,7 +102,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._on_ready()
+        self._on_ready(self._context)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         reaper = asyncio.ensure_future(self._abort_after_grace())
@@ -157,13 +167,22 @@ def _uvicorn_config(app: Callable[..., object], config: ServerConfig) -> uvicorn
         app,
         lifespan="off",
         ws="none",
-        log_level=config.log_level,
+        log_config=_log_config(config.log_level),
         access_log=config.access_log,
         server_header=False,
         backlog=LISTEN_BACKLOG,
         timeout_keep_alive=math.ceil(config.keep_alive_s),
         timeout_graceful_shutdown=math.ceil(config.shutdown_grace_s + LAST_WORDS_S),
     )
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """uvicorn's own, with Loraplex's loggers beside it: everything to stderr but the access log."""
+    log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    log_config["loggers"]["loraplex"] = {"handlers": ["default"], "propagate": False}
+    for logger in log_config["loggers"].values():
+        logger["level"] = level.upper()
+    return log_config
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -176,7 +195,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _announce(context: ServerContext, sock: socket.socket) -> None:
+def _announce(sock: socket.socket, context: ServerContext) -> None:
     host, port = sock.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     registry = context.engine.registry

@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.weights import LoRAModel
+from loraplex.config import LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
+from loraplex.errors import AdapterValidationError
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 3
@@ -42,7 +47,9 @@ def new_base(family: str) -> torch.nn.Module:
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES))
     else:
         has_bias = family == "llama_bias"
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_bias=has_bias, mlp_bias=has_bias))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SIZES, attention_bias=has_bias, mlp_bias=has_bias)
+        )
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
@@ -64,7 +71,9 @@ def _target(model: torch.nn.Module, layer: int, where: str, name: str, parts: tu
     slices, offset = [], 0
     for part in parts:
         linear = model.get_submodule(f"{where}.{part}")
-        slices.append(LoraSlice(f"{where}.{part}", offset, linear.out_features, linear.out_features, linear.bias is not None))
+        slices.append(
+            LoraSlice(f"{where}.{part}", offset, linear.out_features, linear.out_features, linear.bias is not None)
+        )
         offset += linear.out_features
     width = linear.in_features
     return LoraTarget(f"{where}.{name}", layer, width, width, tuple(slices))
@@ -132,3 +141,36 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
+
+
+LIMITS = LoRAConfig()
+
+
+def load(path: Path, targets: tuple[LoraTarget, ...], lora_config: LoRAConfig = LIMITS) -> LoRAModel:
+    return LoRAModel.from_local_checkpoint(path, PEFTHelper.from_local_dir(path), targets, lora_config)
+
+
+def refused(adapter: PeftAdapter, lora_config: LoRAConfig = LIMITS) -> tuple[str, ...]:
+    """The reasons, all of them, why it is not loaded."""
+    with pytest.raises(AdapterValidationError) as caught:
+        load(adapter.path, adapter.targets, lora_config)
+    assert "'sql'" in caught.value.message
+    return caught.value.reasons
+
+
+def shard(path: Path, parts: int) -> None:
+    """File the tensors as an index and its shards."""
+    tensors = read_tensors(path)
+    weight_map = {}
+    for index in range(parts):
+        names = sorted(tensors)[index::parts]
+        file = f"adapter_model-{index + 1:05}-of-{parts:05}.safetensors"
+        save_file({name: tensors[name] for name in names}, path / file)
+        weight_map.update(dict.fromkeys(names, file))
+    (path / "adapter_model.safetensors").unlink()
+    (path / "adapter_model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def to_bin(path: Path, change: Callable[[dict[str, Any]], Any] = lambda tensors: tensors) -> None:
+    torch.save(change(read_tensors(path)), path / "adapter_model.bin")
+    (path / "adapter_model.safetensors").unlink()

@@ -21,6 +21,7 @@ from peft.utils.other import get_pattern_key
 
 from loraplex.adapters.fields import HONOURED, IGNORED, REFUSED, Verdict, is_set
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.patterns import MAX_STEPS, _max_steps
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterConfigMissingError,
@@ -48,7 +49,42 @@ def reasons(**fields: Any) -> list[str]:
 def test_every_field_of_the_installed_peft_is_classified() -> None:
     known = HONOURED | IGNORED.keys() | REFUSED.keys()
     missing = [field.name for field in dataclasses.fields(peft.LoraConfig) if field.name not in known]
-    assert not missing, f"new fields of peft {peft.__version__}: decide what they mean and put them into adapters/fields.py"
+    assert not missing, (
+        f"new fields of peft {peft.__version__}: decide what they mean and put them into adapters/fields.py"
+    )
+
+
+FIELDS_OF_PEFT = {
+    "0.1": [
+        "r",
+        "target_modules",
+        "lora_alpha",
+        "lora_dropout",
+        "merge_weights",
+        "fan_in_fan_out",
+        "enable_lora",
+        "bias",
+    ],
+    "0.2": ["modules_to_save", "base_model_name_or_path", "peft_type", "task_type", "inference_mode"],
+    "0.3": ["init_lora_weights"],
+    "0.5": ["layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "auto_mapping", "revision"],
+    "0.7": ["megatron_config", "megatron_core", "loftq_config", "use_rslora"],
+    "0.12": ["use_dora", "layer_replication", "runtime_config"],
+    "0.15": ["eva_config", "exclude_modules", "lora_bias", "corda_config", "trainable_token_indices"],
+    "0.18": [
+        "use_qalora",
+        "qalora_group_size",
+        "target_parameters",
+        "arrow_config",
+        "ensure_weight_tying",
+        "peft_version",
+    ],
+}
+
+
+@pytest.mark.parametrize("version", FIELDS_OF_PEFT)
+def test_every_field_of_older_pefts_is_classified(version: str) -> None:
+    assert set(FIELDS_OF_PEFT[version]) <= HONOURED | IGNORED.keys() | REFUSED.keys()
 
 
 def test_no_field_is_in_two_classes() -> None:
@@ -148,7 +184,9 @@ def test_initialisations_that_keep_the_base_are_accepted(value: Any) -> None:
     assert reasons(init_lora_weights=value) == []
 
 
-@pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "PISSA", "olora", "corda", "loftq", "lora_ga", "whatever", 7])
+@pytest.mark.parametrize(
+    "value", ["pissa", "pissa_niter_16", "PISSA", "olora", "corda", "loftq", "lora_ga", "whatever", 7]
+)
 def test_initialisations_that_change_the_base_are_refused(value: Any) -> None:
     (reason,) = reasons(init_lora_weights=value)
     assert "init_lora_weights" in reason
@@ -301,7 +339,9 @@ def test_distinct_errors_of_the_config_file(tmp_path: Path) -> None:
 
 
 def test_reads_what_peft_saves(tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=4, lora_alpha=10, target_modules=["v_proj", "q_proj"], use_rslora=True, rank_pattern={"q_proj": 9})
+    config = peft.LoraConfig(
+        r=4, lora_alpha=10, target_modules=["v_proj", "q_proj"], use_rslora=True, rank_pattern={"q_proj": 9}
+    )
     config.save_pretrained(tmp_path)
     found = PEFTHelper.from_local_dir(tmp_path)
     assert (found.r, found.lora_alpha, found.use_rslora) == (4, 10.0, True)
@@ -342,7 +382,9 @@ GRID: list[dict[str, Any]] = [
     {"target_modules": r".*\.(q|v)_proj"},
     {"target_modules": r"model\.layers\.[02]\.self_attn\.(q_proj|o_proj)"},
     {"target_modules": r".*(q_proj|gate_proj)$", "exclude_modules": r".*layers\.1\..*"},
-    {"target_modules": r"(?:.*?(?:model|text).*?(?:self_attn|mlp).*?(?:q_proj|k_proj|up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.down_proj)"},
+    {
+        "target_modules": r"(?:.*?(?:model|text).*?(?:mlp).*?(?:up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.gate_proj)"
+    },
     {"target_modules": ATTENTION, "exclude_modules": ["k_proj"]},
     {"target_modules": ATTENTION, "exclude_modules": ["model.layers.0.self_attn.q_proj", "2.self_attn.v_proj"]},
     {"target_modules": ATTENTION, "exclude_modules": r".*\.[kv]_proj"},
@@ -355,7 +397,11 @@ GRID: list[dict[str, Any]] = [
     {"target_modules": ["q_proj", "model.layers.0.self_attn.v_proj"], "layers_to_transform": [2]},
     {"target_modules": ATTENTION, "use_rslora": True, "r": 6, "lora_alpha": 7},
     {"target_modules": ATTENTION, "rank_pattern": {"q_proj": 4, "model.layers.1.self_attn.k_proj": 2}},
-    {"target_modules": ATTENTION, "rank_pattern": {r"^model\.layers\.0\..*": 3}, "alpha_pattern": {r".*\.2\..*q_proj": 5}},
+    {
+        "target_modules": ATTENTION,
+        "rank_pattern": {r"^model\.layers\.0\..*": 3},
+        "alpha_pattern": {r".*\.2\..*q_proj": 5},
+    },
     {"target_modules": ATTENTION, "rank_pattern": {"^q_proj": 3, "proj": 2, "q.proj": 7}},
     {"target_modules": ATTENTION, "rank_pattern": {"k_proj|v_proj": 3}, "alpha_pattern": {"(q|k)_proj": 9.5}},
     {"target_modules": ATTENTION, "rank_pattern": {"self_attn.q_proj": 3, "q_proj": 2}, "alpha_pattern": {"q_proj": 1}},
@@ -368,7 +414,9 @@ GRID: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("fields", GRID, ids=str)
-def test_peft_puts_lora_where_we_say_with_the_scaling_that_we_say(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_peft_puts_lora_where_we_say_with_the_scaling_that_we_say(
+    family: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     model = new_base(family)
     peft.LoraConfig(**{"r": 8, "lora_alpha": 16, **fields}).save_pretrained(tmp_path)
     config = peft.LoraConfig.from_pretrained(tmp_path)  # the order of pattern keys counts, and saving sorts them
@@ -401,7 +449,10 @@ NAMES = [
 pieces = st.sampled_from(["q_proj", "v_proj", "self_attn", "layers", "model", "0", "1", "10", "mlp", "h"])
 suffixes = st.lists(pieces, min_size=1, max_size=4).map(".".join)
 entries = st.one_of(suffixes, st.sampled_from(NAMES), st.text("qv_proj.01", min_size=1, max_size=8))
-atoms = st.one_of(pieces, st.sampled_from([r"\.", ".", ".*", r"\d+", "(q|v)", r"\w+", "[0-9]", "^", "$", "|", "_proj", ".*?", "(?:1|10)"]))
+atoms = st.one_of(
+    pieces,
+    st.sampled_from([r"\.", ".", ".*", r"\d+", "(q|v)", r"\w+", "[0-9]", "^", "$", "|", "_proj", ".*?", "(?:1|10)"]),
+)
 regexes = st.lists(atoms, min_size=1, max_size=5).map("".join).filter(lambda text: is_regex(text))
 
 
@@ -430,7 +481,9 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=300, deadline=None)
 @given(configs())
 def test_matching_is_pefts(fields: dict[str, Any]) -> None:
-    config = SimpleNamespace(**{"target_parameters": None, "layers_to_transform": None, "layers_pattern": None, **fields})
+    config = SimpleNamespace(
+        **{"target_parameters": None, "layers_to_transform": None, "layers_pattern": None, **fields}
+    )
     expected = set()
     for name in NAMES:
         found = check_target_module_exists(config, name)
@@ -464,9 +517,59 @@ def test_an_exponential_regex_is_refused_and_stops_nobody(monkeypatch: pytest.Mo
         found.ranks(NAMES)
 
 
+MANY_NAMES = [
+    f"model.layers.{layer}.{part}"
+    for layer in range(40)
+    for part in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
+]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"},
+        {
+            "target_modules": r"model\.layers\.\d+\.(?:self_attn|mlp)\.(q_proj|gate_proj)$",
+            "exclude_modules": r".*\.3\..*",
+        },
+        {"rank_pattern": {rf"^model\.layers\.{layer}\..*q_proj": layer + 1 for layer in range(20)}},
+        {"rank_pattern": dict.fromkeys(MANY_NAMES, 3), "alpha_pattern": dict.fromkeys(MANY_NAMES, 3)},
+        {"layers_to_transform": [1, 2]},
+        {"layers_to_transform": [1, 2], "layers_pattern": ["layers", "h"]},
+    ],
+    ids=str,
+)
+def test_usual_patterns_need_no_child(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("loraplex.adapters.patterns.subprocess")
+    found = helper(**fields)
+    assert found.match_modules(MANY_NAMES)
+    assert found.ranks(MANY_NAMES).keys() == set(MANY_NAMES)
+    assert not found.ambiguous_patterns(MANY_NAMES)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(\w|.)*X",
+        r"(a+)+b",
+        r"(?:\w+\.?)+!",
+        ".*.*.*.*.*.*X",
+        "(.|.)" * 30 + "X",
+        r"(?i)X",
+        r"(?=.*)X",
+        r"(\w+\.){2,9}X",
+        "(a|b|[)])" * 20,
+    ],
+)
+def test_dangerous_patterns_go_to_the_child(pattern: str) -> None:
+    assert _max_steps(pattern, max(map(len, MANY_NAMES))) * len(MANY_NAMES) > MAX_STEPS
+
+
 def test_a_regex_that_could_be_exponential_but_is_not_is_matched_as_peft_does() -> None:
     pattern = r"(\w+\.)*(q|v)_proj"
-    assert helper(target_modules=pattern).match_modules(NAMES) == {name for name in NAMES if re.fullmatch(pattern, name)}
+    assert helper(target_modules=pattern).match_modules(NAMES) == {
+        name for name in NAMES if re.fullmatch(pattern, name)
+    }
     assert "no regular expression" in reasons(target_modules=r"(?=(\w+\.)*")[0]
 
 

@@ -164,6 +164,20 @@ def test_a_load_under_way_holds_its_number_and_its_room(pool: ThreadPoolExecutor
     assert bench.registry.lora_int_ids() == {7: "slow"}
 
 
+def test_a_number_that_a_caller_was_granted_outlives_the_reload_that_brought_it(
+    bench: Bench, pool: ThreadPoolExecutor
+) -> None:
+    bench.registry.load("sql", "/sql")
+    gate = stop_at(bench, "add")
+    bench.store.faults.errors["add"] = AdapterNoRoomError("no room")
+    reload = pool.submit(bench.registry.load, "sql", "/sql", lora_int_id=7, load_inplace=True)
+    assert gate.arrived.wait(WAIT_S)
+    assert bench.registry.load("sql", "/sql", lora_int_id=7).ref.lora_int_id == 7
+    gate.opened.set()
+    assert isinstance(outcome(reload), AdapterNoRoomError)
+    assert bench.registry.name_of(7) == "sql"
+
+
 # ------------------------------------------------------------------------------------------- requests never wait for verbs
 
 

@@ -276,6 +276,17 @@ def test_large_batch_equals_single_rows() -> None:
     assert together == [int(sample(logits[i : i + 1], [one]).token_ids[0]) for i, one in enumerate(rows)]
 
 
+def test_rows_at_once_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [{}, {"top_k": 20}, {"top_p": 0.9}, {"temperature": 0.0}, {"top_k": 300}]
+    rows = [row(i, seed=i, logprobs=2, **options[i % len(options)]) for i in range(40)]
+    logits = normal_logits(40)
+    together = sample(logits, rows)
+    monkeypatch.setattr("loraplex.engine.sampler._MAX_ELEMENTS", 3 * V)
+    in_parts = sample(logits, rows)
+    assert in_parts.token_ids.tolist() == together.token_ids.tolist()
+    assert in_parts.logprobs == together.logprobs
+
+
 def test_a_batch_built_before_gives_the_same() -> None:
     rows = [row(i, top_k=9) for i in range(4)]
     logits = normal_logits(4)
@@ -479,7 +490,7 @@ def test_logprobs_are_of_the_logits_as_they_came() -> None:
 
 
 def test_prompt_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.engine.sampler._MAX_LOGPROB_ELEMENTS", 3 * V)  # three rows at a time
+    monkeypatch.setattr("loraplex.engine.sampler._MAX_ELEMENTS", 3 * V)  # three rows at a time
     logits = normal_logits(10)
     next_ids = [int(i) for i in np.random.default_rng(1).integers(0, V, 10)]
     result = Sampler(V).prompt_logprobs(logits, next_ids, 4)

@@ -109,6 +109,14 @@ def test_invert_cdf_is_exact(seed: int, vocab_size: int, u: float) -> None:
         assert row[token_id] > 0
 
 
+def test_rows_need_not_be_contiguous() -> None:
+    x = tied_rows(5, 300, 4).T
+    assert not x.is_contiguous()
+    assert row_argmax(x)[0].tolist() == x.argmax(-1).tolist()
+    chosen = torch.zeros(4, dtype=torch.int64)
+    assert token_logprobs(x, chosen, [3] * 4) == token_logprobs(x.contiguous(), chosen, [3] * 4)
+
+
 def test_sort_descending() -> None:
     x = tied_rows(1, 3, 500)
     assert torch.equal(sort_descending(x), x.sort(dim=-1, descending=True).values)

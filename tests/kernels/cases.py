@@ -40,9 +40,7 @@ def pairwise(dimensions: Mapping[str, Sequence[object]], seed: int = 0) -> list[
     cases = []
     while missing:
         a, i, b, j = min(missing)
-        candidates = [
-            {name: rng.randrange(len(dimensions[name])) for name in names} | {a: i, b: j} for _ in range(20)
-        ]
+        candidates = [{name: rng.randrange(len(dimensions[name])) for name in names} | {a: i, b: j} for _ in range(20)]
         best = max(candidates, key=lambda case: len(pairs(case) & missing))
         missing -= pairs(best)
         cases.append({name: dimensions[name][best[name]] for name in names})

@@ -85,8 +85,8 @@ def test_missing_and_unused_weights_are_named_together(zoo: ModelZoo, tmp_path: 
     save(path, tensors)
     with pytest.raises(ModelWeightError) as e:
         load_decoder(path)
-    assert "1 weights are missing: model.layers.1.mlp.up_proj.weight" in str(e.value)
-    assert "1 weights are not used by the model: model.layers.0.self_attn.q_proj.lora" in str(e.value)
+    assert "1 missing: model.layers.1.mlp.up_proj.weight" in str(e.value)
+    assert "1 not used by the model: model.layers.0.self_attn.q_proj.lora" in str(e.value)
 
 
 def test_a_bias_that_the_config_does_not_have_is_unused(zoo: ModelZoo, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_bias_that_the_config_does_not_have_is_unused(zoo: ModelZoo, tmp_path:
 def test_many_missing_weights_make_a_short_message(zoo: ModelZoo, tmp_path: Path) -> None:
     path, _ = copy_model(zoo.base("llama"), tmp_path / "m")
     save(path, {"model.norm.weight": torch.ones(64)})
-    with pytest.raises(ModelWeightError, match=r"19 weights are missing: model\.embed_tokens\.weight, .* and 11 more$"):
+    with pytest.raises(ModelWeightError, match=r"19 missing: model\.embed_tokens\.weight, .* and 11 more$"):
         load_decoder(path)
 
 

@@ -1,0 +1,5 @@
+"""`python -m loraplex` is the command line."""
+
+from loraplex.cli import main
+
+main()

@@ -1,0 +1,302 @@
+"""The command line: `loraplex serve | generate | demo | bench | adapter inspect | doctor`.
+
+Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What a command needs is
+imported when it runs, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from json import dumps as to_json
+from json import loads as from_json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from loraplex import __version__
+from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
+from loraplex.errors import ConfigError, LoraplexError
+from loraplex.server.config import ServerConfig, ServerSettings
+
+if TYPE_CHECKING:
+    from loraplex.engine.async_engine import AsyncEngine
+
+app = App(
+    name="loraplex",
+    version=__version__,
+    help="One base model in memory, thousands of LoRA adapters, any mix of them in one batch.",
+    default_parameter=Parameter(negative_iterable=()),
+)
+adapter_app = App(name="adapter", help="Look at adapters.")
+app.command(adapter_app)
+
+Flat = Parameter(name="*")
+Engine = Annotated[EngineSettings, Flat]
+Lora = Annotated[LoRAConfig, Flat]
+Listed = Parameter(consume_multiple=True)
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b?", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+@app.command
+def serve(
+    model: str,
+    /,
+    *,
+    served_model_name: Annotated[tuple[str, ...], Listed] = (),
+    lora_modules: Annotated[tuple[str, ...], Listed] = (),
+    lora_paths: Annotated[tuple[str, ...], Listed] = (),
+    enable_lora: bool = True,
+    api_key: tuple[str, ...] = (),
+    adapter_root: tuple[str, ...] = (),
+    server: Annotated[ServerSettings | None, Flat] = None,
+    engine: Annotated[EngineSettings | None, Flat] = None,
+    lora: Annotated[LoRAConfig | None, Flat] = None,
+) -> int:
+    """Serve a model and its adapters over HTTP, as OpenAI's and vLLM's clients expect.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of the base model.
+    served_model_name
+        Names of the base model in the API; the first one is shown.
+    lora_modules
+        Adapters to load at start: name=path, or JSON {"name": ..., "path": ...}.
+    lora_paths
+        The same as SGLang writes it: name=path or a path alone.
+    enable_lora
+        Off: adapters are refused and layers have no LoRA code.
+    api_key
+        A key that clients must send; may be given several times. Better: the variable LORAPLEX_API_KEY.
+    adapter_root
+        A directory that load requests may read, or hf://ORG; may be given several times.
+    """
+    from loraplex.server.run import run_server
+
+    modules = (*parse_lora_modules(lora_modules), *parse_lora_modules(lora_paths, is_name_optional=True))
+    if modules and not enable_lora:
+        raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
+    names = served_model_name or (model.rstrip("/"),)
+    config = ServerConfig(
+        **asdict(server or ServerSettings()),
+        served_model_names=names,
+        api_keys=(*api_key, *_keys_from_environment()),
+        adapter_roots=adapter_root or None,
+    )
+    engine_config = _engine_config(model, engine, lora, enable_lora)
+    return run_server(lambda: _start_engine(engine_config, config, modules), config)
+
+
+@app.command
+def generate(
+    model: str,
+    prompts: Annotated[tuple[str, ...], Parameter(negative=())],
+    /,
+    *,
+    adapter: str | None = None,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    enable_lora: bool = True,
+    engine: Annotated[EngineSettings | None, Flat] = None,
+    lora: Annotated[LoRAConfig | None, Flat] = None,
+) -> int:
+    """Complete prompts with a model and, if given, an adapter, without a server.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of the base model.
+    prompts
+        One or more prompts; they run in one batch.
+    adapter
+        Directory or hub id of the adapter.
+    max_tokens
+        Most tokens of each completion.
+    temperature
+        0 takes the likeliest token each time.
+    top_p
+        Keep the likeliest tokens that hold this much of the probability.
+    seed
+        The same seed draws the same tokens.
+    enable_lora
+        Off: adapters are refused.
+    """
+    from loraplex.core import LoRARequest, SamplingParams
+    from loraplex.engine.llm import LLM
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    request = None if adapter is None else LoRARequest(Path(adapter).name or adapter, 1, adapter)
+    with LLM.from_config(_engine_config(model, engine, lora, enable_lora)) as llm:
+        for output in llm.generate(list(prompts), params, lora_request=request):
+            print(f"{output.prompt}{output.outputs[0].text}")
+    return 0
+
+
+@app.command
+def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000) -> int:
+    """Answer a mixed batch of eight tasks with one base model and eight adapters, and check every answer.
+
+    Parameters
+    ----------
+    serve
+        Start the server with the demo's model and adapters instead.
+    each
+        Phrases for each adapter and the base.
+    seed
+        Other phrases.
+    port
+        Port of --serve.
+    """
+    if serve:
+        return _serve_demo(port)
+    from loraplex.demo.run import run_demo
+
+    return run_demo(each, seed)
+
+
+@adapter_app.command
+def inspect(path: str, /, *, base: str | None = None, json: bool = False, lora: Annotated[LoRAConfig | None, Flat] = None) -> int:
+    """Say what of an adapter would be honoured or refused, and why. Exit code 1 when it would be refused.
+
+    Parameters
+    ----------
+    path
+        Directory or hub id of the adapter.
+    base
+        Directory or hub id of the base model: names and shapes are then checked too.
+    json
+        Print JSON.
+    """
+    from loraplex.doctor import report_on
+
+    report = report_on(path, base, lora or LoRAConfig())
+    print(to_json(asdict(report), indent=2) if json else report.describe())
+    return 0 if report.is_honoured else 1
+
+
+@app.command
+def doctor() -> int:
+    """Say what is installed, which kernels run here and why."""
+    from loraplex.doctor import print_doctor
+
+    print_doctor()
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------------------ parsing
+
+
+def parse_lora_modules(given: Iterable[str], *, is_name_optional: bool = False) -> tuple[tuple[str, str], ...]:
+    """(name, path) of each `name=path` or `{"name": ..., "path": ...}`; a path alone, where it may be, is its own name."""
+    return tuple(_lora_module(text, is_name_optional) for text in given)
+
+
+def _lora_module(text: str, is_name_optional: bool) -> tuple[str, str]:
+    if text.lstrip().startswith("{"):
+        try:
+            fields = from_json(text)
+            name, path = fields.pop("name"), fields.pop("path")
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"adapter {text!r}: not JSON with name and path ({error})") from error
+        unknown = sorted(set(fields) - {"base_model_name"})
+        if unknown:
+            raise ConfigError(f"adapter {name!r}: unknown keys {', '.join(unknown)}")
+        return name, path
+    name, equals, path = text.partition("=")
+    if equals and name and path:
+        return name, path
+    if is_name_optional and not equals:
+        return text, text
+    raise ConfigError(f"adapter {text!r}: write name=path or JSON with name and path")
+
+
+def parse_sizes(arguments: Sequence[str]) -> list[str]:
+    """`--x-bytes 2GiB` and `--x-bytes=2GB` with the size as a whole number of bytes; other arguments as they are."""
+    parsed: list[str] = []
+    is_size = False
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if is_size:
+            parsed.append(_bytes(argument))
+        elif equals and flag.startswith("--") and flag.endswith("-bytes"):
+            parsed.append(f"{flag}={_bytes(value)}")
+        else:
+            parsed.append(argument)
+        is_size = not equals and argument.startswith("--") and argument.endswith("-bytes")
+    return parsed
+
+
+def _bytes(text: str) -> str:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return text
+    number, unit, is_binary = match.groups()
+    return str(int(float(number) * (1024 if is_binary else 1000) ** _POWERS[unit.lower()]))
+
+
+def _engine_config(
+    model: str, engine: EngineSettings | None, lora: LoRAConfig | None, enable_lora: bool
+) -> EngineConfig:
+    lora_config = (lora or LoRAConfig()) if enable_lora else None
+    return EngineConfig(**asdict(engine or EngineSettings()), model=model, lora=lora_config)
+
+
+def _keys_from_environment() -> tuple[str, ...]:
+    return tuple(filter(None, os.environ.get("LORAPLEX_API_KEY", "").split(",")))
+
+
+async def _start_engine(
+    config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]
+) -> AsyncEngine:
+    """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
+    from loraplex.engine.async_engine import AsyncEngine
+    from loraplex.progress import StartProgress
+
+    roots = server.local_adapter_roots
+    with StartProgress() as progress:
+        engine = await AsyncEngine.start(
+            config,
+            served_model_name=server.served_model_names[0],
+            base_names=server.served_model_names,
+            adapter_roots=None if roots is None else (*roots, *(path for _, path in modules)),
+            on_progress=progress.update,
+        )
+        try:
+            for done, (name, path) in enumerate(modules, 1):
+                await engine.load_adapter(name, path)
+                progress.update("adapters", done, len(modules))
+        except BaseException:
+            await engine.shutdown()
+            raise
+    return engine
+
+
+def _serve_demo(port: int) -> int:
+    from loraplex.demo.tasks import TASKS, adapter_path, assets_path
+
+    modules = tuple(f"{task.name}={adapter_path(task.name)}" for task in TASKS)
+    settings = ServerSettings(port=port)
+    return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=settings)
+
+
+def main() -> None:
+    """Entry point: the exit code of the command; an error of Loraplex is one line on stderr."""
+    try:
+        sys.exit(app(parse_sizes(sys.argv[1:])))
+    except LoraplexError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

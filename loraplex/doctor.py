@@ -1,0 +1,77 @@
+"""What is installed and what runs here: `loraplex doctor`, and the judgement of an adapter against a base model."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+from rich.console import Console
+from rich.table import Table
+
+from loraplex import __version__
+from loraplex.adapters.inspect import AdapterReport, inspect_adapter
+from loraplex.adapters.source import AdapterSource
+from loraplex.config import LoRAConfig
+from loraplex.core import LoraTarget
+
+NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
+FOR_SERVING = ("fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client", "cyclopts", "rich")
+OPTIONAL = ("huggingface-hub", "transformers", "peft")
+
+
+def report_on(path: str, base: str | None, lora_config: LoRAConfig) -> AdapterReport:
+    """What would be honoured or refused of an adapter, by the base model if one is named. Raises AdapterError, ModelError."""
+    directory = AdapterSource().fetch(path)
+    return inspect_adapter(directory, None if base is None else targets_of(base), lora_config)
+
+
+def targets_of(base: str) -> tuple[LoraTarget, ...]:
+    """What a base model offers to adapters, from its config.json alone: no weight is read."""
+    import torch
+
+    from loraplex.kernels.ops import get_backend
+    from loraplex.models.config import ModelConfig
+    from loraplex.models.decoder import Decoder
+    from loraplex.models.loader import resolve_model
+
+    config = ModelConfig.from_dir(resolve_model(base))
+    meta = torch.device("meta")
+    return Decoder(config, get_backend("auto", meta), torch.float32, meta, enable_lora=True).lora_targets()
+
+
+def print_doctor() -> None:
+    console = Console()
+    table = Table(title=f"loraplex {__version__} on Python {platform.python_version()}", title_justify="left")
+    table.add_column("package")
+    table.add_column("version")
+    table.add_column("for")
+    for names, purpose in ((NEEDED, "always"), (FOR_SERVING, "loraplex serve"), (OPTIONAL, "hub ids, tests")):
+        for name in names:
+            table.add_row(name, _version(name), purpose)
+    console.print(table)
+    for line in _hardware():
+        console.print(line)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "[red]not installed[/]"
+
+
+def _hardware() -> list[str]:
+    import torch
+
+    from loraplex.kernels.ops import get_backend
+
+    lines = [
+        f"CPU: {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, torch uses {torch.get_num_threads()} threads",
+        f"kernels on cpu: {get_backend('auto', torch.device('cpu')).name} (stock torch; native kernels are not built yet)",
+    ]
+    if torch.cuda.is_available():
+        lines.append(f"GPU: {torch.cuda.get_device_name()}, kernels: {get_backend('auto', torch.device('cuda')).name}")
+    else:
+        lines.append("GPU: none that torch can use")
+    return lines

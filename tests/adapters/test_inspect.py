@@ -1,0 +1,118 @@
+"""The report that `loraplex adapter inspect` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from loraplex.adapters.fields import Verdict
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.inspect import inspect_adapter
+from loraplex.adapters.weights import LoRAModel
+from loraplex.config import LoRAConfig
+from loraplex.errors import AdapterConfigMissingError, AdapterPathNotFoundError
+from tests.adapters.peft_oracle import PeftAdapter, edit_config, make_adapter, read_tensors, write_tensors
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> PeftAdapter:
+    return make_adapter(
+        tmp_path / "sql",
+        dtype=torch.bfloat16,
+        r=4,
+        lora_alpha=8,
+        rank_pattern={"v_proj": 2},
+        target_modules=["q_proj", "v_proj"],
+    )
+
+
+def test_a_good_adapter(adapter: PeftAdapter) -> None:
+    report = inspect_adapter(adapter.path, adapter.targets)
+    assert report.is_honoured
+    assert report.is_checked_against_base
+    assert report.ranks == {4: 3, 2: 3}
+    assert report.scalings == {2.0: 3, 4.0: 3}
+    assert report.dtypes == {"BF16": 12}
+    assert (report.num_tensors, report.weight_file) == (12, "adapter_model.safetensors")
+    assert report.modules == tuple(sorted(adapter.layers))
+    model = LoRAModel.from_local_checkpoint(
+        adapter.path, PEFTHelper.from_local_dir(adapter.path), adapter.targets, LoRAConfig()
+    )
+    assert (report.adapter_digest, report.nbytes) == (model.adapter_digest, model.nbytes)
+    verdicts = {field.name: field.verdict for field in report.fields}
+    assert (verdicts["r"], verdicts["lora_dropout"]) == (Verdict.HONOURED, Verdict.IGNORED)
+    text = report.describe()
+    for word in (
+        "would be loaded",
+        "rank: 2 (3 modules), 4 (3 modules)",
+        "BF16 (12 tensors)",
+        model.adapter_digest,
+        "honoured r = 4",
+    ):
+        assert word in text
+
+
+def test_without_a_base_it_says_so_and_finds_what_it_can(adapter: PeftAdapter) -> None:
+    report = inspect_adapter(adapter.path)
+    assert report.is_honoured
+    assert "not checked against a base model" in report.describe()
+    tensors = read_tensors(adapter.path)
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    del tensors[f"{q}.lora_B.weight"]
+    tensors[f"{q.replace('0', '1')}.lora_A.weight"][0, 0] = float("nan")
+    tensors[f"{q.replace('0', '2')}.lora_A.weight"] = torch.ones(5, 32)
+    tensors["junk"] = torch.ones(1)
+    tensors["a.lora_A.weight"] = torch.ones(4, 2, dtype=torch.int32)
+    write_tensors(adapter.path, tensors)
+    edit_config(adapter.path, use_dora=True)
+    reasons = "\n".join(inspect_adapter(adapter.path).reasons)
+    for word in ("no lora_B.weight", "NaN", "[5, 32]", "rank should be 4", "junk", "dtype I32", "use_dora"):
+        assert word in reasons
+
+
+def test_a_refused_adapter_lists_every_reason(adapter: PeftAdapter) -> None:
+    edit_config(adapter.path, use_dora=True, target_modules=["q_proj", "v_proj", "k_proj"])
+    report = inspect_adapter(adapter.path, adapter.targets, LoRAConfig(max_lora_rank=2))
+    assert not report.is_honoured
+    reasons = "\n".join(report.reasons)
+    for word in ("use_dora", "max_lora_rank", "k_proj"):
+        assert word in reasons
+    assert "is refused" in report.describe()
+    assert {field.name for field in report.fields if field.verdict is Verdict.REFUSED} == {"use_dora"}
+
+
+def test_another_base_is_a_reason(adapter: PeftAdapter) -> None:
+    wide = {
+        name: [99 if size == 32 else size for size in tensor.shape]
+        for name, tensor in read_tensors(adapter.path).items()
+    }
+    write_tensors(adapter.path, {name: torch.ones(shape) for name, shape in wide.items()})
+    assert "hidden size 99 against 32" in inspect_adapter(adapter.path, adapter.targets).reasons[0]
+
+
+def test_unreadable_weights_are_a_reason(adapter: PeftAdapter) -> None:
+    file = adapter.path / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    report = inspect_adapter(adapter.path, adapter.targets)
+    assert "truncated" in report.reasons[0]
+    assert (report.adapter_digest, report.nbytes) == ("", 0)
+    file.unlink()
+    assert "has none of" in inspect_adapter(adapter.path).reasons[0]
+
+
+def test_a_bad_pattern_is_a_reason(adapter: PeftAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_config(adapter.path, rank_pattern={"(": 3})
+    assert any("rank_pattern" in reason for reason in inspect_adapter(adapter.path).reasons)
+    monkeypatch.setattr("loraplex.adapters.patterns.DEADLINE_S", 0.5)
+    edit_config(adapter.path, rank_pattern={r"(\w|.)*X": 3})
+    for targets in (None, adapter.targets):
+        assert any("takes longer" in reason for reason in inspect_adapter(adapter.path, targets).reasons)
+
+
+def test_without_a_config_there_is_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(AdapterConfigMissingError):
+        inspect_adapter(tmp_path)
+    with pytest.raises(AdapterPathNotFoundError):
+        inspect_adapter(tmp_path / "nowhere")

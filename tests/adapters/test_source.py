@@ -1,0 +1,303 @@
+"""AdapterSource: directories inside the allowed roots, and the real huggingface_hub against a hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.adapters.source import AdapterSource
+from loraplex.errors import (
+    AdapterFetchError,
+    AdapterFetchTimeoutError,
+    AdapterPathForbiddenError,
+    AdapterPathNotFoundError,
+    error_from_payload,
+)
+from tests.adapters.hub_server import Hub, sha_of
+
+CONFIG = b'{"r": 8}'
+FIRST = {
+    "adapter_config.json": CONFIG,
+    "adapter_model.safetensors": b"one",
+    "README.md": b"hello",
+    "adapter_model.bin": b"big",
+}
+SECOND = {"adapter_config.json": CONFIG, "adapter_model.safetensors": b"two"}
+ONLY_BIN = {"adapter_config.json": CONFIG, "adapter_model.bin": b"pickle", "optimizer.pt": b"x" * 1000}
+SHARDED = {
+    "adapter_config.json": CONFIG,
+    "adapter_model.safetensors.index.json": b"{}",
+    "adapter_model-00001-of-00002.safetensors": b"1",
+    "adapter_model-00002-of-00002.safetensors": b"2",
+    "model.safetensors": b"the whole model",
+}
+REPOS = {"org/sql": {"main": FIRST, "v2": SECOND}, "org/bin": {"main": ONLY_BIN}, "org/sharded": {"main": SHARDED}}
+
+
+# ---------------------------------------------------------------------------------------------------------- directories
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for where in ("root/sql", "elsewhere/sql"):
+        directory = tmp_path / where
+        directory.mkdir(parents=True)
+        (directory / "adapter_config.json").write_bytes(CONFIG)
+        (directory / "adapter_model.safetensors").write_bytes(b"x")
+    return tmp_path / "root"
+
+
+def test_a_directory_is_returned_resolved(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = (root / "sql").resolve()
+    source = AdapterSource()
+    assert source.fetch(str(root / "sql")) == expected
+    assert source.fetch(str(root / "x" / ".." / "sql")) == expected
+    monkeypatch.chdir(root)
+    assert source.fetch("sql") == source.fetch("./sql") == expected
+    monkeypatch.setenv("HOME", str(root))
+    assert source.fetch("~/sql") == expected
+    (root / "link").symlink_to(root / "sql")
+    assert source.fetch(str(root / "link")) == expected
+
+
+def test_a_local_directory_comes_before_the_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root.parent)
+    assert AdapterSource().fetch("root/sql") == (root / "sql").resolve()
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere", "/no/such/dir", "./org/name", "a/b/c", "", "a\0b", "~nobody-of-this-name/x"]
+)
+def test_no_such_directory(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if path == "":
+        (tmp_path / "adapter_config.json").write_bytes(CONFIG)
+    with pytest.raises(AdapterPathNotFoundError):
+        AdapterSource().fetch(path)
+
+
+def test_a_file_is_no_directory(root: Path) -> None:
+    with pytest.raises(AdapterPathNotFoundError, match="not a directory"):
+        AdapterSource().fetch(str(root / "sql" / "adapter_config.json"))
+
+
+def test_only_allowed_roots_are_read(root: Path) -> None:
+    source = AdapterSource(allowed_roots=(root,))
+    outside = root.parent / "elsewhere" / "sql"
+    assert source.fetch(str(root / "sql")) == (root / "sql").resolve()
+    assert AdapterSource(allowed_roots=(root, outside)).fetch(str(outside)) == outside.resolve()
+    (root / "link").symlink_to(outside)
+    for path in (
+        outside,
+        root / ".." / "elsewhere" / "sql",
+        root / "link",
+        Path("/etc"),
+        Path("/no/such/dir"),
+        root.parent,
+    ):
+        with pytest.raises(AdapterPathForbiddenError, match="--adapter-root"):
+            source.fetch(str(path))
+    with pytest.raises(AdapterPathForbiddenError, match="none is allowed"):
+        AdapterSource(allowed_roots=()).fetch(str(root / "sql"))
+
+
+def test_a_root_with_a_common_prefix_is_another_directory(root: Path) -> None:
+    twin = root.with_name("root-of-others")
+    (twin / "sql").mkdir(parents=True)
+    with pytest.raises(AdapterPathForbiddenError):
+        AdapterSource(allowed_roots=(root,)).fetch(str(twin / "sql"))
+
+
+def test_a_root_may_itself_be_a_link(root: Path) -> None:
+    link = root.with_name("shortcut")
+    link.symlink_to(root)
+    assert AdapterSource(allowed_roots=(link,)).fetch(str(link / "sql")) == (root / "sql").resolve()
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model-00001-of-00001.safetensors"]
+)
+def test_files_that_link_out_of_the_roots_are_refused(root: Path, name: str) -> None:
+    secret = root.parent / "secret"
+    secret.write_bytes(b"secret")
+    (root / "sql" / name).unlink(missing_ok=True)
+    (root / "sql" / name).symlink_to(secret)
+    with pytest.raises(AdapterPathForbiddenError):
+        AdapterSource(allowed_roots=(root,)).fetch(str(root / "sql"))
+    AdapterSource().fetch(str(root / "sql"))
+
+
+def test_a_loop_of_links_is_not_found(root: Path) -> None:
+    (root / "a").symlink_to(root / "b")
+    (root / "b").symlink_to(root / "a")
+    with pytest.raises(AdapterPathNotFoundError):
+        AdapterSource().fetch(str(root / "a"))
+
+
+def test_what_the_roots_hide_is_not_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With roots, a path outside gives one answer whether it exists or not."""
+    source = AdapterSource(allowed_roots=(root,))
+    answers = set()
+    for path in ("/etc", "/no/such/dir"):
+        with pytest.raises(AdapterPathForbiddenError) as caught:
+            source.fetch(path)
+        answers.add(caught.value.message.replace(path, "PATH"))
+    assert len(answers) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from loraplex.adapters.source import AdapterSource
+from loraplex.errors import LoraplexError
+
+answers = []
+for job in json.load(sys.stdin):
+    source = AdapterSource(None if job["roots"] is None else tuple(map(Path, job["roots"])), Path(job["cache"]), job["timeout_s"])
+    try:
+        path = source.fetch(job["id"], job["revision"])
+        answers.append({"path": str(path), "files": {file.name: file.read_text() for file in path.iterdir()}})
+    except LoraplexError as error:
+        answers.append(error.to_payload())
+json.dump(answers, sys.stdout)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(REPOS) as hub:
+        yield hub
+
+
+class Client:
+    """Runs fetches in a child, because huggingface_hub reads its environment when it is imported."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+
+    def fetch(
+        self,
+        hub: Hub,
+        *ids: str,
+        timeout_s: float = 60.0,
+        roots: list[str] | None = None,
+        revision: str | None = None,
+        **env: str,
+    ) -> Any:
+        jobs = [
+            {"id": i, "revision": revision, "cache": str(self.cache), "timeout_s": timeout_s, "roots": roots}
+            for i in ids
+        ]
+        variables = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            **env,
+        }
+        child = subprocess.run(
+            [sys.executable, "-c", CHILD],
+            input=json.dumps(jobs),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **variables, "HF_HOME": str(self.cache)},
+            cwd=self.cache.parent,
+        )
+        assert child.returncode == 0, child.stderr
+        self.stderr = child.stderr
+        return json.loads(child.stdout)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Client:
+    (tmp_path / "cache").mkdir()
+    return Client(tmp_path / "cache")
+
+
+def test_the_hub_gives_adapter_files_only(hub: Hub, client: Client) -> None:
+    sql, again, v2, bin_only, sharded = client.fetch(
+        hub, "org/sql", "hf://org/sql", "hf://org/sql@v2", "org/bin", "org/sharded"
+    )
+    assert sql["files"] == {"adapter_config.json": '{"r": 8}', "adapter_model.safetensors": "one"}
+    assert sql["path"] == again["path"]
+    assert Path(sql["path"]).name == sha_of(FIRST), "a directory named by commit: what it holds never changes"
+    assert v2["files"]["adapter_model.safetensors"] == "two"
+    assert bin_only["files"] == {"adapter_config.json": '{"r": 8}', "adapter_model.bin": "pickle"}
+    assert set(sharded["files"]) == set(SHARDED) - {"model.safetensors"}
+    assert not any("README" in request or "optimizer" in request for request in hub.requests)
+    assert client.stderr == "", "no progress bars in a server's log"
+
+
+def test_a_revision_argument_and_roots(hub: Hub, client: Client) -> None:
+    (answer,) = client.fetch(hub, "org/sql", revision="v2", roots=[str(client.cache.parent / "adapters")])
+    assert answer["files"]["adapter_model.safetensors"] == "two"
+
+
+def test_what_the_hub_does_not_have(hub: Hub, client: Client) -> None:
+    answers = client.fetch(
+        hub, "org/nothing", "hf://org/sql@v9", "hf://no-slash", "hf://../../etc/passwd", "hf://a/b/c"
+    )
+    assert {answer["error"] for answer in answers} == {"AdapterPathNotFoundError"}
+    assert "'org/nothing'" in answers[0]["message"]
+    assert "revision" in answers[1]["message"]
+    assert all("no hub repository" in answer["message"] for answer in answers[2:])
+    assert isinstance(error_from_payload(answers[0]), AdapterPathNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error"),
+    [
+        (401, "GatedRepo", "AdapterPermissionError"),
+        (403, "", "AdapterPermissionError"),
+        (401, "RepoNotFound", "AdapterPathNotFoundError"),
+        (500, "", "AdapterFetchError"),
+        (404, "", "AdapterFetchError"),
+    ],
+)
+def test_each_failure_of_the_hub_is_told_apart(hub: Hub, client: Client, status: int, code: str, error: str) -> None:
+    hub.status, hub.error_code = status, code
+    (answer,) = client.fetch(hub, "org/sql")
+    assert answer["error"] == error, answer["message"]
+    assert "'org/sql'" in answer["message"]
+
+
+def test_a_slow_hub_times_out(hub: Hub, client: Client) -> None:
+    hub.delay_s = 5.0
+    (answer,) = client.fetch(hub, "org/sql", timeout_s=0.3)
+    assert answer["error"] == "AdapterFetchTimeoutError"
+    assert "0.3 s" in answer["message"]
+
+
+def test_offline_serves_the_cache_and_says_what_is_missing(hub: Hub, client: Client) -> None:
+    (online,) = client.fetch(hub, "org/sql")
+    cached, missing = client.fetch(hub, "org/sql", "org/bin", HF_HUB_OFFLINE="1")
+    assert cached == online
+    assert missing["error"] == "AdapterFetchError"
+    assert "HF_HUB_OFFLINE" in missing["message"]
+
+
+def test_an_unreachable_hub(hub: Hub, client: Client) -> None:
+    (answer,) = client.fetch(hub, "org/sql", HF_ENDPOINT="http://127.0.0.1:9")
+    assert answer["error"] == "AdapterFetchError"
+    assert "cannot be reached" in answer["message"]
+
+
+def test_local_paths_import_no_hub(root: Path) -> None:
+    code = f"import sys; from loraplex.adapters.source import AdapterSource as S; S().fetch({str(root / 'sql')!r}); "
+    code += "sys.exit(any(name.startswith(('huggingface_hub', 'torch')) for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_errors_of_fetching_are_load_errors() -> None:
+    assert AdapterFetchError.http_status == 502
+    assert AdapterFetchTimeoutError.http_status == 504

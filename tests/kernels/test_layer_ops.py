@@ -1,0 +1,110 @@
+"""linear, norms, rotary and silu_mul of every backend: the formula in float64, and Hugging Face's own modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from loraplex.errors import ConfigError
+from loraplex.kernels.ops import BACKENDS as NAMES
+from loraplex.kernels.ops import get_backend
+from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, assert_close, same_bits
+
+pytestmark = [
+    pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name),
+    pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str),
+    pytest.mark.parametrize("num_tokens", [1, 2, 7, 64]),
+]
+
+
+def draw(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 64), (37, 130), (576, 51)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(
+    backend: Any, dtype: torch.dtype, num_tokens: int, in_features: int, out_features: int, has_bias: bool
+) -> None:
+    x, weight = draw(dtype, num_tokens, in_features), draw(dtype, out_features, in_features, seed=1)
+    bias = draw(dtype, out_features, seed=2) if has_bias else None
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_close(backend.linear(x, weight, bias), expected, dtype)
+
+
+@pytest.mark.parametrize("size", [64, 37, 576])
+def test_rms_norm(backend: Any, dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    x, weight = draw(dtype, num_tokens, size) * 3, draw(dtype, size, seed=1)
+    before, theirs = x.clone(), LlamaRMSNorm(size, eps=1e-5).to(dtype)
+    theirs.weight.data.copy_(weight)
+    got = backend.rms_norm(x, weight, 1e-5)
+    wide = x.double()
+    assert got.dtype == dtype
+    assert_close(got, wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double())
+    assert_close(got, theirs(x).detach())
+    assert same_bits(x, before)
+
+
+def test_rms_norm_of_heads(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
+    """q and k norms: [T, H, D] inside a fused qkv output."""
+    x = draw(dtype, num_tokens, 6 * 16)[:, 16:64].view(num_tokens, 3, 16)
+    weight = draw(dtype, 16, seed=1)
+    got = backend.rms_norm(x, weight, 1e-6)
+    assert_close(got, backend.rms_norm(x.contiguous().view(-1, 16), weight, 1e-6).view(num_tokens, 3, 16))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-6, 200.0])
+def test_rms_norm_of_small_and_large_rows(backend: Any, dtype: torch.dtype, num_tokens: int, value: float) -> None:
+    x, weight = torch.full((num_tokens, 64), value, dtype=dtype), torch.ones(64, dtype=dtype)
+    wide = x.double()
+    assert_close(backend.rms_norm(x, weight, 1e-6), wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt())
+
+
+def test_add_rms_norm(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
+    x, residual, weight = draw(dtype, num_tokens, 96), draw(dtype, num_tokens, 96, seed=1), draw(dtype, 96, seed=2)
+    expected_total = x + residual
+    before = residual.clone()
+    normed, total = backend.add_rms_norm(x.clone(), residual, weight, 1e-5)
+    assert same_bits(total, expected_total)
+    assert same_bits(residual, before)
+    assert_close(normed, backend.rms_norm(expected_total, weight, 1e-5))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 16), (14, 2, 80)])
+def test_rotary(
+    backend: Any, dtype: torch.dtype, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    qkv = draw(dtype, num_tokens, sum(sizes))
+    q, k, _ = (t.view(num_tokens, -1, head_dim) for t in qkv.split(sizes, dim=-1))
+    before = qkv.clone()
+    config = LlamaConfig(hidden_size=num_heads * head_dim, num_attention_heads=num_heads, head_dim=head_dim)
+    positions = torch.arange(5, 5 + num_tokens)[None]
+    cos, sin = LlamaRotaryEmbedding(config)(qkv, positions)
+    theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    for got, expected in zip(backend.rotary(q, k, cos[0], sin[0]), theirs, strict=True):
+        assert got.dtype == dtype
+        assert_close(got, expected[0].transpose(0, 1))
+    assert same_bits(qkv, before)
+
+
+@pytest.mark.parametrize("size", [64, 37])
+def test_silu_mul(backend: Any, dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    gate_up = draw(dtype, num_tokens, 2 * size)
+    before, (gate, up) = gate_up.clone(), gate_up.double().chunk(2, dim=-1)
+    got = backend.silu_mul(gate_up)
+    assert got.shape == (num_tokens, size)
+    assert_close(got, gate * torch.sigmoid(gate) * up, dtype)
+    assert same_bits(gate_up, before)
+
+
+def test_get_backend(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
+    assert get_backend(backend.name, torch.device("cpu")).name == backend.name
+    assert get_backend("auto", torch.device("cpu")).name in NAMES
+    with pytest.raises(ConfigError, match="'cuda-fast'"):
+        get_backend("cuda-fast", torch.device("cpu"))

@@ -1,0 +1,158 @@
+"""Packed blocks say exactly what the adapter's tensors say, whole and in shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
+from loraplex.core import LoraTarget, Shard, ShardKind
+from loraplex.kernels.ops import get_backend
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.memory.packing import PackedLayout, Packer
+from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model
+
+BACKENDS = ("reference", "torch")
+
+
+def pack(model: LoRAModel, targets: tuple[LoraTarget, ...], backend: str, dtype: torch.dtype = torch.float32, base_bias=None):
+    """(layout, views): the adapter written into memory of its own."""
+    plan = Packer(targets, get_backend(backend, CPU), dtype, base_bias or BASE_BIAS.get).plan(model)
+    memory = torch.full((sum(plan.sizes),), 255, dtype=torch.uint8)
+    views = list(memory.split(list(plan.sizes)))
+    return plan.write(views), memory
+
+
+def output(layout: PackedLayout, memory: torch.Tensor, targets: tuple[LoraTarget, ...], target: LoraTarget, x: torch.Tensor, backend: str):
+    """What a kernel adds to the output of `target` when it reads this memory."""
+    table = SlotTable(targets, 1, memory)
+    starts = [sum(layout.sizes[:i]) for i in range(len(layout.sizes))]
+    for block in layout.blocks:
+        table.set_block(block.target_name, 0, starts[block.extent_index] + block.offset, block.layouts)
+    y = torch.zeros(len(x), sum(s.out_features for s in target.slices))
+    plan = LoraPlan.build([LoraSegment(0, len(x), 0)], len(x), 1)
+    get_backend(backend, CPU).add_lora(y, x, plan, table, table.first_row(target.name), target.slices)
+    return y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_kernel_reads_what_the_adapter_says(backend: str) -> None:
+    model = make_model("content", rank=5)
+    layout, memory = pack(model, TARGETS, backend)
+    for target in TARGETS:
+        x = torch.randn(4, target.in_features, generator=torch.Generator().manual_seed(1))
+        y = output(layout, memory, TARGETS, target, x, backend)
+        torch.testing.assert_close(y.double(), expected_delta(model, target, x), rtol=1e-5, atol=1e-5)
+
+
+def test_one_extent_per_layer_at_true_rank() -> None:
+    sizes = {rank: pack(make_model("x", rank), TARGETS, "reference")[0].sizes for rank in (4, 8)}
+    assert len(sizes[4]) == len({target.layer for target in TARGETS})
+    assert all(a < b < 2 * a for a, b in zip(sizes[4], sizes[8], strict=True))  # biases do not grow
+    assert all(size % 64 == 0 for size in sizes[4])
+
+
+def test_a_layer_without_weights_has_no_extent() -> None:
+    model = make_model("content")
+    layers = {name: layer for name, layer in model.layers.items() if ".1." in name}
+    layout, _ = pack(replace(model, layers=layers), TARGETS, "reference")
+    assert len(layout.sizes) == 1
+    assert {block.target_name for block in layout.blocks} == {t.name for t in TARGETS if t.layer == 1}
+
+
+def test_the_layout_is_a_function_of_the_content() -> None:
+    model = make_model("content")
+    first, second = pack(model, TARGETS, "reference"), pack(model, TARGETS, "reference")
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("has_base", [True, False], ids=["base bias", "no base bias"])
+def test_a_replaced_bias_alone_is_the_difference_to_the_base(has_base: bool) -> None:
+    target = TARGETS[0]
+    name = target.slices[0].module_name
+    bias = torch.linspace(2, 3, 16)
+    layer = LoRALayerWeights(name, 0, 8.0, None, None, None, bias, 1.0)
+    base = {name: torch.linspace(-1, 1, 16)} if has_base else {}
+    layout, memory = pack(LoRAModel("d", 0, {name: layer}), TARGETS, "reference", base_bias=base.get)
+    y = output(layout, memory, TARGETS, target, torch.ones(2, 16), "reference")
+    torch.testing.assert_close(y[0, :16] + base.get(name, torch.zeros(16)), bias)
+    assert not y[:, 16:].any()
+
+
+def test_the_compute_dtype_decides_the_bias_of_narrow_adapters() -> None:
+    """A difference of two 16-bit biases must not widen the whole block to float32."""
+    model = make_model("content")
+    layers = {
+        name: replace(layer, **{part: tensor.bfloat16() for part, tensor in layer.tensors.items()})
+        for name, layer in model.layers.items()
+    }
+    layout, _ = pack(replace(model, layers=layers), TARGETS, "reference", torch.bfloat16)
+    assert {one.dtype for block in layout.blocks for one in block.layouts if one is not None} == {torch.bfloat16}
+
+
+def test_a_tensor_that_does_not_fit_is_named() -> None:
+    model = make_model("content")
+    name = TARGETS[0].slices[0].module_name
+    layer = replace(model.layers[name], lora_a=torch.zeros(4, 17))
+    with pytest.raises(ValueError, match=f"lora_a of {name} has 17 features where the base model has 16"):
+        pack(replace(model, layers={**model.layers, name: layer}), TARGETS, "reference")
+
+
+def shard_targets(size: int, rank: int) -> tuple[LoraTarget, ...]:
+    """This rank's share of TARGETS; k and v (8 outputs, heads of 4) are replicated beyond two shards."""
+    shares = []
+    for target in TARGETS:
+        if target.kind is ShardKind.ROW:
+            shares.append(replace(target, in_features=target.full_in_features // size, shard=Shard(rank, size)))
+            continue
+        slices, offset = [], 0
+        for index, s in enumerate(target.slices):
+            width = s.full_out_features // (size if index == 0 else min(size, 2))
+            slices.append(replace(s, out_offset=offset, out_features=width))
+            offset += width
+        shares.append(replace(target, slices=tuple(slices), shard=Shard(rank, size)))
+    return tuple(shares)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shards_recombine_to_the_whole(size: int) -> None:
+    model = make_model("content", rank=4)
+    whole = {t.name: expected_delta(model, t, inputs(t)) for t in TARGETS}
+    parts = [shard_outputs(model, size, rank) for rank in range(size)]
+    for target in TARGETS:
+        if target.kind is ShardKind.ROW:
+            got = torch.stack([part[target.name] for part in parts]).sum(0)
+        else:
+            columns = []
+            for index, s in enumerate(target.slices):
+                step = size // (size if index == 0 else min(size, 2))
+                for rank in range(0, size, step):
+                    share = shard_targets(size, rank)[TARGETS.index(target)].slices[index]
+                    columns.append(parts[rank][target.name][:, share.out_offset : share.out_offset + share.out_features])
+                assert sum(c.shape[1] for c in columns) == s.out_offset + s.out_features
+            got = torch.cat(columns, 1)
+        torch.testing.assert_close(got.double(), whole[target.name], rtol=1e-5, atol=1e-5)
+
+
+def inputs(target: LoraTarget) -> torch.Tensor:
+    return torch.randn(3, target.full_in_features, generator=torch.Generator().manual_seed(3))
+
+
+def shard_outputs(model: LoRAModel, size: int, rank: int) -> dict[str, torch.Tensor]:
+    targets = shard_targets(size, rank)
+
+    def base_bias(module_name: str) -> torch.Tensor | None:
+        full = BASE_BIAS.get(module_name)
+        return None if full is None else full.chunk(size)[rank]
+
+    layout, memory = pack(model, targets, "reference", base_bias=base_bias)
+    outputs = {}
+    for target in targets:
+        x = inputs(target)
+        if target.kind is ShardKind.ROW:
+            x = x.chunk(size, dim=1)[rank]
+        outputs[target.name] = output(layout, memory, targets, target, x, "reference")
+    return outputs

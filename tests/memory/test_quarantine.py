@@ -1,0 +1,68 @@
+"""Freed memory comes back only when every step that was launched before is committed."""
+
+from __future__ import annotations
+
+import pytest
+
+from loraplex.memory.arena import Arena, LoRAMemoryPool
+from loraplex.memory.quarantine import Quarantine
+
+
+@pytest.fixture
+def pool() -> LoRAMemoryPool:
+    return LoRAMemoryPool(Arena(1024, 256, "cpu"))
+
+
+def allocate(pool: LoRAMemoryPool) -> tuple:
+    extents = pool.allocate_all([64, 64])
+    assert extents is not None
+    return extents
+
+
+def test_without_steps_memory_is_free_at_once(pool: LoRAMemoryPool) -> None:
+    quarantine = Quarantine(pool)
+    quarantine.retire(allocate(pool))
+    assert (pool.used_bytes, quarantine.nbytes) == (0, 0)
+
+
+def test_it_waits_for_the_steps_that_were_in_flight_and_no_later_ones(pool: LoRAMemoryPool) -> None:
+    quarantine = Quarantine(pool)
+    quarantine.launched(1)
+    quarantine.launched(2)
+    quarantine.retire(allocate(pool))
+    quarantine.launched(3)
+    assert not quarantine.committed(1)
+    assert (pool.used_bytes, quarantine.nbytes) == (128, 128)
+    assert quarantine.committed(2)
+    assert (pool.used_bytes, quarantine.nbytes) == (0, 0)
+    quarantine.check_integrity()
+
+
+def test_commits_out_of_order_free_nothing_early(pool: LoRAMemoryPool) -> None:
+    quarantine = Quarantine(pool)
+    quarantine.launched(1)
+    quarantine.launched(2)
+    quarantine.retire(allocate(pool))
+    assert not quarantine.committed(2)
+    assert pool.used_bytes == 128
+    assert quarantine.committed(1)
+    assert pool.used_bytes == 0
+
+
+def test_each_retirement_has_its_own_time(pool: LoRAMemoryPool) -> None:
+    quarantine = Quarantine(pool)
+    quarantine.launched(1)
+    quarantine.retire(allocate(pool))
+    quarantine.launched(2)
+    quarantine.retire(allocate(pool))
+    assert len(quarantine.extents()) == 4
+    assert quarantine.committed(1)
+    assert quarantine.nbytes == 128
+    assert quarantine.committed(2)
+    assert quarantine.nbytes == 0
+
+
+def test_an_unknown_commit_is_ignored(pool: LoRAMemoryPool) -> None:
+    quarantine = Quarantine(pool)
+    assert not quarantine.committed(7)
+    quarantine.check_integrity()

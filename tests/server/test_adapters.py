@@ -1,0 +1,264 @@
+"""vLLM's load and unload routes, word for word, and Loraplex's own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from loraplex.errors import AdapterPathNotFoundError, AdapterTruncatedError, AdapterValidationError, LoraplexError
+from loraplex.server import create_app
+from loraplex.testing import FakeAsyncEngine
+from tests.server.asgi_call import AsgiCall
+from tests.server.conftest import client_of
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+NEW = {"lora_name": "new", "lora_path": "/adapters/new"}
+
+
+async def names_of(client: httpx.AsyncClient) -> list[str]:
+    return [card["id"] for card in (await client.get("/v1/models")).json()["data"][1:]]
+
+
+# ------------------------------------------------------------------------------------------------------------ vLLM's
+
+
+async def test_vllm_load_and_unload(client: httpx.AsyncClient) -> None:
+    response = await client.post(LOAD, json=NEW)
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'new' added successfully.")
+    assert response.headers["x-loraplex-load-status"] == "loaded"
+    assert await names_of(client) == ["sql", "chat", "new"]
+    response = await client.post(UNLOAD, json={"lora_name": "new"})
+    assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'new' removed successfully.")
+    assert await names_of(client) == ["sql", "chat"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"lora_name": "x"},
+        {"lora_path": "/x"},
+        {"lora_name": "", "lora_path": "/x"},
+        {"lora_name": "x", "lora_path": None},
+    ],
+)
+async def test_vllm_load_without_its_fields(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    response = await client.post(LOAD, json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"] == "Both 'lora_name' and 'lora_path' must be provided."
+    assert error["type"] == "InvalidUserInput"
+
+
+@pytest.mark.parametrize("path", ["/adapters/sql", "/adapters/other"])
+async def test_vllm_load_of_a_known_name(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(LOAD, json={"lora_name": "sql", "lora_path": path})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        "The lora adapter 'sql' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
+    )
+    assert response.json()["error"]["type"] == "InvalidUserInput"
+
+
+async def test_vllm_load_in_place(client: httpx.AsyncClient) -> None:
+    body = {"lora_name": "sql", "lora_path": "/adapters/other", "load_inplace": True}
+    response = await client.post(LOAD, json=body)
+    assert response.text == "Success: LoRA adapter 'sql' added successfully."
+    assert response.headers["x-loraplex-load-status"] == "reloaded"
+    assert (await client.get("/v1/adapters/sql")).json()["version"] == 2
+    assert (await client.post(LOAD, json={**NEW, "load_inplace": True})).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["base", "base:x"])
+async def test_vllm_load_under_a_name_of_the_base(client: httpx.AsyncClient, name: str) -> None:
+    response = await client.post(LOAD, json={"lora_name": name, "lora_path": "/x"})
+    assert response.status_code == 400
+    assert "base" in response.json()["error"]["message"]
+
+
+async def test_vllm_unload_errors(client: httpx.AsyncClient) -> None:
+    response = await client.post(UNLOAD, json={})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "'lora_name' needs to be provided to unload a LoRA adapter."
+    response = await client.post(UNLOAD, json={"lora_name": "nope"})
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == "The lora adapter 'nope' cannot be found."
+    assert response.json()["error"]["type"] == "NotFoundError"
+
+
+async def test_vllm_unload_checks_the_number_it_is_sent(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/adapters", json={"name": "n", "path": "/n", "lora_int_id": 7})
+    assert (await client.post(UNLOAD, json={"lora_name": "n", "lora_int_id": 8})).status_code == 400
+    assert (await client.post(UNLOAD, json={"lora_name": "n", "lora_int_id": 7})).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{**NEW, "is_3d_lora_weight": True}, {**NEW, "x": 1}, {**NEW, "load_inplace": "yes"}])
+async def test_vllm_load_refuses_what_it_does_not_honour(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+    assert (await client.post(LOAD, json=body)).status_code == 400
+    assert (await client.post(LOAD, json={**NEW, "is_3d_lora_weight": False})).status_code == 200
+
+
+@pytest.mark.parametrize("url", [LOAD, "/v1/adapters"])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (AdapterPathNotFoundError("no such path"), 404, "adapter_path_not_found"),
+        (AdapterTruncatedError("cut off"), 400, "adapter_truncated"),
+        (AdapterValidationError.from_reasons("new", ["r is 0", "no lora_B"]), 400, "adapter_validation"),
+    ],
+)
+async def test_load_errors_are_distinct_and_not_sticky(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, url: str, error: LoraplexError, status: int, code: str
+) -> None:
+    body = NEW if url == LOAD else {"name": "new", "path": "/adapters/new"}
+    engine.errors_by_path["/adapters/new"] = error
+    response = await client.post(url, json=body)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.json()["error"]["message"] == str(error)
+    del engine.errors_by_path["/adapters/new"]
+    assert (await client.post(url, json=body)).status_code == 200
+
+
+async def test_ten_loads_of_one_adapter_at_once(client: httpx.AsyncClient) -> None:
+    answers = await asyncio.gather(*(client.post(LOAD, json=NEW) for _ in range(10)))
+    assert {answer.status_code for answer in answers} <= {200, 400}
+    assert 200 in {answer.status_code for answer in answers}
+    assert (await client.get("/v1/adapters/new")).json()["version"] == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- own
+
+
+async def test_own_load_says_what_happened() -> None:
+    engine = FakeAsyncEngine(max_resident=1)
+    async with client_of(create_app(engine)) as client:
+        answers = [
+            (await client.post("/v1/adapters", json=body)).json()
+            for body in (
+                {"name": "a", "path": "/a", "lora_int_id": 3},
+                {"name": "a", "path": "/a"},
+                {"name": "b", "path": "/b"},
+                {"name": "b", "path": "/c", "load_inplace": True},
+            )
+        ]
+        assert [answer["status"] for answer in answers] == [
+            "loaded",
+            "already_loaded",
+            "loaded_with_eviction",
+            "reloaded",
+        ]
+        assert answers[2]["evicted"] == ["a"]
+        assert answers[0]["lora_int_id"] == 3
+        assert answers[3]["version"] == 2
+        response = await client.post("/v1/adapters", json={"name": "a", "path": "/other"})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "adapter_conflict"
+
+
+async def test_list_and_show(client: httpx.AsyncClient) -> None:
+    cards = (await client.get("/v1/adapters")).json()["data"]
+    assert [card["name"] for card in cards] == ["sql", "chat"]
+    card = cards[0]
+    assert card == (await client.get("/v1/adapters/sql")).json()
+    for field in ("tier", "bytes", "rank", "references", "last_used_time", "version", "digest", "path", "is_pinned"):
+        assert field in card
+    assert (card["tier"], card["rank"], card["references"]) == ("device", 8, 0)
+    response = await client.get("/v1/adapters/nope")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "adapter_not_found"
+
+
+async def test_references_are_counted_while_a_request_runs(
+    app: FastAPI, client: httpx.AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    engine.hold(after_tokens=1)
+    call = AsgiCall(app, "/v1/completions", {"model": "sql", "prompt": "hi", "stream": True})
+    await call.start()
+    assert (await client.get("/v1/adapters/sql")).json()["references"] == 1
+    answer = (await client.delete("/v1/adapters/sql")).json()
+    assert answer == {"name": "sql", "version": 1, "is_drained": False, "references": 1, "aborted": 0}
+    assert (await client.post("/v1/completions", json={"model": "sql", "prompt": "hi"})).status_code == 404
+    engine.resume()
+    assert b"error" not in await call.rest()
+
+
+async def test_pin_unpin_evict_preload(client: httpx.AsyncClient) -> None:
+    async def post(verb: str) -> bool:
+        response = await client.post(f"/v1/adapters/sql/{verb}")
+        assert response.status_code == 200, response.text
+        return bool(response.json()["has_changed"])
+
+    async def card() -> dict[str, Any]:
+        answer: dict[str, Any] = (await client.get("/v1/adapters/sql")).json()
+        return answer
+
+    assert [await post("pin"), await post("pin")] == [True, False]
+    assert (await card())["is_pinned"]
+    assert [await post("unpin"), await post("unpin")] == [True, False]
+    assert [await post("evict"), await post("evict")] == [True, False]
+    assert (await card())["tier"] == "host"
+    assert [await post("preload"), await post("preload")] == [True, False]
+    assert (await card())["tier"] == "device"
+    for verb in ("pin", "unpin", "evict", "preload"):
+        assert (await client.post(f"/v1/adapters/nope/{verb}")).status_code == 404
+
+
+async def test_switch(client: httpx.AsyncClient) -> None:
+    answer = (await client.post("/v1/adapters/switch", json={"old": "sql", "new": "chat"})).json()
+    assert (answer["old"], answer["new"], answer["is_old_active"]) == ("sql", "chat", True)
+    assert answer["evict_s"] is not None
+    assert (await client.get("/v1/adapters/sql")).json()["alias_of"] == "chat"
+    body = {"old": "chat", "new": "fresh", "new_path": "/fresh"}
+    assert (await client.post("/v1/adapters/switch", json=body)).status_code == 200
+    assert (await client.post("/v1/adapters/switch", json={"old": "sql", "new": "nope"})).status_code == 404
+    assert (await client.post("/v1/adapters/switch", json={"old": "sql", "new": "sql"})).status_code == 400
+    assert (await client.post("/v1/adapters/switch", json={"old": "sql"})).status_code == 400
+
+
+async def test_unload_by_delete(client: httpx.AsyncClient) -> None:
+    answer = (await client.delete("/v1/adapters/sql", params={"deadline_s": 0, "force": "true"})).json()
+    assert answer["is_drained"]
+    assert (await client.delete("/v1/adapters/sql")).status_code == 404
+    for query in ({"deadline_s": -1}, {"deadline_s": "nan"}, {"force": "maybe"}, {"x": 1}):
+        response = await client.delete("/v1/adapters/chat", params=query)
+        assert response.status_code == 400, query
+        assert response.json()["error"]["param"] == next(iter(query))
+
+
+async def test_names_with_slashes(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/adapters", json={"name": "org/x", "path": "/x"})
+    assert (await client.get("/v1/adapters/org/x")).json()["name"] == "org/x"
+    assert (await client.get("/v1/adapters/org%2Fx")).json()["name"] == "org/x"
+    assert (await client.post("/v1/adapters/org/x/pin")).json()["has_changed"]
+    assert (await client.delete("/v1/adapters/org/x")).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["", " x", "a\nb", "x" * 257])
+async def test_names_that_cannot_be(client: httpx.AsyncClient, name: str) -> None:
+    assert (await client.post("/v1/adapters", json={"name": name, "path": "/x"})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "url", "body"),
+    [
+        ("POST", LOAD, NEW),
+        ("POST", UNLOAD, {"lora_name": "x"}),
+        ("POST", "/v1/adapters", {"name": "x", "path": "/x"}),
+        ("POST", "/v1/adapters/switch", {"old": "x", "new": "y"}),
+        ("POST", "/v1/adapters/x/pin", None),
+        ("POST", "/v1/adapters/x/preload", None),
+        ("GET", "/v1/adapters/x", None),
+        ("DELETE", "/v1/adapters/x", None),
+    ],
+)
+async def test_without_lora(method: str, url: str, body: dict[str, Any] | None) -> None:
+    async with client_of(create_app(FakeAsyncEngine(enable_lora=False))) as client:
+        response = await client.request(method, url, json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["code"] == "lora_disabled"
+        assert (await client.get("/v1/adapters")).json()["data"] == []

@@ -1,0 +1,62 @@
+"""Settings of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loraplex.errors import ConfigError
+from loraplex.server import ServerConfig, ServerSettings
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"host": ""}, "host"),
+        ({"port": -1}, "port"),
+        ({"port": 65536}, "port"),
+        ({"served_model_names": ("a", "")}, "served_model_names"),
+        ({"served_model_names": ("a", "a")}, "served_model_names"),
+        ({"adapter_roots": ("",)}, "adapter_roots"),
+        ({"max_body_bytes": 1}, "max_body_bytes"),
+        ({"max_sequences_per_request": 0}, "max_sequences_per_request"),
+        ({"shutdown_grace_s": -1}, "shutdown_grace_s"),
+        ({"shutdown_grace_s": float("nan")}, "shutdown_grace_s"),
+        ({"keep_alive_s": 0}, "keep_alive_s"),
+        ({"log_level": "loud"}, "log_level"),
+    ],
+)
+def test_settings_that_cannot_be(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServerConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("example.org", False),
+    ],
+)
+def test_loopback(host: str, is_loopback: bool) -> None:
+    config = ServerConfig(host=host)
+    assert config.is_loopback == is_loopback
+    assert config.allowed_adapter_roots == (None if is_loopback else ())
+
+
+def test_roots_are_resolved(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    config = ServerConfig(adapter_roots=(str(tmp_path / "link"), "hf://org"))
+    assert config.local_adapter_roots == ((tmp_path / "real").resolve(),)
+
+
+def test_every_setting_has_its_help() -> None:
+    for cls in (ServerSettings, ServerConfig):
+        assert all(field.metadata["help"] for field in cls.__dataclass_fields__.values())

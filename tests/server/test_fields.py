@@ -1,0 +1,180 @@
+"""Every field is honoured or refused by name; values that mean nothing are fine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest
+
+COMPLETION = {"model": "base", "prompt": "hi"}
+CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+ROUTES = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+
+REFUSED_EVERYWHERE: list[tuple[str, Any]] = [
+    ("guided_json", {"type": "object"}),
+    ("guided_regex", "a+"),
+    ("guided_choice", ["a"]),
+    ("guided_grammar", "x"),
+    ("structured_outputs", {"regex": "a"}),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("priority", 3),
+    ("service_tier", "flex"),
+    ("use_beam_search", True),
+    ("length_penalty", 0.5),
+    ("truncate_prompt_tokens", 5),
+    ("allowed_token_ids", [1]),
+    ("bad_words", ["x"]),
+    ("spaces_between_special_tokens", False),
+    ("metadata", {"a": "b"}),
+    ("store", True),
+    ("kv_transfer_params", {"a": 1}),
+    ("no_such_field", 1),
+    ("max_new_tokens", 5),
+]
+FINE_EVERYWHERE: list[tuple[str, Any]] = [
+    ("response_format", {"type": "text"}),
+    ("response_format", None),
+    ("no_such_field", None),
+    ("user", "ann"),
+    ("logit_bias", {}),
+    ("n", 1),
+    ("stop", None),
+    ("stop", []),
+    ("seed", None),
+    ("priority", 0),
+    ("service_tier", "auto"),
+    ("store", False),
+    ("metadata", {}),
+    ("bad_words", []),
+    ("use_beam_search", False),
+    ("length_penalty", 1.0),
+    ("length_penalty", 1),
+    ("top_k", -1),
+    ("temperature", 0),
+    ("temperature", 1),
+    ("stream_options", None),
+    ("stream", None),
+]
+CHAT_ONLY: list[tuple[str, Any]] = [
+    ("parallel_tool_calls", True),
+    ("parallel_tool_calls", False),
+    ("tools", []),
+    ("tool_choice", "none"),
+    ("tool_choice", "auto"),
+    ("safety_identifier", "x"),
+    ("modalities", ["text"]),
+    ("functions", []),
+    ("reasoning_effort", None),
+]
+COMPLETION_ONLY: list[tuple[str, Any]] = [("best_of", 1), ("suffix", ""), ("echo", False), ("logprobs", None)]
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize(("name", "value"), REFUSED_EVERYWHERE)
+async def test_refused(client: httpx.AsyncClient, url: str, body: dict[str, Any], name: str, value: object) -> None:
+    response = await client.post(url, json={**body, name: value})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == name
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize(("name", "value"), FINE_EVERYWHERE)
+async def test_fine(client: httpx.AsyncClient, url: str, body: dict[str, Any], name: str, value: object) -> None:
+    response = await client.post(url, json={**body, name: value})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "name", "value"),
+    [("/v1/chat/completions", CHAT, *case) for case in CHAT_ONLY]
+    + [("/v1/completions", COMPLETION, *case) for case in COMPLETION_ONLY],
+)
+async def test_fine_on_one_route(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], name: str, value: object
+) -> None:
+    response = await client.post(url, json={**body, name: value})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"stream": "yes"}, "stream"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"seed": 2**63}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"stop": 7}, "stop"),
+        ({"stop": ["a", 7]}, "stop"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+        ({"stream": True, "stream_options": {"x": True}}, "x"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 1025}, "cache_salt"),
+        ({"request_id": "a b"}, "request_id"),
+        ({"model": 7}, "model"),
+        ({"lora_path": ["sql", "chat"]}, "lora_path"),
+    ],
+)
+async def test_values_out_of_range(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    response = await client.post("/v1/completions", json={**COMPLETION, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"temperature": -0.5}, "temperature must be finite"),
+        ({"top_p": 0}, "top_p must be in"),
+        ({"top_p": 1.5}, "top_p must be in"),
+        ({"min_p": 2}, "min_p must be in"),
+        ({"presence_penalty": 3}, "presence_penalty must be in"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be in"),
+        ({"min_tokens": 20}, "min_tokens (20) must not be above max_tokens (16)"),
+        ({"stop": [""]}, "empty string"),
+        ({"stop": ["x"] * 17}, "at most 16"),
+        ({"logit_bias": {"5": 101}}, "logit_bias values"),
+        ({"temperature": -1, "top_p": 2}, "temperature"),
+    ],
+)
+async def test_sampling_parameters_out_of_range(client: httpx.AsyncClient, fields: dict[str, Any], reason: str) -> None:
+    response = await client.post("/v1/completions", json={**COMPLETION, **fields})
+    assert response.status_code == 400, response.text
+    assert reason in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+def test_no_field_is_honoured_and_refused(model: type[CompletionRequest]) -> None:
+    assert not set(model.model_fields) & set(model.neutral)
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
+def test_every_field_is_in_the_docs(model: type[CompletionRequest]) -> None:
+
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    missing = [name for name in (*model.model_fields, *model.neutral) if f"`{name}`" not in text]
+    assert not missing

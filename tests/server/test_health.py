@@ -1,0 +1,45 @@
+"""/health, /ping, /version, /openapi.json."""
+
+from __future__ import annotations
+
+import httpx
+from fastapi import FastAPI
+
+import loraplex
+from loraplex.server.context import ServerContext
+from loraplex.server.schemas import CompletionRequest
+from loraplex.testing import FakeAsyncEngine
+
+
+async def test_healthy(client: httpx.AsyncClient) -> None:
+    for method, url in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
+        assert (await client.request(method, url)).status_code == 200
+
+
+async def test_a_dead_engine_is_503_with_the_reason(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    engine.die("it ran out of memory; it is being restarted")
+    for url in ("/health", "/ping"):
+        response = await client.get(url)
+        assert response.status_code == 503
+        assert "it ran out of memory" in response.json()["error"]["message"]
+    response = await client.post("/v1/completions", json={"model": "base", "prompt": "hi"})
+    assert response.status_code == 503
+    assert "it ran out of memory" in response.json()["error"]["message"]
+
+
+async def test_a_closing_server_is_503(client: httpx.AsyncClient, app: FastAPI) -> None:
+    context: ServerContext = app.state.context
+    await context.in_flight.abort_all()
+    assert (await client.get("/health")).status_code == 503
+
+
+async def test_version(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json() == {"version": loraplex.__version__}
+
+
+async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:
+    schema = (await client.get("/openapi.json")).json()
+    body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(body["properties"]) == set(CompletionRequest.model_fields)
+    assert "$ref" not in str(schema["paths"]["/v1/completions"]["post"]["requestBody"])
+    assert {"/v1/models", "/tokenize", "/v1/adapters/switch", "/health"} <= set(schema["paths"])

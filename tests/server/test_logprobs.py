@@ -1,0 +1,131 @@
+"""Log probabilities in both of OpenAI's forms, for outputs and for prompts."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from loraplex.core import Logprob
+from loraplex.server.logprobs import LOWEST_LOGPROB, TokenTexts, chat_logprobs, completion_logprobs
+from loraplex.testing import FakeTokenizer
+from tests.server.sse import events
+from tests.server.test_completions import complete, stream
+
+TOKENIZER = FakeTokenizer()
+PIECES = TOKENIZER.encode("é", add_special_tokens=False)
+
+
+async def test_completion_form(client: httpx.AsyncClient) -> None:
+    logprobs = (await complete(client, prompt="hi", max_tokens=3, logprobs=2))["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["[", "b", "a"],
+        "token_logprobs": [-0.25] * 3,
+        "top_logprobs": [{"[": -0.25, "\\": -0.75}, {"b": -0.25, "c": -0.75}, {"a": -0.25, "b": -0.75}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+async def test_zero_logprobs_are_those_of_the_tokens_themselves(client: httpx.AsyncClient) -> None:
+    logprobs = (await complete(client, prompt="hi", max_tokens=1, logprobs=0))["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [{"[": -0.25}]
+    assert (await complete(client, prompt="hi", max_tokens=1))["choices"][0]["logprobs"] is None
+
+
+async def test_chunks_add_up_to_the_whole(client: httpx.AsyncClient) -> None:
+    fields = {"prompt": ["hi", "ho"], "max_tokens": 3, "logprobs": 1, "echo": True}
+    whole = (await complete(client, **fields))["choices"]
+    chunks = [choice for chunk in await stream(client, **fields) for choice in chunk["choices"]]
+    for index, choice in enumerate(whole):
+        for name, values in choice["logprobs"].items():
+            assert [v for chunk in chunks if chunk["index"] == index for v in chunk["logprobs"][name]] == values
+
+
+async def test_echo_as_lm_eval_reads_it(client: httpx.AsyncClient) -> None:
+    """lm_eval sums token_logprobs[context:-1] and compares each with the largest of top_logprobs."""
+    prompts = [TOKENIZER.encode("ab"), TOKENIZER.encode("abc")]
+    fields = {"temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = await complete(client, prompt=prompts, max_tokens=1, **fields)
+    for prompt, choice in zip(prompts, answer["choices"], strict=True):
+        logprobs = choice["logprobs"]
+        assert {len(values) for values in logprobs.values()} == {len(prompt) + 1}
+        assert logprobs["token_logprobs"][0] is None
+        assert logprobs["top_logprobs"][0] is None
+        scored = zip(logprobs["token_logprobs"][1:-1], logprobs["top_logprobs"][1:-1], strict=True)
+        assert all(logprob == max(top.values()) for logprob, top in scored)
+    alone = await complete(client, prompt=prompts, max_tokens=0, **fields)
+    for prompt, choice in zip(prompts, alone["choices"], strict=True):
+        assert {len(values) for values in choice["logprobs"].values()} == {len(prompt)}
+
+
+async def test_prompt_logprobs_in_vllms_form(client: httpx.AsyncClient) -> None:
+    choice = (await complete(client, prompt="hi", prompt_logprobs=0))["choices"][0]
+    h, i = TOKENIZER.encode("hi", add_special_tokens=False)
+    expected = {"logprob": -0.25, "rank": 1}
+    assert choice["prompt_logprobs"] == [
+        None,
+        {str(h): {**expected, "decoded_token": "h"}},
+        {str(i): {**expected, "decoded_token": "i"}},
+    ]
+    body = {"model": "base", "messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}
+    answer = (await client.post("/v1/chat/completions", json=body)).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+async def test_tokens_as_ids(client: httpx.AsyncClient) -> None:
+    fields = {"max_tokens": 1, "logprobs": 1, "return_tokens_as_token_ids": True}
+    logprobs = (await complete(client, prompt="hi", **fields))["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [f"token_id:{FakeTokenizer.FIRST_BYTE + ord('[')}"]
+
+
+async def test_chat_form(client: httpx.AsyncClient) -> None:
+    body = {
+        "model": "base",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    content = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"]["content"]
+    tops = [{"token": "[", "logprob": -0.25, "bytes": [91]}, {"token": "\\", "logprob": -0.75, "bytes": [92]}]
+    assert content[0] == {**tops[0], "top_logprobs": tops}
+    response = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    choices = [choice for chunk in events(response.content) for choice in chunk["choices"]]
+    streamed = [item for choice in choices if choice["logprobs"] for item in choice["logprobs"]["content"]]
+    assert streamed == content
+    plain = (await client.post("/v1/chat/completions", json={**body, "top_logprobs": None})).json()
+    assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_pieces_of_characters_have_their_own_bytes() -> None:
+    first, second = PIECES
+    candidates = {first: Logprob(-0.1, 1), second: Logprob(-2.0, 2)}
+    content = chat_logprobs([first, second], [candidates, candidates], 2, TokenTexts(TOKENIZER)).content
+    assert bytes(content[0].bytes + content[1].bytes).decode() == "é"
+    assert content[0].token == content[1].token == "\ufffd"
+
+
+def test_the_likelier_of_two_tokens_with_one_text_is_kept() -> None:
+    """Clients look for the largest value: it must be there, whatever the order of the candidates."""
+    first, second = PIECES
+    for candidates in (
+        {first: Logprob(-3.0, 2), second: Logprob(-0.5, 1)},
+        {second: Logprob(-0.5, 1), first: Logprob(-3.0, 2)},
+    ):
+        logprobs = completion_logprobs([first], [candidates], TokenTexts(TOKENIZER), 0)
+        assert logprobs.top_logprobs == [{"\ufffd": -0.5}]
+        assert logprobs.token_logprobs == [-3.0]
+
+
+def test_the_token_is_no_top_logprob_unless_it_is_one_of_the_likeliest() -> None:
+    candidates = {70: Logprob(-9.0, 40), 71: Logprob(-0.1, 1)}
+    content = chat_logprobs([70], [candidates], 1, TokenTexts(TOKENIZER)).content
+    assert content[0].logprob == -9.0
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.1]
+    assert chat_logprobs([70], [candidates], 0, TokenTexts(TOKENIZER)).content[0].top_logprobs == []
+
+
+@pytest.mark.parametrize("value", [float("-inf"), -1e30])
+def test_json_has_no_infinity(value: float) -> None:
+    logprobs = completion_logprobs([70], [{70: Logprob(value, 9)}], TokenTexts(TOKENIZER), 5)
+    assert logprobs.token_logprobs == [LOWEST_LOGPROB]
+    assert logprobs.text_offset == [5]

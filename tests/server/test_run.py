@@ -1,0 +1,205 @@
+"""From the port to the last request: binding, the ready line, draining, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+
+from loraplex.errors import ConfigError
+from loraplex.server import ServerConfig, bind
+from loraplex.testing import FakeAsyncEngine
+from tests.server.live_server import LiveServer
+from tests.server.sse import events
+
+REPOSITORY = Path(__file__).parents[2]
+BODY = {"model": "sql", "prompt": "hi", "stream": True, "max_tokens": 50}
+PROGRAM = """
+import asyncio, sys
+from loraplex.errors import ModelNotFoundError
+from loraplex.server import ServerConfig, run_server
+from loraplex.testing import FakeAsyncEngine
+
+class Engine(FakeAsyncEngine):
+    async def shutdown(self):
+        await super().shutdown()
+        print("engine is shut down", flush=True)
+
+async def start():
+    how = sys.argv[1]
+    if how == "fails":
+        raise ModelNotFoundError("no model here")
+    if how == "never":
+        print("starting", flush=True)
+        await asyncio.Event().wait()
+    engine = Engine({"sql": "/sql"})
+    if how == "holds":
+        engine.hold(after_tokens=2)
+    return engine
+
+config = ServerConfig(port=int(sys.argv[2]), access_log=False, shutdown_grace_s=float(sys.argv[3]))
+sys.exit(run_server(start, config))
+"""
+
+
+class Program:
+    """A server in a process of its own."""
+
+    def __init__(self, how: str, port: int = 0, grace_s: float = 30.0) -> None:
+        command = [sys.executable, "-c", PROGRAM, how, str(port), str(grace_s)]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+
+    @property
+    def stdout(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def url(self) -> str:
+        """From the ready line, once it is there."""
+        line = self.stdout.readline()
+        assert line.startswith("Loraplex is ready: http://127.0.0.1:"), line + self.stderr()
+        assert "serves base (1 adapters)" in line
+        return line.split()[3]
+
+    def stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and what else it printed."""
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, output
+
+
+@pytest.fixture
+def programs() -> Iterator[list[Program]]:
+    started: list[Program] = []
+    yield started
+    for program in started:
+        program.process.kill()
+        program.process.communicate()
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_server_and_its_engine(programs: list[Program], which: signal.Signals) -> None:
+    program = Program("answers")
+    programs.append(program)
+    url = program.url()
+    assert httpx.get(url + "/health").status_code == 200
+    program.process.send_signal(which)
+    assert program.end() == (0, "engine is shut down\n")
+
+
+def test_after_the_grace_a_stream_ends_with_an_error_of_its_own(programs: list[Program]) -> None:
+    program = Program("holds", grace_s=0.0)
+    programs.append(program)
+    url = program.url()
+    with httpx.stream("POST", url + "/v1/completions", json=BODY) as response:
+        lines = response.iter_lines()
+        assert "data: " in next(lines)
+        program.process.send_signal(signal.SIGTERM)
+        rest = "\n".join(lines)
+    assert '"code":"engine_shutdown"' in rest
+    assert "data: [DONE]" in rest
+    assert program.end() == (0, "engine is shut down\n")
+
+
+def test_a_second_signal_does_not_wait(programs: list[Program]) -> None:
+    program = Program("holds", grace_s=3600.0)
+    programs.append(program)
+    url = program.url()
+    with httpx.stream("POST", url + "/v1/completions", json=BODY) as response:
+        lines = response.iter_lines()
+        assert "data: " in next(lines)
+        program.process.send_signal(signal.SIGTERM)
+        while is_open(url):
+            time.sleep(0.01)
+        program.process.send_signal(signal.SIGTERM)
+        assert '"code":"engine_shutdown"' in "\n".join(lines)
+    assert program.end() == (0, "engine is shut down\n")
+
+
+def is_open(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_taken_port_is_said_at_once_with_exit_code_1(programs: list[Program]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        program = Program("never", port)
+        programs.append(program)
+        output, errors = program.process.communicate(timeout=60)
+        assert (program.process.returncode, output) == (1, "")
+        assert errors.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use")
+        assert errors.count("\n") == 1
+
+
+def test_an_engine_that_does_not_start_is_exit_code_1(programs: list[Program]) -> None:
+    program = Program("fails")
+    programs.append(program)
+    output, errors = program.process.communicate(timeout=60)
+    assert (program.process.returncode, output, errors) == (1, "", "error: no model here\n")
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_start_of_an_engine(programs: list[Program], which: signal.Signals) -> None:
+    program = Program("never")
+    programs.append(program)
+    assert program.stdout.readline() == "starting\n"
+    program.process.send_signal(which)
+    assert program.end() == (128 + which, "")
+
+
+def test_running_requests_finish_within_the_grace() -> None:
+    """The server stops taking connections while one request is held; it ends with its whole answer."""
+    config = ServerConfig(port=0, access_log=False, log_level="warning", shutdown_grace_s=3600.0)
+    engine = FakeAsyncEngine({"sql": "/sql"})
+    engine.hold(after_tokens=2)
+    with ThreadPoolExecutor(1) as pool, LiveServer(engine, config) as server:
+        asked = pool.submit(httpx.post, server.url + "/v1/completions", json=BODY, timeout=60)
+        while engine.num_running == 0:
+            time.sleep(0.01)
+        server.stop()
+        while is_open(server.url):
+            time.sleep(0.01)
+        server.call(engine.resume)
+        chunks = events(asked.result().content)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "[sql] hi"
+
+
+def test_the_port_opens_when_the_server_is_ready() -> None:
+    with bind(ServerConfig(port=0)) as sock:
+        assert not is_open(f"http://127.0.0.1:{sock.getsockname()[1]}")
+
+
+def test_an_address_that_is_not_this_machines() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7:0"):
+        bind(ServerConfig(host="203.0.113.7", port=0))
+
+
+def test_no_thread_stays() -> None:
+    before = threading.active_count()
+    with LiveServer(FakeAsyncEngine()) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+    assert threading.active_count() <= before

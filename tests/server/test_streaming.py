@@ -1,0 +1,269 @@
+"""Streams and clients that go away: errors before and in a stream, disconnects, merging, back to zero afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from loraplex.errors import (
+    AdapterUnavailableError,
+    EngineDeadError,
+    EngineOverloadedError,
+    LoraplexError,
+)
+from loraplex.server import ServerConfig
+from loraplex.server.context import ServerContext
+from loraplex.server.streaming import merge
+from loraplex.testing import FakeAsyncEngine
+from tests.server.asgi_call import AsgiCall
+from tests.server.sse import events
+
+COMPLETION: dict[str, Any] = {"model": "sql", "prompt": "hi", "max_tokens": 10, "ignore_eos": True}
+CHAT: dict[str, Any] = {"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
+ROUTES = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+
+
+async def until(condition: Any) -> None:
+    """Let the loop run until the condition holds; pytest's timeout ends it otherwise."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineOverloadedError("too many"), 429, "engine_overloaded"),
+        (AdapterUnavailableError("gone"), 503, "adapter_unavailable"),
+        (EngineDeadError("dead"), 503, "engine_dead"),
+    ],
+)
+async def test_errors_before_the_first_token_have_their_status(
+    client: httpx.AsyncClient,
+    engine: FakeAsyncEngine,
+    url: str,
+    body: dict[str, Any],
+    is_stream: bool,
+    error: LoraplexError,
+    status: int,
+    code: str,
+) -> None:
+    engine.fail_next(error)
+    response = await client.post(url, json={**body, "stream": is_stream})
+    assert response.status_code == status
+    assert response.json()["error"] == {"message": str(error), "type": error.kind, "param": None, "code": code}
+    assert ("retry-after" in response.headers) == (status == 429)
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+async def test_an_error_in_mid_stream_is_an_event(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, url: str, body: dict[str, Any]
+) -> None:
+    engine.fail_next(EngineDeadError("the engine ended"), after_tokens=3)
+    response = await client.post(url, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert response.status_code == 200
+    *chunks, last = events(response.content)
+    assert len(chunks) >= 3
+    assert all("error" not in chunk for chunk in chunks)
+    assert last["error"]["code"] == "engine_dead"
+    assert last["error"]["message"] == "the engine ended"
+
+
+async def test_an_unforeseen_error_tells_the_client_nothing_of_its_cause(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*arguments: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("loraplex.server.completions.encode", explode)
+    response = await client.post("/v1/completions", json=COMPLETION)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "internal_error"
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"]
+    streamed = await client.post("/v1/completions", json={**COMPLETION, "stream": True})
+    assert "secret" not in streamed.text
+    assert events(streamed.content)[-1]["error"]["type"] == "internal_error"
+
+
+async def test_one_failed_prompt_ends_the_request_and_aborts_the_others(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    engine.fail_next(EngineDeadError("ended"), after_tokens=2)
+    response = await client.post("/v1/completions", json={**COMPLETION, "prompt": ["a", "b", "c"]})
+    assert response.status_code == 503
+    assert engine.num_running == 0
+    assert len(engine.aborted) == 2
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_client_that_goes_away_before_the_first_token(
+    app: FastAPI, engine: FakeAsyncEngine, url: str, body: dict[str, Any], is_stream: bool
+) -> None:
+    engine.hold()
+    call = AsgiCall(app, url, {**body, "stream": is_stream})
+    await until(lambda: engine.num_running == 1)
+    call.disconnect()
+    await call.task
+    assert engine.num_running == 0
+    assert len(engine.aborted) == 1
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+async def test_a_client_that_goes_away_in_mid_stream(
+    app: FastAPI, engine: FakeAsyncEngine, url: str, body: dict[str, Any]
+) -> None:
+    engine.hold(after_tokens=2)
+    call = AsgiCall(app, url, {**body, "stream": True})
+    assert await call.start() == 200
+    for _ in range(2):
+        assert b"data: " in (await call.next_chunk() or b"")
+    call.disconnect()
+    await call.task
+    assert engine.num_running == 0
+    assert len(engine.aborted) == 1
+
+
+async def test_a_client_of_several_prompts_that_goes_away(app: FastAPI, engine: FakeAsyncEngine) -> None:
+    engine.hold(after_tokens=1)
+    call = AsgiCall(app, "/v1/completions", {**COMPLETION, "prompt": ["a", "b", "c"], "stream": True})
+    assert await call.start() == 200
+    await until(lambda: engine.num_running == 3)
+    call.disconnect()
+    await call.task
+    assert engine.num_running == 0
+    assert len(engine.aborted) == 3
+
+
+async def test_a_stopped_server_task_aborts_too(app: FastAPI, engine: FakeAsyncEngine) -> None:
+    engine.hold(after_tokens=1)
+    call = AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": True})
+    assert await call.start() == 200
+    assert await call.next_chunk()
+    call.task.cancel()
+    await asyncio.gather(call.task, return_exceptions=True)
+    assert engine.num_running == 0
+    assert len(engine.aborted) == 1
+
+
+async def test_tokens_are_sent_as_they_come(app: FastAPI, engine: FakeAsyncEngine) -> None:
+    """While the engine holds after two tokens, two chunks are there."""
+    engine.hold(after_tokens=2)
+    call = AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": True})
+    assert await call.start() == 200
+    first, second = await call.next_chunk(), await call.next_chunk()
+    assert first is not None
+    assert second is not None
+    assert json.loads(first.removeprefix(b"data: "))["choices"][0]["text"] == "["
+    engine.resume()
+    assert len(events(second + await call.rest())) == 9
+
+
+async def test_an_abort_by_another_hand_is_an_error_of_the_request(app: FastAPI, engine: FakeAsyncEngine) -> None:
+    engine.hold(after_tokens=1)
+    call = AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": True})
+    assert await call.start() == 200
+    await call.next_chunk()
+    await engine.abort(engine.requests[0].request_id)
+    error = events(await call.rest())[-1]["error"]
+    assert error["code"] == "request_aborted"
+    assert "adapter 'sql'" in error["message"]
+
+
+async def test_the_end_of_the_grace_tells_running_requests(app: FastAPI, engine: FakeAsyncEngine) -> None:
+    engine.hold(after_tokens=1)
+    streamed = AsgiCall(app, "/v1/completions", {**COMPLETION, "stream": True})
+    whole = AsgiCall(app, "/v1/chat/completions", CHAT)
+    assert await streamed.start() == 200
+    await until(lambda: engine.num_running == 2)
+    context: ServerContext = app.state.context
+    assert len(context.in_flight) == 2
+    await context.in_flight.abort_all()
+    assert events(await streamed.rest())[-1]["error"]["code"] == "engine_shutdown"
+    assert await whole.start() == 503
+    await whole.rest()
+    late = AsgiCall(app, "/v1/completions", COMPLETION)
+    assert await late.start() == 503
+    await late.rest()
+    assert len(context.in_flight) == 0
+
+
+async def test_many_requests_at_once_answer_as_one_at_a_time(client: httpx.AsyncClient) -> None:
+    bodies = [
+        {"model": model, "prompt": f"{model} {index}", "max_tokens": 40, "stream": index % 2 == 0}
+        for index in range(10)
+        for model in ("base", "sql", "chat")
+    ]
+
+    async def ask(body: dict[str, Any]) -> str:
+        response = await client.post("/v1/completions", json=body)
+        if not body["stream"]:
+            return str(response.json()["choices"][0]["text"])
+        return "".join(choice["text"] for chunk in events(response.content) for choice in chunk["choices"])
+
+    together = await asyncio.gather(*map(ask, bodies))
+    assert together == [f"[{body['model']}] {body['prompt']}" for body in bodies]
+    assert together == [await ask(body) for body in bodies]
+
+
+def test_the_server_does_not_count_what_it_does_not_run() -> None:
+    context = ServerContext.create(FakeAsyncEngine(), ServerConfig())
+    with context.in_flight.track("a"):
+        assert len(context.in_flight) == 1
+    assert len(context.in_flight) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- merge
+
+
+class Source:
+    def __init__(self, items: list[int], error: Exception | None = None) -> None:
+        self._items = items
+        self._error = error
+        self.is_closed = False
+
+    async def stream(self) -> AsyncGenerator[int, None]:
+        try:
+            for item in self._items:
+                await asyncio.sleep(0)
+                yield item
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.is_closed = True
+
+
+@pytest.mark.parametrize("num_sources", [1, 2, 5])
+async def test_merge_keeps_the_order_of_each_source(num_sources: int) -> None:
+    sources = [Source(list(range(index + 3))) for index in range(num_sources)]
+    merged = [entry async for entry in merge([source.stream() for source in sources])]
+    for index in range(num_sources):
+        assert [item for which, item in merged if which == index] == list(range(index + 3))
+    assert all(source.is_closed for source in sources)
+
+
+@pytest.mark.parametrize("num_sources", [1, 3])
+async def test_merge_ends_all_with_the_first_error(num_sources: int) -> None:
+    sources = [Source([1], ValueError("bad")), *(Source(list(range(1000))) for _ in range(num_sources - 1))]
+    with pytest.raises(ValueError, match="bad"):
+        async for _ in merge([source.stream() for source in sources]):
+            pass
+    assert all(source.is_closed for source in sources)
+
+
+@pytest.mark.parametrize("num_sources", [1, 3])
+async def test_closing_a_merge_closes_its_sources(num_sources: int) -> None:
+    sources = [Source(list(range(1000))) for _ in range(num_sources)]
+    merged = merge([source.stream() for source in sources])
+    await anext(merged)
+    await merged.aclose()
+    assert sources[0].is_closed
+    assert all(source.is_closed for source in sources)

@@ -1,0 +1,120 @@
+"""Slicing for 1, 2, 4 and 8 shards: the parts put together are the whole layer, its delta and its bias."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
+from loraplex.distributed import shard_bias, shard_columns, shard_lora_a, shard_lora_b, shard_rows
+
+IN, RANK, TOKENS = 24, 5, 3
+SIZES = pytest.mark.parametrize("size", [1, 2, 4, 8])
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(shape[0]))
+
+
+def target_of(kind: ShardKind, shard: Shard, out: list[tuple[int, int]], in_features: int = IN) -> LoraTarget:
+    """out: (this shard's, the checkpoint's) output features of each slice."""
+    slices, offset = [], 0
+    for i, (here, full) in enumerate(out):
+        slices.append(LoraSlice(f"linear.{i}", offset, here, full))
+        offset += here
+    return LoraTarget("linear", 0, in_features, IN, tuple(slices), kind, shard)
+
+
+def shards(size: int) -> list[Shard]:
+    return [Shard(rank, size) for rank in range(size)]
+
+
+@SIZES
+@pytest.mark.parametrize("full", [[32], [32, 32], [16, 48]], ids=str)
+def test_column_parts_side_by_side_are_the_whole(size: int, full: list[int]) -> None:
+    """One linear, and merged ones (gate, up): each slice is cut by itself."""
+    x = draw(TOKENS, IN)
+    for index, features in enumerate(full):
+        a, b, bias = draw(RANK, IN), draw(features, RANK), draw(features)
+        parts = []
+        for shard in shards(size):
+            target = target_of(ShardKind.COLUMN, shard, [(n // size, n) for n in full])
+            own_bias = shard_bias(target, index, bias)
+            assert own_bias is not None
+            assert shard_lora_a(target, index, a).shape == a.shape
+            parts.append(x @ shard_lora_a(target, index, a).T @ shard_lora_b(target, index, b).T + own_bias)
+        torch.testing.assert_close(torch.cat(parts, dim=1), x @ a.T @ b.T + bias)
+
+
+@SIZES
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (8, 2), (8, 1)])
+def test_qkv_is_cut_by_heads_and_scarce_kv_heads_are_replicated(size: int, heads: int, kv_heads: int) -> None:
+    head_dim, x = 3, draw(TOKENS, IN)
+    own_kv = max(kv_heads // size, 1)
+    full = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    out = [(heads // size * head_dim, full[0]), (own_kv * head_dim, full[1]), (own_kv * head_dim, full[2])]
+    for index, features in enumerate(full):
+        a, b = draw(RANK, IN), draw(features, RANK)
+        whole = (x @ a.T @ b.T).view(TOKENS, -1, head_dim)
+        num_heads = whole.shape[1]
+        for shard in shards(size):
+            target = target_of(ShardKind.QKV, shard, out)
+            part = x @ shard_lora_a(target, index, a).T @ shard_lora_b(target, index, b).T
+            own = out[index][0] // head_dim
+            first = shard.rank * num_heads // size  # the heads whose group this rank's q heads belong to
+            torch.testing.assert_close(part.view(TOKENS, own, head_dim), whole[:, first : first + own])
+
+
+@SIZES
+def test_row_parts_add_up_to_the_whole_and_the_bias_counts_once(size: int) -> None:
+    x, a, b, bias = draw(TOKENS, IN), draw(RANK, IN), draw(16, RANK), draw(16)
+    total = torch.zeros(TOKENS, 16, dtype=torch.float64)
+    for shard in shards(size):
+        target = target_of(ShardKind.ROW, shard, [(16, 16)], IN // size)
+        own_x = shard_columns(x, IN // size, shard)
+        assert shard_lora_b(target, 0, b).shape == b.shape
+        total += own_x @ shard_lora_a(target, 0, a).T @ shard_lora_b(target, 0, b).T
+        own_bias = shard_bias(target, 0, bias)
+        assert (own_bias is None) == (shard.rank > 0)
+        if own_bias is not None:
+            total += own_bias
+    torch.testing.assert_close(total, x @ a.T @ b.T + bias)
+
+
+@SIZES
+def test_replicated_layers_are_not_cut(size: int) -> None:
+    a, b, bias = draw(RANK, IN), draw(16, RANK), draw(16)
+    for shard in shards(size):
+        target = target_of(ShardKind.REPLICATED, shard, [(16, 16)])
+        assert torch.equal(shard_lora_a(target, 0, a), a)
+        assert torch.equal(shard_lora_b(target, 0, b), b)
+        assert torch.equal(shard_bias(target, 0, bias), bias)
+
+
+@SIZES
+def test_base_weights_are_cut_by_the_same_rule(size: int) -> None:
+    weight = draw(32, IN)
+    assert torch.equal(torch.cat([shard_rows(weight, 32 // size, s) for s in shards(size)]), weight)
+    assert torch.equal(torch.cat([shard_columns(weight, IN // size, s) for s in shards(size)], dim=1), weight)
+
+
+def test_parts_are_views() -> None:
+    weight = draw(32, IN)
+    assert shard_rows(weight, 8, Shard(1, 4)).data_ptr() == weight[8].data_ptr()
+
+
+def test_what_cannot_be_dealt_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="30 entries cannot be cut into parts of 8"):
+        shard_rows(draw(30, 2), 8, Shard(0, 4))
+    with pytest.raises(ValueError, match="for 4 shards"):
+        shard_rows(draw(24, 2), 8, Shard(0, 4))  # three parts for four ranks
+
+
+def test_another_models_dimensions_are_refused_by_module() -> None:
+    target = target_of(ShardKind.COLUMN, Shard(), [(16, 16), (8, 8)])
+    with pytest.raises(ValueError, match=r"lora_a of linear\.0 has 25 features where the base model has 24"):
+        shard_lora_a(target, 0, draw(RANK, 25))
+    with pytest.raises(ValueError, match=r"lora_b of linear\.1 has 16"):
+        shard_lora_b(target, 1, draw(16, RANK))
+    with pytest.raises(ValueError, match=r"bias of linear\.1 has 7"):
+        shard_bias(target, 1, draw(7))
