@@ -121,7 +121,7 @@ class AdapterLoader:
             self._store.pin_adapter(version.adapter_id)
         except BaseException:
             if heir_to is not None:
-                pass
+                heir_to.is_pinned = self._try_quietly(self._store.pin_adapter, heir_to.adapter_id)
             raise
 
     @staticmethod

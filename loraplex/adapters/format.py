@@ -18,7 +18,14 @@ from typing import Any, TypeVar
 from loraplex.adapters.config_reader import ConfigReader
 from loraplex.adapters.fields import FieldVerdict
 from loraplex.adapters.files import read_config_file
-from loraplex.adapters.patterns import PatternError, fullmatches, layer_indices, names_by_suffix, pattern_values
+from loraplex.adapters.patterns import (
+    PatternError,
+    dotted_suffixes,
+    fullmatches,
+    layer_indices,
+    named_by,
+    pattern_values,
+)
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError
 
@@ -130,7 +137,7 @@ class PEFTHelper:
     @property
     def scaling_factor(self) -> float:
         """The scaling where no pattern applies."""
-        return self._scaling(self.lora_alpha, self.r)
+        return self.scaling(self.lora_alpha, self.r)
 
     @property
     def vllm_lora_scaling_factor(self) -> float:
@@ -144,7 +151,7 @@ class PEFTHelper:
         return self.alphas((module_name,))[module_name]
 
     def scaling_of(self, module_name: str) -> float:
-        return self._scaling(self.alpha_of(module_name), self.rank_of(module_name))
+        return self.scaling(self.alpha_of(module_name), self.rank_of(module_name))
 
     def ranks(self, module_names: Sequence[str]) -> dict[str, int]:
         """Rank of each module; one call for many names is what a loader wants."""
@@ -155,7 +162,7 @@ class PEFTHelper:
 
     def scalings(self, module_names: Sequence[str]) -> dict[str, float]:
         ranks, alphas = self.ranks(module_names), self.alphas(module_names)
-        return {name: self._scaling(alphas[name], ranks[name]) for name in module_names}
+        return {name: self.scaling(alphas[name], ranks[name]) for name in module_names}
 
     def ambiguous_patterns(self, module_names: Sequence[str]) -> tuple[str, ...]:
         """Warnings for modules that several keys name with different values: saving sorts the keys, so the first may be another
@@ -185,7 +192,7 @@ class PEFTHelper:
         except PatternError as error:
             raise AdapterValidationError.from_reasons(self.adapter, [str(error)]) from error
 
-    def _scaling(self, alpha: float, rank: int) -> float:
+    def scaling(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     # --------------------------------------------------------------------------------------------------------- matching
@@ -203,21 +210,20 @@ class PEFTHelper:
         """Entries of a target_modules list that name none of these modules, whatever the layers or exclusions."""
         if isinstance(self.target_modules, str):
             return ()
-        return tuple(
-            entry for entry in self.target_modules if not any(names_by_suffix((entry,), name) for name in module_names)
-        )
+        sayable = {suffix for name in module_names for suffix in dotted_suffixes(name)}
+        return tuple(entry for entry in self.target_modules if entry not in sayable)
 
     def _excluded(self, names: Sequence[str]) -> frozenset[str]:
         if isinstance(self.exclude_modules, str):
             return frozenset(fullmatches(self.exclude_modules, names))
-        return frozenset(name for name in names if names_by_suffix(self.exclude_modules, name))
+        return frozenset(named_by(self.exclude_modules, names))
 
     def _targeted(self, names: Sequence[str]) -> list[str]:
         if isinstance(self.target_modules, str):
             if self.target_modules.lower() == ALL_LINEAR:
                 return [name for name in names if name.rpartition(".")[2] not in NOT_LINEAR_TARGETS]
             return list(fullmatches(self.target_modules, names))
-        by_suffix = [name for name in names if names_by_suffix(self.target_modules, name)]
+        by_suffix = named_by(self.target_modules, names)
         if not self.layers_to_transform:
             return by_suffix
         indices = layer_indices(self.layers_pattern, by_suffix)

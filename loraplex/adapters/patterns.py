@@ -18,7 +18,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 MAX_STEPS = 5_000_000
@@ -71,36 +71,63 @@ def layer_indices(layers_pattern: Sequence[str], names: Sequence[str]) -> dict[s
 
 def pattern_values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[str, tuple[Value, ...]]:
     """name -> the values of the keys that name it, in their order: peft takes the first. Names that no key names are left out."""
-    regexes = [key for key in patterns if not _PLAIN_KEY.fullmatch(key)]
-    matched = dict(zip(regexes, _match("match", [rf"(.*\.)?({key})$" for key in regexes], names), strict=True))
+    keys = list(patterns)
+    plain = _PlainKeys({order: key for order, key in enumerate(keys) if _PLAIN_KEY.fullmatch(key)})
+    regexes = {order: rf"(.*\.)?({key})$" for order, key in enumerate(keys) if not _PLAIN_KEY.fullmatch(key)}
+    matched = dict(zip(regexes, _match("match", list(regexes.values()), names), strict=True))
     found: dict[str, tuple[Value, ...]] = {}
     for name in names:
-        hits = tuple(
-            value
-            for key, value in patterns.items()
-            if (name in matched[key] if key in matched else _plain_key_matches(key, name))
-        )
-        if hits or name in patterns:  # peft looks a name up literally when no key matches it as a regex
-            found[name] = hits or (patterns[name],)
+        orders = sorted([*plain.naming(name), *(order for order, matches in matched.items() if name in matches)])
+        if orders:
+            found[name] = tuple(patterns[keys[order]] for order in orders)
+        elif name in patterns:  # peft looks a name up literally when no key matches it as a regex
+            found[name] = (patterns[name],)
     return found
 
 
-def names_by_suffix(entries: Sequence[str], name: str) -> str | None:
-    """The first entry that is the name or a dotted suffix of it (list form of target_modules and exclude_modules)."""
-    return next((entry for entry in entries if name == entry or name.endswith("." + entry)), None)
+class _PlainKeys:
+    """Keys of letters, digits, `_` and `.`, hundreds of them where each module has its own rank (EVA): found by hash.
+
+    As a regex such a key matches a dotted suffix of its own length with any character where it has a dot. So keys with dots at the
+    same places are in one table, by the characters that are left.
+    """
+
+    def __init__(self, keys: Mapping[int, str]) -> None:
+        self._tables: dict[int, dict[tuple[int, ...], dict[str, list[int]]]] = {}
+        for order, key in keys.items():
+            dots = tuple(index for index, char in enumerate(key) if char == ".")
+            table = self._tables.setdefault(len(key), {}).setdefault(dots, {})
+            table.setdefault(_without(key, dots), []).append(order)
+
+    def naming(self, name: str) -> list[int]:
+        """The orders of the keys that name this module."""
+        return [
+            order
+            for suffix in dotted_suffixes(name)
+            for dots, table in self._tables.get(len(suffix), {}).items()
+            for order in table.get(_without(suffix, dots), ())
+        ]
+
+
+def _without(text: str, positions: tuple[int, ...]) -> str:
+    starts, ends = (0, *(index + 1 for index in positions)), (*positions, len(text))
+    return "\0".join(text[start:end] for start, end in zip(starts, ends, strict=True))
+
+
+def dotted_suffixes(name: str) -> tuple[str, ...]:
+    """What an entry of a list may say to name this module: `a.b.c` is named by `a.b.c`, `b.c` and `c`."""
+    return (name, *(name[index + 1 :] for index, char in enumerate(name) if char == "."))
+
+
+def named_by(entries: Collection[str], names: Sequence[str]) -> list[str]:
+    """The names of which an entry is the whole or a dotted suffix (list form of target_modules and exclude_modules)."""
+    known = frozenset(entries)
+    return [name for name in names if not known.isdisjoint(dotted_suffixes(name))]
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
     """Raise PatternError for one that cannot be compiled."""
     _match("match", [pattern for pattern in patterns if not _PLAIN_KEY.fullmatch(pattern)], ())
-
-
-def _plain_key_matches(key: str, name: str) -> bool:
-    """`re.match(rf"(.*\\.)?({key})$", name)` for a key of letters, digits, `_` and `.` (which matches any character)."""
-    start = len(name) - len(key)
-    if start < 0 or not name.endswith(key.rpartition(".")[2]) or (start > 0 and name[start - 1] != "."):
-        return False
-    return all(wanted in (".", char) for wanted, char in zip(key, name[start:], strict=True))
 
 
 def _match(mode: str, regexes: Sequence[str], names: Sequence[str]) -> Sequence[Matches]:

@@ -24,6 +24,8 @@ SUPPORTED_DTYPES = ("F32", "F16", "BF16")
 UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
 MAX_REASONS_OF_A_KIND = 20
 
+LAYERS = "number of layers"
+
 _LAYER = re.compile(r"(?P<before>.*?\blayers)\.(?P<layer>\d+)\.(?P<after>.+)")
 _HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _HIDDEN_OUT = ("o_proj", "down_proj")
@@ -53,7 +55,8 @@ def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
 @dataclass
 class TensorCheck:
     """The findings about one file. `names` maps what is understood to its entry; `reasons` are faults of the adapter itself,
-    `differences` those that another base model would explain, `widths` what they say: width -> {(file's, base's)}."""
+    `differences` those that another base model would explain, `widths` what they say: width -> {(the file's, the base's)};
+    `agreed` are the widths that a tensor of the file has as the base has them."""
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
@@ -62,6 +65,7 @@ class TensorCheck:
     reasons: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     widths: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    agreed: set[str] = field(default_factory=set)
 
     def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
         """AdapterBaseMismatchError when another base explains everything, else AdapterValidationError with all reasons."""
@@ -70,9 +74,15 @@ class TensorCheck:
             raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened([*reasons, *self.differences]))
         if not self.differences:
             return
-        if all(len(pairs) == 1 for pairs in self.widths.values()):
+        if self._is_another_base():
             raise AdapterBaseMismatchError(self._another_base())
         raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened(self.differences))
+
+    def _is_another_base(self) -> bool:
+        """Each width is one other number throughout the file. Fewer layers alone are an incomplete file."""
+        if self.widths.keys() == {LAYERS} and all(theirs < ours for theirs, ours in self.widths[LAYERS]):
+            return False
+        return self.agreed.isdisjoint(self.widths) and all(len(pairs) == 1 for pairs in self.widths.values())
 
     def _another_base(self) -> str:
         facts = ", ".join(
@@ -164,8 +174,8 @@ class TensorCheck:
             entry = self.names.get(TensorName(module, part))
             if entry is None:
                 self.reasons.append(f"{module}: the file has no {part}; save the adapter again")
-            elif entry.shape != shape:
-                self._wrong_shape(TensorName(module, part), entry, shape)
+            else:
+                self._check_shape(TensorName(module, part), entry, shape)
         if not self.helper.lora_bias and TensorName(module, "lora_B.bias") in self.names:
             self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
 
@@ -175,23 +185,27 @@ class TensorCheck:
         if layer is None or layer < layers or self._is_foreign_rest(in_file):
             self.reasons.append(f"{text}; save the adapter again")
         else:
-            self._differs("number of layers", layers, _num_layers(self.base), text)
+            self._differs(LAYERS, layers, _num_layers(self.base), text)
 
     def _is_foreign_rest(self, in_file: set[str]) -> bool:
         """Without any tensor, or with layers chosen in the configuration, missing layers do not speak for another base."""
         return not in_file or bool(self.helper.layers_to_transform) or bool(self.helper.exclude_modules)
 
-    def _wrong_shape(self, name: TensorName, entry: TensorEntry, wanted: tuple[int, ...]) -> None:
+    def _check_shape(self, name: TensorName, entry: TensorEntry, wanted: tuple[int, ...]) -> None:
+        """A wrong rank or number of axes is the adapter's fault, a wrong width may be another base's."""
+        width, axis = _width_of(name)
+        if entry.shape == wanted:
+            self.agreed.add(width)
+            return
         text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
-        rank_axis, width_axis = (0, 1) if name.part == "lora_A.weight" else (1, 0)
-        is_rank_wrong = len(entry.shape) != len(wanted) or (
-            len(wanted) == 2 and entry.shape[rank_axis] != wanted[rank_axis]
-        )
-        width_axis = min(width_axis, len(wanted) - 1)
-        if is_rank_wrong or entry.shape[width_axis] == 0:
-            self.reasons.append(text + (" (was it saved from gathered shards?)" if 0 in entry.shape else ""))
+        if len(entry.shape) == len(wanted) and entry.shape == _with(wanted, axis, entry.shape[axis]) != _with(
+            wanted, axis, 0
+        ):
+            self._differs(width, entry.shape[axis], wanted[axis], text)
         else:
-            self._differs(_width_name(name), entry.shape[width_axis], wanted[width_axis], text)
+            self.reasons.append(
+                text + (" (was it saved from shards that were not gathered?)" if 0 in entry.shape else "")
+            )
 
     def _unwanted(self, name: TensorName, entry: TensorEntry) -> None:
         if name.module in self.base:
@@ -200,9 +214,7 @@ class TensorCheck:
         layer, layers = _layer_of(name.module), _num_layers(self.base)
         if layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
             foreign = _num_layers(other.module for other in self.names)
-            self._differs(
-                "number of layers", foreign, layers, f"tensor {entry.name!r} is of layer {layer}, the base has {layers}"
-            )
+            self._differs(LAYERS, foreign, layers, f"tensor {entry.name!r} is of layer {layer}, the base has {layers}")
         else:
             self.reasons.append(
                 f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r}; {why_not_linear(name)}"
@@ -214,7 +226,9 @@ class TensorCheck:
         base = self.base.get(name.module)
         if self.helper.bias == "none":
             self.reasons.append(f"tensor {entry.name!r} is not used: bias is 'none' in adapter_config.json")
-        elif base is None or not base.has_bias:
+        elif base is None:
+            self._unwanted(name, entry)
+        elif not base.has_bias:
             self.reasons.append(
                 f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r} with a bias"
             )
@@ -222,8 +236,8 @@ class TensorCheck:
             self.reasons.append(
                 f"tensor {entry.name!r} is not used: bias is 'lora_only' and {name.module!r} is no target"
             )
-        elif entry.shape != (base.out_features,):
-            self._wrong_shape(name, entry, (base.out_features,))
+        else:
+            self._check_shape(name, entry, (base.out_features,))
 
     def _check_missing_biases(self, matched: frozenset[str]) -> None:
         if self.helper.bias == "none":
@@ -259,12 +273,16 @@ def _num_layers(modules: Iterable[str]) -> int:
     return max(layers, default=-1) + 1
 
 
-def _width_name(name: TensorName) -> str:
+def _width_of(name: TensorName) -> tuple[str, int]:
+    """What the tensor's width is called, and its axis."""
     leaf = name.module.rpartition(".")[2]
-    is_input = name.part == "lora_A.weight"
-    if leaf in (_HIDDEN_IN if is_input else _HIDDEN_OUT):
-        return "hidden size"
-    return (_WIDTHS_IN if is_input else _WIDTHS).get(leaf, f"{'inputs' if is_input else 'outputs'} of {leaf}")
+    if name.part == "lora_A.weight":
+        return ("hidden size" if leaf in _HIDDEN_IN else _WIDTHS_IN.get(leaf, f"inputs of {leaf}")), 1
+    return ("hidden size" if leaf in _HIDDEN_OUT else _WIDTHS.get(leaf, f"outputs of {leaf}")), 0
+
+
+def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def _shortened(reasons: Sequence[str]) -> list[str]:

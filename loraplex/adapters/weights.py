@@ -176,7 +176,7 @@ def header_nbytes(directory: str | Path, adapter: str = "adapter", max_bytes: in
 
 def _layers(read: ReadTensors, helper: PEFTHelper) -> dict[str, LoRALayerWeights]:
     modules = sorted({name.module for name in read.by_name})
-    ranks, alphas, scalings = helper.ranks(modules), helper.alphas(modules), helper.scalings(modules)
+    ranks, alphas = helper.ranks(modules), helper.alphas(modules)
     layers = {}
     for module in modules:
         tensors = {field: read.by_name.get(TensorName(module, part)) for field, part in PARTS.items()}
@@ -189,7 +189,7 @@ def _layers(read: ReadTensors, helper: PEFTHelper) -> dict[str, LoRALayerWeights
             lora_b=tensors["lora_b"],
             lora_bias=tensors["lora_bias"],
             bias=tensors["bias"],
-            scaling=scalings[module],
+            scaling=helper.scaling(alphas[module], ranks[module]),
         )
     return layers
 

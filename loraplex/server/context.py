@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from loraplex.server.config import ServerConfig
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Generator, InFlight
+from loraplex.server.metrics_page import MetricsPage
 from loraplex.server.model_names import ModelNames
 from loraplex.server.prompts import PromptEncoder
 
@@ -21,17 +22,21 @@ class ServerContext:
     prompts: PromptEncoder
     in_flight: InFlight
     generator: Generator
+    metrics_page: MetricsPage
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         tokenizer = tokenizer_of(engine)
         in_flight = InFlight(engine)
+        names = ModelNames(engine, config.served_model_names, int(time.time()))
+        metrics_page = MetricsPage(names.served[0])
         return cls(
             engine=engine,
             config=config,
             tokenizer=tokenizer,
-            names=ModelNames(engine, config.served_model_names, int(time.time())),
+            names=names,
             prompts=PromptEncoder(tokenizer, engine.model_info),
             in_flight=in_flight,
-            generator=Generator(engine, in_flight),
+            generator=Generator(engine, in_flight, metrics_page.histograms),
+            metrics_page=metrics_page,
         )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
 from loraplex.core import AddOutcome, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats
 
 
 class TokenizerSurface(Protocol):

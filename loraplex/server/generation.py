@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from loraplex.errors import EngineShutdownError, RequestAbortedError
 from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.latency import LatencyHistograms
 from loraplex.server.streaming import merge
 
 
@@ -69,9 +70,10 @@ class InFlight:
 class Generator:
     """Runs generations on the engine."""
 
-    def __init__(self, engine: EngineSurface, in_flight: InFlight) -> None:
+    def __init__(self, engine: EngineSurface, in_flight: InFlight, histograms: LatencyHistograms) -> None:
         self._engine = engine
         self._in_flight = in_flight
+        self._histograms = histograms
 
     def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
@@ -91,6 +93,7 @@ class Generator:
 
     async def _outputs(self, item: GenerationItem, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         is_finished = False
+        clock = self._histograms.clock()
         if self._in_flight.is_closing:
             raise _shutting_down()
         source = self._engine.generate(
@@ -106,6 +109,7 @@ class Generator:
                     is_finished = output.finished
                     if any(map(_is_aborted, output.outputs)):
                         raise self._aborted(item)
+                    clock.see(output)
                     yield output
             except RequestAbortedError:
                 raise self._aborted(item) from None

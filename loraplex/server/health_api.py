@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import APIRouter, Response
 
 from loraplex import __version__
+from loraplex.errors import LoraplexError
+from loraplex.metrics import EngineStats
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
+from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.responses import encode
+
+STATS_TIMEOUT_S = 10.0
+"""An engine answers between two steps."""
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -29,6 +37,7 @@ class HealthRoutes:
         router.add_api_route("/ping", self.health, methods=["GET"], operation_id="ping")
         router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
         router.add_api_route("/version", self.version, methods=["GET"])
+        router.add_api_route("/metrics", self.metrics, methods=["GET"])
         return router
 
     async def health(self) -> Response:
@@ -43,3 +52,18 @@ class HealthRoutes:
 
     async def version(self) -> Response:
         return Response(encode(Version(__version__)), media_type="application/json")
+
+    async def metrics(self) -> Response:
+        """Prometheus' text. It is there while the engine is not, and says so."""
+        context = self._context
+        registry = context.engine.registry
+        refs = {} if registry is None else registry.refs()
+        return Response(context.metrics_page.render(await self._stats(), refs), media_type=CONTENT_TYPE)
+
+    async def _stats(self) -> EngineStats | None:
+        if not self._context.engine.health().is_alive:
+            return None
+        try:
+            return await asyncio.wait_for(self._context.engine.stats(), STATS_TIMEOUT_S)
+        except (LoraplexError, TimeoutError):
+            return None

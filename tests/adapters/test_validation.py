@@ -184,7 +184,13 @@ def test_more_or_fewer_layers_are_another_base(adapter: PeftAdapter) -> None:
     with pytest.raises(AdapterBaseMismatchError, match="number of layers 6 against 3"):
         load(adapter.path, adapter.targets)
     write_tensors(adapter.path, {name: tensor for name, tensor in tensors.items() if "layers.2" not in name})
-    with pytest.raises(AdapterBaseMismatchError, match="number of layers 2 against 3"):
+    assert (
+        "layers.2.mlp.down_proj: adapter_config.json names it, but the file has no tensors for it"
+        in refused(adapter)[0]
+    )
+    fewer = {name: tensor for name, tensor in resize(tensors, {32: 16}).items() if "layers.2" not in name}
+    write_tensors(adapter.path, fewer)
+    with pytest.raises(AdapterBaseMismatchError, match="hidden size 16 against 32, number of layers 2 against 3"):
         load(adapter.path, adapter.targets)
 
 
@@ -205,6 +211,19 @@ def test_an_architecture_that_is_not_there_is_another_base(adapter: PeftAdapter)
 def test_one_odd_tensor_is_not_another_base(adapter: PeftAdapter) -> None:
     tensors = read_tensors(adapter.path)
     tensors[f"{Q}.lora_A.weight"] = torch.ones(4, 33)
-    tensors[Q.replace("layers.0", "layers.1") + ".lora_A.weight"] = torch.ones(4, 34)
     write_tensors(adapter.path, tensors)
-    assert len(refused(adapter)) == 2
+    assert refused(adapter) == (f"tensor '{Q}.lora_A.weight' has shape [4, 33], expected [4, 32]",)
+    odd = {
+        name: torch.ones(4, 33 + index) if "lora_A" in name else t for index, (name, t) in enumerate(tensors.items())
+    }
+    write_tensors(adapter.path, odd)
+    assert len(refused(adapter)) == 9
+
+
+def test_biases_of_another_base(tmp_path: Path) -> None:
+    made = make_adapter(tmp_path / "sql", "qwen2", target_modules=["q_proj"], bias="all")
+    tensors = read_tensors(made.path)
+    deeper = {name.replace("layers.2", "layers.5"): tensor.clone() for name, tensor in tensors.items()}
+    write_tensors(made.path, {**deeper, **tensors})
+    with pytest.raises(AdapterBaseMismatchError, match="number of layers 6 against 3"):
+        load(made.path, made.targets)

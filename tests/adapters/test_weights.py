@@ -49,8 +49,9 @@ GRID: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "llama_bias"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("qwen2", torch.bfloat16), ("llama_bias", torch.float16)], ids=str
+)
 @pytest.mark.parametrize("fields", GRID, ids=str)
 def test_every_layer_is_what_peft_makes_of_it(
     family: str, fields: dict[str, Any], dtype: torch.dtype, tmp_path: Path

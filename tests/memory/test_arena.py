@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, precondition, rule
 from hypothesis.stateful import Bundle as HypothesisBundle
+from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from loraplex.memory.arena import ALIGNMENT, POISON, Arena, Extent, LoRAMemoryPool, Owner
 

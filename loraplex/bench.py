@@ -1,0 +1,106 @@
+"""A fixed workload, and how fast the offline engine runs it: `loraplex bench`, and `benchmarks/throughput.py` beside its peers.
+
+A closed batch of greedy requests with random prompts; which adapter each one uses follows a popularity pattern (Punica, MLSys'24,
+section 7): base (none), identical (one), distinct (one each), uniform (about sqrt(n) of them), skewed (Zipf, alpha 1.5).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.core import LoRARequest, SamplingParams
+from loraplex.engine.llm import LLM
+from loraplex.errors import ConfigError
+
+PATTERNS = ("base", "identical", "distinct", "uniform", "skewed")
+FIRST_TOKEN_ID = 3  # below are special tokens
+ZIPF_ALPHA = 1.5
+IDENTICAL_ADAPTER = 3  # of the fixtures' first four ranks the largest
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`num_requests` prompts of `prompt_len` random tokens, `output_len` tokens each; the same seed gives the same prompts."""
+
+    num_requests: int = 16
+    prompt_len: int = 64
+    output_len: int = 64
+    seed: int = 11
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        draw = random.Random(self.seed)
+        return [
+            [draw.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(self.prompt_len)]
+            for _ in range(self.num_requests)
+        ]
+
+    def adapters(self, pattern: str, num_adapters: int) -> list[int | None]:
+        """The adapter's index for each request, None for the base. Raises ConfigError for a pattern that cannot be."""
+        count = self.num_requests
+        if pattern == "base":
+            return [None] * count
+        if pattern == "identical" and num_adapters:
+            return [IDENTICAL_ADAPTER % num_adapters] * count
+        if pattern == "distinct" and num_adapters >= count:
+            return list(range(count))
+        num_used = min(num_adapters, math.ceil(math.sqrt(count)))
+        if pattern == "uniform" and num_adapters:
+            return [index % num_used for index in range(count)]
+        if pattern == "skewed" and num_adapters:
+            popular = range(min(count, num_adapters))
+            weights = [1 / (rank + 1) ** ZIPF_ALPHA for rank in popular]
+            return list(random.Random(self.seed).choices(popular, weights=weights, k=count))
+        raise ConfigError(f"pattern {pattern!r} cannot be run with {num_adapters} adapters and {count} requests")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One run: output tokens per second over the whole of it, seconds to the first tokens, milliseconds of a decode step."""
+
+    pattern: str
+    num_adapters: int
+    tokens_per_s: float
+    time_to_first_token_s: float
+    step_ms: float
+
+
+def measure(
+    llm: LLM, adapter_paths: Sequence[Path], workload: Workload, pattern: str, num_runs: int
+) -> list[Measurement]:
+    """Run the workload `num_runs` times after a warm-up that loads the adapters. Prompts are token ids; nothing is sampled."""
+    prompts = workload.prompts(llm.engine.info.vocab_size)
+    indices = workload.adapters(pattern, len(adapter_paths))
+    requests = [
+        None if i is None else LoRARequest(adapter_paths[i].name, i + 1, str(adapter_paths[i])) for i in indices
+    ]
+    num_adapters = len({index for index in indices if index is not None})
+    _generate(llm, prompts, requests, 2)
+    runs = []
+    for _ in range(num_runs):
+        first_s = _generate(llm, prompts, requests, 1)
+        seconds = _generate(llm, prompts, requests, workload.output_len)
+        step_ms = 1e3 * (seconds - first_s) / max(1, workload.output_len - 1)
+        rate = workload.num_requests * workload.output_len / seconds
+        runs.append(Measurement(pattern, num_adapters, rate, first_s, step_ms))
+    return runs
+
+
+def _generate(
+    llm: LLM, prompts: Sequence[Sequence[int]], requests: Sequence[LoRARequest | None], output_len: int
+) -> float:
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    began = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=requests)
+    return time.perf_counter() - began
+
+
+def median(runs: Sequence[Measurement]) -> Measurement:
+    """The run with the median rate (of an even number the lower one)."""
+    rate = statistics.median_low(run.tokens_per_s for run in runs)
+    return next(run for run in runs if run.tokens_per_s == rate)

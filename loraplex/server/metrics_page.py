@@ -1,0 +1,121 @@
+"""GET /metrics: a snapshot of the engine and the server's histograms in Prometheus' text format.
+
+vLLM's names where it has one, so that dashboards and the Kubernetes gateway's inference extension work; own ones under `loraplex:`.
+Counters are the engine's: one that starts again begins at zero, which Prometheus understands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from loraplex.adapters.registry import LoRARef
+from loraplex.metrics import EngineStats
+from loraplex.server.latency import LABELS, LatencyHistograms
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class MetricsPage:
+    """`histograms` is what requests are recorded in."""
+
+    def __init__(self, model_name: str, engine: str = "0") -> None:
+        self._labels = (model_name, engine)
+        self._registry = CollectorRegistry()
+        self.histograms = LatencyHistograms(self._registry, model_name, engine)
+
+    def render(self, stats: EngineStats | None, refs: Mapping[str, LoRARef]) -> bytes:
+        """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name."""
+        page: bytes = generate_latest(_Page([*self._registry.collect(), *self._families(stats, refs)]))
+        return page
+
+    def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef]) -> Iterator[Metric]:
+        yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))
+        yield self._gauge("loraplex:adapters", "Names of adapters that resolve.", len(refs))
+        if stats is not None:
+            yield from self._request_families(stats)
+            yield from self._adapter_families(stats)
+            yield self._lora_info(stats, refs)
+
+    def _request_families(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", stats.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", stats.kv_cache_usage)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
+        yield self._counter("vllm:num_preemptions", "Requests that gave way to others.", stats.num_preemptions)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens computed or found.", stats.num_prompt_tokens)
+        yield self._counter("vllm:generation_tokens", "Tokens drawn.", stats.num_generated_tokens)
+        text = "Finished requests, by why they ended."
+        yield self._counters("vllm:request_success", text, "finished_reason", stats.num_finished)
+        text = "Waiting requests, by what they wait for."
+        yield self._gauges("loraplex:requests_waiting_by_cause", text, "cause", stats.waiting_by_cause)
+        times = stats.step_times
+        yield self._counter("loraplex:steps", "Steps of the engine.", times.num_steps)
+        parts = {"schedule": times.schedule_s, "run": times.run_s, "commit": times.commit_s}
+        yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", parts)
+
+    def _adapter_families(self, stats: EngineStats) -> Iterator[Metric]:
+        text = "Adapters loaded to host memory, by what asked for them."
+        yield self._counters("loraplex:adapter_loads", text, "cause", stats.adapter_loads)
+        yield self._counter("loraplex:adapter_load_seconds", "Seconds spent loading adapters.", stats.adapter_load_s)
+        yield self._counter("loraplex:adapter_load_failures", "Loads that failed.", stats.num_adapter_load_failures)
+        yield self._counter("loraplex:adapter_promotions", "Host to device.", stats.num_adapter_promotions)
+        yield self._counter(
+            "loraplex:adapter_hits", "Requests that found their adapter resident.", stats.num_adapter_hits
+        )
+        yield self._counter("loraplex:adapter_misses", "Requests that did not.", stats.num_adapter_misses)
+        text = "Evictions, by tier and reason."
+        yield self._counters("loraplex:adapter_evictions", text, "cause", stats.adapter_evictions)
+        yield self._gauges("loraplex:adapter_resident_bytes", "Bytes of adapters.", "tier", stats.resident_bytes)
+        yield self._gauges("loraplex:adapter_capacity_bytes", "Room for adapters.", "tier", stats.capacity_bytes)
+        yield self._gauge("loraplex:adapter_pinned_bytes", "Bytes that are not evicted.", stats.pinned_bytes)
+
+    def _lora_info(self, stats: EngineStats, refs: Mapping[str, LoRARef]) -> Metric:
+        """vLLM's form: the adapters are in the labels, the value is the time."""
+        names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
+        labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters of running and waiting requests.", labels=labels
+        )
+        listed = [
+            ",".join(sorted(names[each] for each in ids if each in names))
+            for ids in (stats.running_adapter_ids, stats.waiting_adapter_ids)
+        ]
+        family.add_metric([str(stats.max_lora), *listed], time.time())
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
+
+
+class _Page:
+    """What `generate_latest` wants: something that can be collected."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

@@ -1,0 +1,166 @@
+"""An engine stepped by hand, with a front before it: requests are submitted, aborted and watched between any two steps.
+
+    driver = Driver(base, adapter_memory_bytes=...)
+    request_id = driver.submit(prompt_token_ids, "sql", max_tokens=8)
+    driver.step(3)
+    driver.finish()
+    driver.outputs[request_id].outputs[0].token_ids
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapters.registry import LoRARef, LoRARegistry
+from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import RequestOutput, SamplingParams, TokenOutput
+from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.front import adapter_ref, make_front
+from loraplex.engine.processor import PreparedRequest
+from loraplex.errors import LoraplexError, RequestAbortedError
+from loraplex.metrics import EngineStats
+
+MAX_STALLS = 400  # of 50 ms each
+
+
+class DrivenStore:
+    """`AdapterStore` over an engine in this process. What `abort_adapter` ends is told to `on_aborted` at once."""
+
+    def __init__(self, engine: EngineCore, on_aborted: Callable[[TokenOutput], None]) -> None:
+        adapters = engine.adapters
+        self.add_adapter = adapters.add_adapter
+        self.drop_adapter = adapters.drop_adapter
+        self.promote_adapter = adapters.promote_adapter
+        self.evict_adapter = adapters.evict_adapter
+        self.pin_adapter = adapters.pin_adapter
+        self.unpin_adapter = adapters.unpin_adapter
+        self.list_adapters = adapters.list_adapters
+        self._engine = engine
+        self._on_aborted = on_aborted
+
+    def abort_adapter(self, adapter_id: int) -> int:
+        outputs = self._engine.abort_adapter(adapter_id)
+        for output in outputs:
+            self._on_aborted(output)
+        return len(outputs)
+
+
+class Driver:
+    """outputs and errors: of the requests that ended, by request_id. `lora` None turns LoRA off."""
+
+    def __init__(self, base: Path, lora: LoRAConfig | None = None, *, is_lora_on: bool = True, **settings: Any) -> None:
+        lora = (lora or LoRAConfig()) if is_lora_on else None
+        config = EngineConfig(model=str(base), lora=lora, **settings)
+        self.engine = build_engine(config)
+        store = DrivenStore(self.engine, self._take) if is_lora_on else None
+        self._front = make_front(config, self.engine.info, store, lambda job: job(), served_model_name="base")
+        self._request_ids = itertools.count()
+        self._refs: dict[str, LoRARef] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+        self.errors: dict[str, LoraplexError] = {}
+
+    @property
+    def registry(self) -> LoRARegistry:
+        assert self._front.registry is not None
+        return self._front.registry
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    @property
+    def running_ids(self) -> list[str]:
+        """Requests that have not ended."""
+        return list(self._front.outputs._generations)
+
+    def submit(self, prompt: Sequence[int], name: str | None = None, cache_salt: str = "", **params: Any) -> str:
+        """Greedy to `max_tokens`, past the end of sequence, unless `params` say otherwise. Raises what a client would get."""
+        request_id = f"r{next(self._request_ids)}"
+        ref = None if name is None else self.registry.acquire(name)
+        try:
+            prepared = self._prepare(request_id, prompt, ref, cache_salt, params)
+        except BaseException:
+            if ref is not None:
+                self.registry.release(ref)
+            raise
+        if ref is not None:
+            self._refs[request_id] = ref
+        self._front.outputs.add(prepared)
+        for request in prepared.children:
+            assert self.engine.add_request(request) == []
+        return request_id
+
+    def _prepare(
+        self, request_id: str, prompt: Sequence[int], ref: LoRARef | None, cache_salt: str, params: dict[str, Any]
+    ) -> PreparedRequest:
+        chosen = SamplingParams(**{"temperature": 0, "ignore_eos": True, **params})
+        adapter = adapter_ref(ref)
+        return self._front.inputs.prepare(request_id, prompt, chosen, adapter=adapter, cache_salt=cache_salt)
+
+    def abort(self, request_id: str) -> None:
+        """What a disconnect does."""
+        self.engine.abort(self._front.outputs.remove(request_id))
+        self._end(request_id, RequestAbortedError("the client left"))
+
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            for token_output in self.engine.step():
+                self._take(token_output)
+
+    def finish(self, max_steps: float = math.inf) -> None:
+        """Step until nothing is left to do; loads are waited for, but not for ever."""
+        num_steps = num_stalls = 0
+        while self.engine.has_unfinished:
+            self.step()
+            num_steps += 1
+            assert num_steps <= max_steps, f"requests still wait after {num_steps} steps: {self.stats}"
+            if self.engine.is_stalled and self.engine.has_unfinished:
+                num_stalls += 1
+                assert num_stalls <= MAX_STALLS, f"the engine is stuck: {self.stats}"
+                self.engine.adapters.wait_for_change(0.05)
+            else:
+                num_stalls = 0
+
+    def tokens(self, request_id: str) -> tuple[int, ...]:
+        """What a finished request said; raises its error."""
+        if request_id in self.errors:
+            raise self.errors[request_id]
+        return self.outputs[request_id].outputs[0].token_ids
+
+    def _take(self, token_output: TokenOutput) -> None:
+        processed = self._front.outputs.process(token_output)
+        if processed is None:
+            return
+        self.engine.abort(processed.abort_ids)
+        if processed.is_last:
+            self._end(processed.request_id, processed.error or processed.output)
+
+    def _end(self, request_id: str, result: RequestOutput | LoraplexError | None) -> None:
+        if isinstance(result, RequestOutput):
+            self.outputs[request_id] = result
+        elif isinstance(result, LoraplexError):
+            self.errors[request_id] = result
+        ref = self._refs.pop(request_id, None)
+        if ref is not None:
+            self.registry.release(ref)
+
+    def check_integrity(self) -> None:
+        if self._front.registry is not None:
+            self._front.registry.check_integrity()
+        self.engine.check_integrity()
+
+    def check_idle(self) -> None:
+        """Every reference has returned: of requests, KV blocks and adapters."""
+        assert not self.engine.has_unfinished
+        assert not self._refs
+        assert len(self._front.outputs) == 0
+        self.check_integrity()
+        if self._front.registry is not None:
+            assert self._front.registry.num_references == 0
+
+    def close(self) -> None:
+        self.engine.close()

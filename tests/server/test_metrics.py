@@ -1,0 +1,136 @@
+"""/metrics: names, labels and what they count. Values of times are not looked at."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from loraplex.metrics import EngineStats, StepTimes
+from loraplex.server.metrics_page import MetricsPage
+from loraplex.testing import FakeAsyncEngine
+from tests.server.asgi_call import AsgiCall
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def parse(text: str) -> Samples:
+    samples: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples
+
+
+async def scrape(client: httpx.AsyncClient) -> Samples:
+    response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return parse(response.text)
+
+
+def value(samples: Samples, name: str) -> float:
+    ((labels, found),) = samples[name]
+    assert (labels["model_name"], labels["engine"]) == ("base", "0")
+    return found
+
+
+async def test_latencies_are_counted(client: httpx.AsyncClient) -> None:
+    body = {"model": "sql", "prompt": "hi", "max_tokens": 5}
+    await client.post("/v1/completions", json=body)
+    await client.post("/v1/completions", json={**body, "stream": True})
+    samples = await scrape(client)
+    assert value(samples, "vllm:time_to_first_token_seconds_count") == 2
+    assert value(samples, "vllm:inter_token_latency_seconds_count") == 8
+    assert value(samples, "vllm:e2e_request_latency_seconds_count") == 2
+    assert value(samples, "loraplex:adapters") == 2
+    assert value(samples, "loraplex:engine_up") == 1
+
+
+async def test_adapters_of_running_requests(app: FastAPI, client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    engine.hold(after_tokens=1)
+    calls = [
+        AsgiCall(app, "/v1/completions", {"model": model, "prompt": "hi", "stream": True})
+        for model in ("sql", "chat", "sql", "base")
+    ]
+    for call in calls:
+        await call.start()
+    samples = await scrape(client)
+    assert value(samples, "vllm:num_requests_running") == 4
+    ((labels, time),) = samples["vllm:lora_requests_info"]
+    assert labels == {"max_lora": "0", "running_lora_adapters": "chat,sql", "waiting_lora_adapters": ""}
+    assert time > 1e9
+    engine.resume()
+    for call in calls:
+        await call.rest()
+
+
+async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    engine.die()
+    samples = await scrape(client)
+    assert value(samples, "loraplex:engine_up") == 0
+    assert "vllm:num_requests_running" not in samples
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "expected"),
+    [
+        ("vllm:num_requests_waiting", None, 3),
+        ("vllm:kv_cache_usage_perc", None, 0.5),
+        ("vllm:prompt_tokens_total", None, 10),
+        ("vllm:generation_tokens_total", None, 20),
+        ("vllm:num_preemptions_total", None, 1),
+        ("vllm:prefix_cache_queries_total", None, 8),
+        ("vllm:prefix_cache_hits_total", None, 6),
+        ("vllm:request_success_total", {"finished_reason": "length"}, 4),
+        ("loraplex:requests_waiting_by_cause", {"cause": "room"}, 2),
+        ("loraplex:adapter_loads_total", {"cause": "request"}, 5),
+        ("loraplex:adapter_load_seconds_total", None, 1.5),
+        ("loraplex:adapter_load_failures_total", None, 7),
+        ("loraplex:adapter_promotions_total", None, 9),
+        ("loraplex:adapter_hits_total", None, 11),
+        ("loraplex:adapter_misses_total", None, 12),
+        ("loraplex:adapter_evictions_total", {"cause": "device:room"}, 13),
+        ("loraplex:adapter_resident_bytes", {"tier": "device"}, 1024),
+        ("loraplex:adapter_capacity_bytes", {"tier": "device"}, 4096),
+        ("loraplex:adapter_pinned_bytes", None, 512),
+        ("loraplex:steps_total", None, 100),
+        ("loraplex:step_seconds_total", {"part": "run"}, 2.5),
+    ],
+)
+def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expected: float) -> None:
+    stats = EngineStats(
+        num_waiting=3,
+        waiting_by_cause={"room": 2},
+        kv_cache_usage=0.5,
+        num_prefix_queried_tokens=8,
+        num_prefix_hit_tokens=6,
+        num_preemptions=1,
+        num_prompt_tokens=10,
+        num_generated_tokens=20,
+        num_finished={"length": 4},
+        adapter_loads={"request": 5},
+        adapter_load_s=1.5,
+        num_adapter_load_failures=7,
+        num_adapter_promotions=9,
+        num_adapter_hits=11,
+        num_adapter_misses=12,
+        adapter_evictions={"device:room": 13},
+        resident_bytes={"device": 1024},
+        capacity_bytes={"device": 4096},
+        pinned_bytes=512,
+        step_times=StepTimes(100, 0.5, 2.5, 0.5),
+    )
+    found = parse(MetricsPage("base").render(stats, {}).decode())[name]
+    expected_labels = {"model_name": "base", "engine": "0", **(label or {})}
+    assert (expected_labels, expected) in found
+
+
+def test_names_of_adapters_cannot_break_the_page() -> None:
+    engine = FakeAsyncEngine({'we"ird\\na,me': "/x"})
+    assert engine.registry is not None
+    refs = engine.registry.refs()
+    ids = tuple(ref.adapter_id for ref in refs.values())
+    page = MetricsPage("base").render(EngineStats(running_adapter_ids=ids), refs).decode()
+    assert parse(page)["vllm:lora_requests_info"][0][0]["running_lora_adapters"] == 'we"ird\\na,me'
