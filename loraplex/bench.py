@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from loraplex.config import EngineConfig
 from loraplex.core import LoRARequest, SamplingParams
 from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
@@ -98,6 +103,26 @@ def _generate(
     began = time.perf_counter()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, lora_request=requests)
     return time.perf_counter() - began
+
+
+def run_bench(
+    config: EngineConfig, adapter_paths: Sequence[Path], workload: Workload, patterns: Sequence[str], num_runs: int
+) -> int:
+    """Print a table: one row per pattern, the median of `num_runs` runs."""
+    table = Table(
+        title=f"{config.model}: {workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens"
+    )
+    for heading in ("pattern", "adapters", "output tokens/s", "first token s", "ms a decode step"):
+        table.add_column(heading, justify="right")
+    for pattern in patterns:
+        workload.adapters(pattern, len(adapter_paths))  # refuse before the model is loaded
+    with LLM.from_config(config) as llm:
+        for pattern in track(patterns, "measuring"):
+            run = median(measure(llm, adapter_paths, workload, pattern, num_runs))
+            cells = (f"{run.tokens_per_s:.1f}", f"{run.time_to_first_token_s:.3f}", f"{run.step_ms:.1f}")
+            table.add_row(pattern, str(run.num_adapters), *cells)
+    Console().print(table)
+    return 0
 
 
 def median(runs: Sequence[Measurement]) -> Measurement:

@@ -166,8 +166,51 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
     return run_demo(each, seed)
 
 
+@app.command
+def bench(
+    model: str,
+    adapters: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    /,
+    *,
+    patterns: Annotated[tuple[str, ...], Listed] = ("base",),
+    requests: int = 16,
+    prompt_len: int = 64,
+    output_len: int = 64,
+    runs: int = 3,
+    engine: Annotated[EngineSettings | None, Flat] = None,
+    lora: Annotated[LoRAConfig | None, Flat] = None,
+) -> int:
+    """Measure the offline engine on a closed batch of random prompts. Prefix caching is on unless you turn it off.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of the base model.
+    adapters
+        Directories of adapters.
+    patterns
+        Which adapters the requests use: base, identical, distinct, uniform, skewed.
+    requests
+        Requests of a batch.
+    prompt_len
+        Tokens of each prompt.
+    output_len
+        Tokens of each completion.
+    runs
+        Runs of each pattern after a warm-up; the median is shown.
+    """
+    from loraplex.bench import Workload, run_bench
+
+    workload = Workload(requests, prompt_len, output_len)
+    return run_bench(
+        _engine_config(model, engine, lora, True), [Path(path) for path in adapters], workload, patterns, runs
+    )
+
+
 @adapter_app.command
-def inspect(path: str, /, *, base: str | None = None, json: bool = False, lora: Annotated[LoRAConfig | None, Flat] = None) -> int:
+def inspect(
+    path: str, /, *, base: str | None = None, json: bool = False, lora: Annotated[LoRAConfig | None, Flat] = None
+) -> int:
     """Say what of an adapter would be honoured or refused, and why. Exit code 1 when it would be refused.
 
     Parameters
@@ -257,9 +300,7 @@ def _keys_from_environment() -> tuple[str, ...]:
     return tuple(filter(None, os.environ.get("LORAPLEX_API_KEY", "").split(",")))
 
 
-async def _start_engine(
-    config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]
-) -> AsyncEngine:
+async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
     """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
     from loraplex.engine.async_engine import AsyncEngine
     from loraplex.progress import StartProgress

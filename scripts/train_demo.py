@@ -283,6 +283,10 @@ def complete(model: Any, tokenizer: Tokenizer, prompts: Iterable[str]) -> dict[s
     return answers
 
 
+def percentages(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {100 * share:.1f}" for name, share in shares.items())
+
+
 def exact_match(answers: dict[str, str], task: Task, held_out: list[str], tag: str = "") -> float:
     right = sum(answers[tag + prompt_of(phrase)] == task.apply(phrase) for phrase in held_out)
     return right / len(held_out)
@@ -296,7 +300,7 @@ def measure(out: Path, held_out: list[str]) -> dict[str, dict[str, float]]:
     for name, model in load_models(out):
         answers = complete(model, tokenizer, prompts)
         matrix[name] = {task.name: exact_match(answers, task, held_out) for task in TASKS}
-        console.log(name, {task: round(100 * share, 1) for task, share in matrix[name].items()})
+        console.log(f"{name}: {percentages(matrix[name])}")
     return matrix
 
 
@@ -308,7 +312,7 @@ def measure_tags(out: Path, held_out: list[str]) -> dict[str, float]:
     for task, tag in [(copying, ""), *((task, task.tag) for task in TASKS)]:
         answers = complete(base, tokenizer, [tag + prompt_of(phrase) for phrase in held_out])
         shares[task.name] = exact_match(answers, task, held_out, tag)
-    console.log("base behind tags", {task: round(100 * share, 1) for task, share in shares.items()})
+    console.log(f"base behind tags: {percentages(shares)}")
     return shares
 
 
@@ -343,7 +347,7 @@ Phrases in training were 5 to 16 lower-case letters and single spaces, as `lorap
 ones, capitals, digits and punctuation can be typed, but the answers are then mostly wrong.
 
 There is one token per character of printable ASCII and one special token per tag; any other character is `<unk>`.
-`encode` puts `<s>` in front, as in training: without it the answers are mostly wrong. The chat template takes the last
+`encode` puts `<s>` in front, as in training: without it nearly all answers are wrong. The chat template takes the last
 user message and adds the equals sign. It writes the `<s>` itself, so its text is encoded without special tokens.
 
 ## Tasks and adapters
@@ -368,7 +372,8 @@ The base with tags, and its copying without: {tags}.
 
 def markdown_table(header: list[str], rows: Iterable[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    escaped = ([cell.replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in escaped)
 
 
 def describe_adapter(folder: Path) -> list[str]:
@@ -377,7 +382,7 @@ def describe_adapter(folder: Path) -> list[str]:
     targets = config["target_modules"]
     if isinstance(targets, list):
         targets = " ".join(name.removesuffix("_proj") for name in ATTENTION + MLP if name in targets)
-    options = [f"`{key}={config[key]}`" for key in SHOWN_OPTIONS if config.get(key)]
+    options = [f"`{key}: {json.dumps(config[key])}`" for key in SHOWN_OPTIONS if config.get(key)]
     weights = folder / "adapter_model.safetensors"
     dtype = str(next(iter(load_file(weights).values())).dtype).removeprefix("torch.")
     size = f"{weights.stat().st_size / 1000:,.0f} kB"
@@ -396,7 +401,7 @@ def write_card(out: Path, matrix: dict[str, dict[str, float]], tags: dict[str, f
         adapters=markdown_table(header, (describe_adapter(out / "adapters" / task.name) for task in TASKS)),
         count=count,
         matrix=markdown_table(["model", *(task.name for task in TASKS)], figures),
-        tags=", ".join(f"{task} {100 * share:.1f}" for task, share in tags.items()),
+        tags=percentages(tags),
     )
     (out / "README.md").write_text(text)
 

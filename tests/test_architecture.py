@@ -92,7 +92,9 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name.startswith("loraplex"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("loraplex"):
             assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names) if node.module == "loraplex" else [node.module]
+            yield from (
+                (f"{node.module}.{alias.name}" for alias in node.names) if node.module == "loraplex" else [node.module]
+            )
 
 
 def test_every_part_has_its_place_in_the_order() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.files import check_no_pointer, check_size, open_regular, read_exactly
+from loraplex.adapters.files import check_no_pointer
+from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
@@ -22,11 +23,10 @@ REMEDY = "save it again with save_pretrained(safe_serialization=True)"
 def read_bin(path: Path, adapter: str, max_bytes: int) -> dict[str, torch.Tensor]:
     """The tensors of the file, on the CPU. Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError and kin."""
     where = f"adapter {adapter!r}: {path.name}"
-    with open_regular(path, adapter) as (fd, size):
-        check_size(size, max_bytes, adapter)
-        data = bytearray(size)
-        read_exactly(fd, memoryview(data), 0)
-    _check_zip(bytes(data[:8]), io.BytesIO(data), size, where)
+    with RegularFile.open(path, adapter) as file:
+        check_size(file.size, max_bytes, adapter)
+        data = file.read_all()
+    _check_zip(bytes(data[:8]), io.BytesIO(data), len(data), where)
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -44,7 +44,7 @@ def read_bin(path: Path, adapter: str, max_bytes: int) -> dict[str, torch.Tensor
         AssertionError,
     ) as error:
         raise AdapterFileFormatError(f"{where} is damaged: {_first_line(error)}; {REMEDY}") from error
-    return _check_tensors(loaded, size, where)
+    return _check_tensors(loaded, len(data), where)
 
 
 def _first_line(error: BaseException) -> str:

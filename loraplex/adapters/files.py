@@ -14,19 +14,16 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.regular_file import RegularFile, Stamp
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFileFormatError,
-    AdapterLoadError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
-    AdapterTooLargeError,
     AdapterTruncatedError,
     AdapterWeightsMissingError,
 )
@@ -60,65 +57,27 @@ DTYPE_BYTES |= {"BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a weight file: `nbytes` at `offset` of `path`. `dtype` is safetensors' name for it."""
+    """One tensor of a weight file: `nbytes` at `offset` of `path`, which had `stamp`. `dtype` is safetensors' name for it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    path: Path
-    offset: int
     nbytes: int
+    path: Path
+    offset: int = 0
+    stamp: Stamp = (0, 0, 0, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------ opening
-
-
-@contextmanager
-def open_regular(path: Path, adapter: str) -> Iterator[tuple[int, int]]:
-    """(file descriptor, size in bytes) of a regular file. Raises AdapterWeightsMissingError, AdapterPermissionError and kin."""
-    fd = -1
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise AdapterFileFormatError(f"adapter {adapter!r}: {path} is not a regular file")
-        yield fd, status.st_size
-    except FileNotFoundError as error:
-        raise AdapterWeightsMissingError(f"adapter {adapter!r}: {path} is missing") from error
-    except PermissionError as error:
-        raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: {error.strerror}") from error
-    except OSError as error:
-        raise AdapterLoadError(f"adapter {adapter!r}: {path} cannot be read: {error.strerror}") from error
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def check_size(nbytes: int, max_bytes: int, adapter: str) -> None:
-    if nbytes > max_bytes:
-        raise AdapterTooLargeError(
-            f"adapter {adapter!r} has {nbytes} bytes, the host budget for adapters is {max_bytes} bytes; "
-            "raise host_memory_bytes or train with a lower rank"
-        )
-
-
-def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset` of the file; returns the bytes that were there (fewer only at the end of the file)."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
+# ---------------------------------------------------------------------------------------------------------- directory
 
 
 def _read_bounded(path: Path, adapter: str, limit: int) -> bytes:
-    with open_regular(path, adapter) as (fd, size):
-        if size > limit:
-            raise AdapterFileFormatError(f"adapter {adapter!r}: {path.name} has {size} bytes, at most {limit} are read")
-        data = bytearray(size)
-        return bytes(data[: read_exactly(fd, memoryview(data), 0)])
+    with RegularFile.open(path, adapter) as file:
+        if file.size > limit:
+            raise AdapterFileFormatError(
+                f"adapter {adapter!r}: {path.name} has {file.size} bytes, at most {limit} are read"
+            )
+        return bytes(file.read_all())
 
 
 def check_directory(path: Path, adapter: str) -> None:
@@ -133,7 +92,7 @@ def check_directory(path: Path, adapter: str) -> None:
         raise AdapterPathNotFoundError(
             f"adapter {adapter!r}: {path} is not a directory; give the one with {CONFIG_NAME}"
         )
-    if not os.access(path, os.R_OK | os.X_OK):
+    if not os.access(path, os.X_OK):
         raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: permission denied")
 
 
@@ -198,20 +157,20 @@ def _shards(index: Path, adapter: str) -> dict[Path, set[str] | None]:
 
 def _entries_of_file(path: Path, adapter: str) -> list[TensorEntry]:
     where = f"adapter {adapter!r}: {path.name}"
-    with open_regular(path, adapter) as (fd, size):
-        header, data_start = _read_header(fd, size, where)
+    with RegularFile.open(path, adapter) as file:
+        header, data_start = _read_header(file, where)
     document = _parse_json(header, where)
     document.pop("__metadata__", None)
-    entries = [_entry(name, fields, path, data_start, where) for name, fields in document.items()]
-    _check_extents(entries, data_start, size, where)
+    entries = [_entry(name, fields, file, data_start, where) for name, fields in document.items()]
+    _check_extents(entries, data_start, file.size, where)
     return entries
 
 
-def _read_header(fd: int, size: int, where: str) -> tuple[bytes, int]:
+def _read_header(file: RegularFile, where: str) -> tuple[bytes, int]:
     prefix = bytearray(8)
-    if read_exactly(fd, memoryview(prefix), 0) < 8:
+    if file.read_into(memoryview(prefix), 0) < 8:
         raise AdapterTruncatedError(
-            f"{where} is truncated: {size} bytes, not even the header's length; copy the file again"
+            f"{where} is truncated: {file.size} bytes, not even the header's length; copy the file again"
         )
     check_no_pointer(prefix, where)
     length = int.from_bytes(prefix, "little")
@@ -219,12 +178,12 @@ def _read_header(fd: int, size: int, where: str) -> tuple[bytes, int]:
         raise AdapterFileFormatError(
             f"{where} is not safetensors: its header would have {length} bytes (at most {MAX_HEADER_BYTES})"
         )
-    if 8 + length > size:
+    if 8 + length > file.size:
         raise AdapterTruncatedError(
-            f"{where} is truncated: a header of {length} bytes in a file of {size}; copy the file again"
+            f"{where} is truncated: a header of {length} bytes in a file of {file.size}; copy the file again"
         )
     header = bytearray(length)
-    read_exactly(fd, memoryview(header), 8)
+    file.read_into(memoryview(header), 8)
     if not header.startswith(b"{"):
         raise AdapterFileFormatError(f"{where} is not safetensors: its header does not begin with '{{'")
     return bytes(header), 8 + length
@@ -258,7 +217,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
 
 
-def _entry(name: str, fields: Any, path: Path, data_start: int, where: str) -> TensorEntry:
+def _entry(name: str, fields: Any, file: RegularFile, data_start: int, where: str) -> TensorEntry:
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -272,7 +231,7 @@ def _entry(name: str, fields: Any, path: Path, data_start: int, where: str) -> T
         raise AdapterFileFormatError(
             f"{where} is damaged: {name!r} takes {end - begin} bytes, its shape and dtype {expected}"
         )
-    return TensorEntry(name, dtype, tuple(shape), path, data_start + begin, end - begin)
+    return TensorEntry(name, dtype, tuple(shape), end - begin, file.path, data_start + begin, file.stamp)
 
 
 def num_elements(shape: tuple[int, ...] | list[int]) -> int:

@@ -133,6 +133,7 @@ class NameTable:
         previous = self.current.get(name)
         version.ref = replace(version.ref, lora_int_id=self._numbers.get(name))
         self.current[name] = self._by_id[version.adapter_id] = version
+        self.aliases.pop(name, None)
         return None if previous is None else self._retire(previous)
 
     def next_version(self, name: str) -> int:

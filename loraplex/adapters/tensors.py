@@ -15,12 +15,10 @@ from loraplex.adapters.digest import AdapterHasher
 from loraplex.adapters.files import (
     BIN_NAME,
     TensorEntry,
-    check_size,
     find_weight_file,
-    open_regular,
-    read_exactly,
     read_safetensors_entries,
 )
+from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.errors import AdapterTruncatedError
 
@@ -111,33 +109,38 @@ def _aligned(nbytes: int) -> int:
 
 def _entry_of(path: Path, name: str, tensor: torch.Tensor) -> TensorEntry:
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    return TensorEntry(name, dtype, tuple(tensor.shape), path, 0, tensor.numel() * tensor.element_size())
+    return TensorEntry(name, dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size(), path)
 
 
 class _Source:
-    """Copies the bytes of entries; opens each shard once."""
+    """Copies the bytes of entries; opens each shard once, and makes sure that it is the file whose header was read."""
 
     def __init__(self, file: WeightFile, adapter: str) -> None:
         self._loaded = file.loaded
         self._adapter = adapter
-        self._open: dict[Path, int] = {}
+        self._open: dict[Path, RegularFile] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Source:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        with self._stack:
+            if kind is None:
+                for file in self._open.values():
+                    file.check_unchanged(file.stamp)
 
     def read(self, entry: TensorEntry, into: memoryview) -> None:
         if self._loaded is not None:
             into[:] = self._loaded[entry.name].contiguous().view(-1).view(torch.uint8).numpy().data
-        elif read_exactly(self._fd(entry.path), into, entry.offset) < entry.nbytes:
+        elif self._file(entry).read_into(into, entry.offset) < entry.nbytes:
             raise AdapterTruncatedError(
                 f"adapter {self._adapter!r}: {entry.path.name} ended within {entry.name!r} while it was read; copy the file again"
             )
 
-    def _fd(self, path: Path) -> int:
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(open_regular(path, self._adapter))[0]
-        return self._open[path]
+    def _file(self, entry: TensorEntry) -> RegularFile:
+        if entry.path not in self._open:
+            file = self._stack.enter_context(RegularFile.open(entry.path, self._adapter))
+            file.check_unchanged(entry.stamp)
+            self._open[entry.path] = file
+        return self._open[entry.path]

@@ -53,7 +53,11 @@ def questions(each: int, seed: int) -> list[Question]:
     """`each` held-out phrases for the base and every adapter, interleaved so that neighbours never share an adapter."""
     models: list[Task | None] = [None, *TASKS]
     drawn = iter(list(phrases("held_out", each * len(models), seed)))
-    return [Question(task, phrase) for _ in range(each) for task, phrase in zip(models, islice(drawn, len(models)), strict=True)]
+    return [
+        Question(task, phrase)
+        for _ in range(each)
+        for task, phrase in zip(models, islice(drawn, len(models)), strict=True)
+    ]
 
 
 def ask(llm: LLM, asked: Sequence[Question]) -> list[Answer]:
@@ -65,7 +69,10 @@ def ask(llm: LLM, asked: Sequence[Question]) -> list[Answer]:
     ]
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     outputs = llm.generate([prompt_of(q.phrase) for q in asked], params, lora_request=requests)
-    return [Answer(q, output.outputs[0].text, len(output.outputs[0].token_ids), _seconds(output)) for q, output in zip(asked, outputs, strict=True)]
+    return [
+        Answer(q, output.outputs[0].text, len(output.outputs[0].token_ids), _seconds(output))
+        for q, output in zip(asked, outputs, strict=True)
+    ]
 
 
 def _seconds(output: RequestOutput) -> float:
@@ -84,7 +91,9 @@ def show(console: Console, answers: Sequence[Answer]) -> None:
         verdict = "[green]right[/]" if answer.is_right else "[bold red]WRONG[/]"
         question = answer.question
         cells = (prompt_of(question.phrase), question.adapter_name, answer.text, question.expected)
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells), verdict, f"{answer.num_tokens / answer.seconds:.0f}")
+        table.add_row(
+            *(cell.replace("[", r"\[") for cell in cells), verdict, f"{answer.num_tokens / answer.seconds:.0f}"
+        )
     console.print(table)
 
 

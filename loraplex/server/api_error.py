@@ -107,7 +107,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, method not allowed."""
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return error_response(ApiError(message, status=error.status_code, kind=kind), dict(error.headers or {}))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -137,26 +136,29 @@ class OpenAIRoutes:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
             return _json(renderer.response(outputs))
         stream = generator.run(generation)
-        first = await until_disconnect(request, anext(stream))
-        return EventStream(_events(first, stream, renderer))
+        try:
+            first = await until_disconnect(request, anext(stream))
+        except BaseException:
+            await stream.aclose()
+            raise
+        return EventStream(_events(first, stream, renderer), stream)
 
 
 async def _events(
     first: tuple[int, RequestOutput], stream: AsyncGenerator[tuple[int, RequestOutput], None], renderer: Renderer
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
-    async with contextlib.aclosing(stream):
-        try:
-            yield renderer.chunks(*first)
-            async for prompt_index, output in stream:
-                if chunks := renderer.chunks(prompt_index, output):
-                    yield chunks
-            yield renderer.last_chunk()
-        except LoraplexError as error:
-            yield sse(error_reply(error))
-        except Exception as error:
-            _log.exception("a stream failed")
-            yield sse(error_reply(error))
+    try:
+        yield renderer.chunks(*first)
+        async for prompt_index, output in stream:
+            if chunks := renderer.chunks(prompt_index, output):
+                yield chunks
+        yield renderer.last_chunk()
+    except LoraplexError as error:
+        yield sse(error_reply(error))
+    except Exception as error:
+        _log.exception("a stream failed")
+        yield sse(error_reply(error))
     yield DONE
 
 

@@ -23,18 +23,23 @@ def sse(data: bytes) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. However it ends (all sent, client gone, server stopped), the source is closed with it."""
+    """Sends events as they come. However it ends (all sent, client gone, server stopped), they and their source are closed.
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    `source` is what `events` reads: closing events that nobody began to read would not reach it.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
+            await self._source.aclose()
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

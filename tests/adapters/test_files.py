@@ -21,11 +21,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
+from loraplex.adapters import tensors
+from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.weights import header_nbytes
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterError,
     AdapterFileFormatError,
+    AdapterLoadError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
     AdapterTooLargeError,
@@ -209,6 +212,54 @@ def test_a_huge_bin_is_refused_before_it_is_read(adapter: PeftAdapter) -> None:
     to_bin(adapter.path)
     os.truncate(adapter.path / "adapter_model.bin", 2**42)  # sparse: no disk is used
     with pytest.raises(AdapterTooLargeError, match=str(2**42)):
+        load(adapter.path, adapter.targets)
+
+
+def test_a_failing_disk_is_an_adapter_error(adapter: PeftAdapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(AdapterLoadError, match=r"'sql'.* cannot be read: Input/output error"):
+        load(adapter.path, adapter.targets)
+    with pytest.raises(AdapterLoadError, match="Input/output error"):
+        header_nbytes(adapter.path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    adapter: PeftAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header of one file with the data of another would be a wrong adapter that nobody notices."""
+    file = adapter.path / "adapter_model.safetensors"
+    shutil.copy(file, adapter.path / "new")
+    entries = tensors.read_safetensors_entries
+
+    def read_then_replace(path: Path, name: str) -> Any:
+        found = entries(path, name)
+        os.replace(adapter.path / "new", file)
+        return found
+
+    monkeypatch.setattr(tensors, "read_safetensors_entries", read_then_replace)
+    with pytest.raises(AdapterLoadError, match="changed while it was read"):
+        load(adapter.path, adapter.targets)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_a_file_that_is_written_while_it_is_read_is_refused(
+    adapter: PeftAdapter, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.endswith("bin"):
+        to_bin(adapter.path)
+    read_into = RegularFile.read_into
+
+    def read_and_touch(file: RegularFile, buffer: memoryview, offset: int) -> int:
+        count = read_into(file, buffer, offset)
+        if file.path.name == name:
+            os.utime(file.path, ns=(1, file.path.stat().st_mtime_ns + 1))
+        return count
+
+    monkeypatch.setattr(RegularFile, "read_into", read_and_touch)
+    with pytest.raises(AdapterLoadError, match="changed while it was read"):
         load(adapter.path, adapter.targets)
 
 

@@ -234,7 +234,7 @@ def test_everything_at_once(family: FamilyCases) -> None:
         llm.engine._runner._kv.fill_(math.nan)
         llm.engine.adapters._store.host.pool.poison()
         generate(llm, family.cases)
-        generate(llm, list(reversed(family.cases)))
+        generate(llm, family.cases[:6])
         stats = llm.stats()
         assert stats.num_preemptions > 0
         assert stats.num_prefix_hit_tokens > 0

@@ -114,6 +114,7 @@ class GatedLoader:
         self._changed = threading.Condition()
         self._num_open = 0
         self._is_closed = False
+        self._is_working = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -139,7 +140,7 @@ class GatedLoader:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Jobs run in a thread, for verbs that wait for them."""
+        """Jobs run in a thread, for verbs that wait for them; all of them have run at the end."""
         with self._changed:
             self._num_open += 1
             if self._thread is None:
@@ -150,6 +151,8 @@ class GatedLoader:
             yield
         finally:
             with self._changed:
+                while self._jobs or self._is_working:
+                    self._changed.wait()
                 self._num_open -= 1
 
     def _work(self) -> None:
@@ -160,7 +163,11 @@ class GatedLoader:
                 if self._is_closed:
                     return
                 job = self._jobs.popleft()
+                self._is_working = True
             job()
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
 
     def close(self) -> None:
         with self._changed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 from fastapi import FastAPI
 
@@ -43,3 +45,12 @@ async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:
     assert set(body["properties"]) == set(CompletionRequest.model_fields)
     assert "$ref" not in str(schema["paths"]["/v1/completions"]["post"]["requestBody"])
     assert {"/v1/models", "/tokenize", "/v1/adapters/switch", "/health"} <= set(schema["paths"])
+
+
+async def test_every_route_is_in_the_docs(client: httpx.AsyncClient) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    endings = {path: path.replace("{model}", "{id}") for path in paths}
+    short = ("/unpin", "/evict", "/preload")  # listed behind /pin
+    missing = [path for path, shown in endings.items() if shown not in text and not path.endswith(short)]
+    assert not missing

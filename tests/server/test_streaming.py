@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from starlette.types import Message
 
 from loraplex.errors import (
     AdapterUnavailableError,
@@ -19,7 +20,7 @@ from loraplex.errors import (
 )
 from loraplex.server import ServerConfig
 from loraplex.server.context import ServerContext
-from loraplex.server.streaming import merge
+from loraplex.server.streaming import EventStream, merge
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
 from tests.server.sse import events
@@ -152,6 +153,26 @@ async def test_a_stopped_server_task_aborts_too(app: FastAPI, engine: FakeAsyncE
     await asyncio.gather(call.task, return_exceptions=True)
     assert engine.num_running == 0
     assert len(engine.aborted) == 1
+
+
+async def test_a_client_that_goes_away_before_anything_is_sent_to_it() -> None:
+    """The first item is there, the stream is about to begin: its source is closed although nobody read an event."""
+    source = Source([1, 2, 3])
+    stream = source.stream()
+    await anext(stream)
+
+    async def events_of() -> AsyncGenerator[bytes, None]:
+        async for item in stream:
+            yield bytes([item])
+
+    async def gone() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def never(message: Message) -> None:
+        await asyncio.Event().wait()
+
+    await EventStream(events_of(), stream)({"type": "http", "asgi": {"spec_version": "2.3"}}, gone, never)
+    assert source.is_closed
 
 
 async def test_tokens_are_sent_as_they_come(app: FastAPI, engine: FakeAsyncEngine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -58,11 +59,7 @@ def test_records_have_the_real_ones_fields() -> None:
 
 
 async def last_of(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    last = None
-    async for last in stream:
-        pass
-    assert last is not None
-    return last
+    return [output async for output in stream][-1]
 
 
 async def text_of(engine: FakeAsyncEngine, prompt: str, model: str | None = None, **params: object) -> str:
@@ -84,7 +81,7 @@ async def test_outputs_are_cumulative_and_never_take_back() -> None:
     engine = FakeAsyncEngine()
     outputs = [each async for each in engine.generate("é x", SamplingParams(max_tokens=None, stop=("x!",)), "r")]
     texts = [output.outputs[0].text for output in outputs]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
     assert texts[-1] == "[base] é x"
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert not any("\ufffd" in text for text in texts)

@@ -1,0 +1,97 @@
+"""A file of a tenant's, opened so that it cannot block, and known again so that a change under our hands is noticed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.errors import (
+    AdapterFileFormatError,
+    AdapterLoadError,
+    AdapterPermissionError,
+    AdapterTooLargeError,
+    AdapterWeightsMissingError,
+)
+
+Stamp = tuple[int, int, int, int]
+"""(device, inode, size, time of modification in ns): equal stamps, equal content."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegularFile:
+    """An open regular file; `stamp` is of the moment of opening."""
+
+    path: Path
+    adapter: str
+    fd: int
+    stamp: Stamp
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, adapter: str) -> Iterator[RegularFile]:
+        """Raises AdapterWeightsMissingError, AdapterPermissionError, AdapterFileFormatError (no regular file), AdapterLoadError."""
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise AdapterFileFormatError(f"adapter {adapter!r}: {path} is not a regular file")
+            yield cls(path, adapter, fd, _stamp_of(fd))
+        except FileNotFoundError as error:
+            raise AdapterWeightsMissingError(f"adapter {adapter!r}: {path} is missing") from error
+        except PermissionError as error:
+            raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: {error.strerror}") from error
+        except OSError as error:
+            raise AdapterLoadError(f"adapter {adapter!r}: {path} cannot be read: {error.strerror}") from error
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    @property
+    def size(self) -> int:
+        return self.stamp[2]
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset`; returns the bytes that were there (fewer only at the end of the file)."""
+        done, count = 0, -1
+        while done < len(buffer) and count != 0:
+            try:
+                count = os.preadv(self.fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(error) from error
+            done += count
+        return done
+
+    def read_all(self) -> bytearray:
+        """The whole file, of one moment."""
+        data = bytearray(self.size)
+        self.read_into(memoryview(data), 0)
+        self.check_unchanged(self.stamp)
+        return data
+
+    def _unreadable(self, error: OSError) -> AdapterLoadError:
+        return AdapterLoadError(f"adapter {self.adapter!r}: {self.path} cannot be read: {error.strerror}")
+
+    def check_unchanged(self, stamp: Stamp) -> None:
+        """Raise AdapterLoadError if the file is not as it was when `stamp` was taken."""
+        if _stamp_of(self.fd) != stamp:
+            raise AdapterLoadError(
+                f"adapter {self.adapter!r}: {self.path} changed while it was read; load it again when it is complete"
+            )
+
+
+def check_size(nbytes: int, max_bytes: int, adapter: str) -> None:
+    """Raise AdapterTooLargeError, with both numbers, beyond `max_bytes`."""
+    if nbytes > max_bytes:
+        raise AdapterTooLargeError(
+            f"adapter {adapter!r} has {nbytes} bytes, the host budget for adapters is {max_bytes} bytes; "
+            "raise host_memory_bytes or train with a lower rank"
+        )
+
+
+def _stamp_of(fd: int) -> Stamp:
+    status = os.fstat(fd)
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
