@@ -331,7 +331,7 @@ def missed_bars(matrix: dict[str, dict[str, float]]) -> list[str]:
 SHOWN_OPTIONS = ("use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "layers_to_transform", "exclude_modules")
 CARD = """# The demonstration's model and adapters
 
-Made by `python scripts/train_demo.py` from nothing but random letters, on a CPU with 2 cores in about half an hour.
+Made by `python scripts/train_demo.py` from nothing but random letters, on a CPU with 2 cores in less than an hour.
 The script wrote this file too. Model and adapters exist to show and to test Loraplex, and are of no other use.
 
 - `base/` is a Llama of {parameters:,} parameters in the Hugging Face format: hidden size 128, 4 layers, 4 attention

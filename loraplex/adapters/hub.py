@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, INDEX_NAME, SAFETENSORS_NAME, WEIGHT_NAMES
 from loraplex.errors import (
+    AdapterConfigMissingError,
     AdapterFetchError,
     AdapterFetchTimeoutError,
     AdapterLoadError,
@@ -20,37 +22,51 @@ WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensor
 REQUEST_TIMEOUT_S = 10.0
 
 
-def fetch_from_hub(repo: str, revision: str | None, cache: Path | None, timeout_s: float) -> Path:
+@dataclass(frozen=True, slots=True)
+class HubAdapter:
+    """A repository and revision (None: main). `is_explicit` when the user wrote `hf://`, so that no directory can have been meant."""
+
+    repo: str
+    revision: str | None = None
+    is_explicit: bool = True
+
+    def __str__(self) -> str:
+        return f"adapter {self.repo!r}" + (f" at revision {self.revision!r}" if self.revision else "")
+
+
+def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
     """The snapshot's directory, named by commit: its content never changes. Only adapter files are downloaded, `.bin` only if need be."""
     result: list[Path | AdapterLoadError] = []
 
     def work() -> None:
         try:
-            result.append(_download(repo, revision, cache, timeout_s))
+            result.append(_download(adapter, cache, timeout_s))
         except Exception as error:
-            result.append(_as_adapter_error(error, repo, revision))
+            result.append(_as_adapter_error(error, adapter))
 
     # huggingface_hub cannot be cancelled: past the deadline the thread is left to end by huggingface_hub's own timeouts.
-    thread = threading.Thread(target=work, name=f"fetch {repo}", daemon=True)
+    thread = threading.Thread(target=work, name=f"fetch {adapter.repo}", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if not result:
-        raise AdapterFetchTimeoutError(
-            f"adapter {repo!r}: the hub did not deliver it within {timeout_s:g} s; try again later"
-        )
+        raise AdapterFetchTimeoutError(f"{adapter}: the hub did not deliver it within {timeout_s:g} s; try again later")
     if isinstance(result[0], AdapterLoadError):
         raise result[0]
     return result[0]
 
 
-def _download(repo: str, revision: str | None, cache: Path | None, timeout_s: float) -> Path:
-    snapshot = _snapshot(repo, revision, cache, timeout_s, WANTED)
+def _download(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
+    snapshot = _snapshot(adapter, cache, timeout_s, WANTED)
+    if not (snapshot / CONFIG_NAME).exists():
+        raise AdapterConfigMissingError(
+            f"{adapter}: the hub's repository has no {CONFIG_NAME} at its top; is it an adapter?"
+        )
     if not any((snapshot / name).exists() for name in WEIGHT_NAMES):
-        snapshot = _snapshot(repo, revision, cache, timeout_s, (*WANTED, BIN_NAME))
+        snapshot = _snapshot(adapter, cache, timeout_s, (*WANTED, BIN_NAME))
     return snapshot
 
 
-def _snapshot(repo: str, revision: str | None, cache: Path | None, timeout_s: float, patterns: tuple[str, ...]) -> Path:
+def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -59,8 +75,8 @@ def _snapshot(repo: str, revision: str | None, cache: Path | None, timeout_s: fl
             super().__init__(*args, **{**kwargs, "disable": True})
 
     path = snapshot_download(
-        repo,
-        revision=revision,
+        adapter.repo,
+        revision=adapter.revision,
         cache_dir=cache,
         allow_patterns=list(patterns),
         etag_timeout=min(REQUEST_TIMEOUT_S, timeout_s),
@@ -69,31 +85,35 @@ def _snapshot(repo: str, revision: str | None, cache: Path | None, timeout_s: fl
     return Path(path)
 
 
-def _as_adapter_error(error: Exception, repo: str, revision: str | None) -> AdapterLoadError:
+def _as_adapter_error(error: Exception, adapter: HubAdapter) -> AdapterLoadError:
     """The error of this package for one of huggingface_hub or of the network below it."""
+    if isinstance(error, AdapterLoadError):
+        return error
     if isinstance(error, ImportError):
-        return AdapterFetchError(
-            f"adapter {repo!r}: hub ids need huggingface_hub; pip install huggingface_hub, or give a directory"
-        )
+        return _no_hub(adapter, "huggingface_hub is not installed")
     from huggingface_hub import errors as hub
 
-    what = f"adapter {repo!r}" + (f" at revision {revision!r}" if revision else "")
     causes = tuple(_causes(error))
     if any(isinstance(cause, hub.GatedRepoError) or _status(cause) == 403 for cause in causes):
-        return AdapterPermissionError(f"{what}: the hub refuses access; ask for it there and set HF_TOKEN")
+        return AdapterPermissionError(f"{adapter}: the hub refuses access; ask for it there and set HF_TOKEN")
     if any(isinstance(cause, hub.RevisionNotFoundError) for cause in causes):
-        return AdapterPathNotFoundError(f"{what}: the hub has no such revision")
+        return AdapterPathNotFoundError(f"{adapter}: the hub has no such revision")
     if any(isinstance(cause, hub.RepositoryNotFoundError | hub.HFValidationError) for cause in causes):
         return AdapterPathNotFoundError(
-            f"{what}: no such directory, and the hub has no such repository (or it is private: set HF_TOKEN)"
+            f"{adapter}: no such directory, and the hub has no such repository (or it is private: set HF_TOKEN)"
         )
     if any("Timeout" in type(cause).__name__ for cause in causes):
-        return AdapterFetchTimeoutError(f"{what}: the hub did not answer in time; try again later")
+        return AdapterFetchTimeoutError(f"{adapter}: the hub did not answer in time; try again later")
     if any(isinstance(cause, hub.OfflineModeIsEnabled) for cause in causes):
-        return AdapterFetchError(
-            f"{what} is not in the local cache, and HF_HUB_OFFLINE is set; unset it or give a directory"
-        )
-    return AdapterFetchError(f"{what}: the hub cannot be reached or failed: {_first_line(error)}")
+        return _no_hub(adapter, "HF_HUB_OFFLINE is set and the local cache does not have it")
+    return AdapterFetchError(f"{adapter}: the hub cannot be reached or failed: {_first_line(error)}")
+
+
+def _no_hub(adapter: HubAdapter, why: str) -> AdapterLoadError:
+    """Without a hub, `org/name` is first of all a directory that is not there."""
+    if adapter.is_explicit:
+        return AdapterFetchError(f"{adapter} cannot be fetched from the hub: {why}; give a directory")
+    return AdapterPathNotFoundError(f"{adapter}: no such directory, and it is not fetched from the hub: {why}")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapters.files import CONFIG_NAME, WEIGHT_NAMES, check_directory
-from loraplex.adapters.hub import fetch_from_hub
+from loraplex.adapters.hub import HubAdapter, fetch_from_hub
 from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -51,7 +51,7 @@ class AdapterSource:
             raise AdapterPathNotFoundError(
                 f"adapter {given!r}: {repo!r} is no hub repository; write hf://org/name or hf://org/name@revision"
             )
-        return fetch_from_hub(repo, revision, self.hub_cache, self.timeout_s)
+        return fetch_from_hub(HubAdapter(repo, revision, given.startswith("hf://")), self.hub_cache, self.timeout_s)
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)

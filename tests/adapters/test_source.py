@@ -20,7 +20,7 @@ from loraplex.errors import (
     AdapterPathNotFoundError,
     error_from_payload,
 )
-from tests.adapters.hub_server import Hub, sha_of
+from tests.adapters.hub_server import Files, Hub, sha_of
 
 CONFIG = b'{"r": 8}'
 FIRST = {
@@ -38,7 +38,12 @@ SHARDED = {
     "adapter_model-00002-of-00002.safetensors": b"2",
     "model.safetensors": b"the whole model",
 }
-REPOS = {"org/sql": {"main": FIRST, "v2": SECOND}, "org/bin": {"main": ONLY_BIN}, "org/sharded": {"main": SHARDED}}
+REPOS: dict[str, dict[str, Files]] = {
+    "org/sql": {"main": FIRST, "v2": SECOND},
+    "org/bin": {"main": ONLY_BIN},
+    "org/sharded": {"main": SHARDED},
+}
+REPOS["org/model"] = {"main": {"config.json": b"{}", "model.safetensors": b"x"}}
 
 
 # ---------------------------------------------------------------------------------------------------------- directories
@@ -271,6 +276,20 @@ def test_each_failure_of_the_hub_is_told_apart(hub: Hub, client: Client, status:
     assert "'org/sql'" in answer["message"]
 
 
+def test_a_repository_that_is_no_adapter(hub: Hub, client: Client) -> None:
+    (answer,) = client.fetch(hub, "org/model")
+    assert answer["error"] == "AdapterConfigMissingError"
+    assert "no adapter_config.json" in answer["message"]
+
+
+def test_without_huggingface_hub(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(AdapterFetchError, match="huggingface_hub is not installed"):
+        AdapterSource().fetch("hf://org/sql")
+    with pytest.raises(AdapterPathNotFoundError, match="no such directory"):
+        AdapterSource().fetch("org/sql")
+
+
 def test_a_slow_hub_times_out(hub: Hub, client: Client) -> None:
     hub.delay_s = 5.0
     (answer,) = client.fetch(hub, "org/sql", timeout_s=0.3)
@@ -280,10 +299,11 @@ def test_a_slow_hub_times_out(hub: Hub, client: Client) -> None:
 
 def test_offline_serves_the_cache_and_says_what_is_missing(hub: Hub, client: Client) -> None:
     (online,) = client.fetch(hub, "org/sql")
-    cached, missing = client.fetch(hub, "org/sql", "org/bin", HF_HUB_OFFLINE="1")
+    cached, explicit, missing = client.fetch(hub, "org/sql", "hf://org/bin", "org/bin", HF_HUB_OFFLINE="1")
     assert cached == online
-    assert missing["error"] == "AdapterFetchError"
-    assert "HF_HUB_OFFLINE" in missing["message"]
+    assert explicit["error"] == "AdapterFetchError"
+    assert missing["error"] == "AdapterPathNotFoundError"
+    assert all("HF_HUB_OFFLINE" in answer["message"] for answer in (explicit, missing))
 
 
 def test_an_unreachable_hub(hub: Hub, client: Client) -> None:

@@ -116,6 +116,7 @@ def test_adapters_use_the_options_promised() -> None:
 def test_tensors_agree_with_the_options() -> None:
     assert {name.split(".")[-3] for name in adapter_shapes("upper")} == {"q_proj", "v_proj"}
     assert {name.split(".")[4] for name in adapter_shapes("swap")} == {"0", "1", "2"}
+    assert not [name for name in adapter_shapes("swap") if "k_proj" in name]
     assert any(name.endswith("lora_B.bias") for name in adapter_shapes("no-vowels"))
     assert {shape[0] for name, shape in adapter_shapes("length").items() if "lora_A" in name} == {3, 8, 16, 24}
     assert {shape[0] for name, shape in adapter_shapes("sort").items() if "lora_A" in name} == {64}

@@ -38,9 +38,7 @@ def make_targets(num_layers: int = NUM_LAYERS) -> tuple[LoraTarget, ...]:
 
 
 TARGETS = make_targets()
-BASE_BIAS = {
-    s.module_name: torch.linspace(-1, 1, s.out_features) for t in TARGETS for s in t.slices if s.has_bias
-}
+BASE_BIAS = {s.module_name: torch.linspace(-1, 1, s.out_features) for t in TARGETS for s in t.slices if s.has_bias}
 
 
 def make_model(

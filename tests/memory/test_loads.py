@@ -262,7 +262,9 @@ def test_fifty_bad_loads_disturb_nobody() -> None:
     slots = [rig.acquire(1), rig.acquire(2)]
     for i in range(50):
         spec = rig.spec(100 + i)
-        rig.source.errors[spec.path] = AdapterPathNotFoundError("missing") if i % 2 else AdapterTruncatedError("corrupt")
+        rig.source.errors[spec.path] = (
+            AdapterPathNotFoundError("missing") if i % 2 else AdapterTruncatedError("corrupt")
+        )
         with pytest.raises(AdapterLoadError, match="missing" if i % 2 else "corrupt"):
             rig.manager.add_adapter(spec)
         for slot, digest in zip(slots, ("d1", "d2"), strict=True):
@@ -455,5 +457,3 @@ def test_closing_is_quick_and_final(threaded: Rig) -> None:
     threaded.add(1)
     threaded.manager.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("loraplex-loader") and t.is_alive()]
-
-

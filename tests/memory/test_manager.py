@@ -58,7 +58,9 @@ def test_an_adapter_larger_than_the_device_is_refused_with_both_numbers(rig: Rig
     spec = rig.spec(1, rank=32)
     needed = rig.packed_nbytes(make_model("d1", 32))
     budget = rig.config.adapter_memory_bytes
-    with pytest.raises(AdapterTooLargeError, match=f"'a1' needs {needed} bytes of device memory, all of it is {budget} bytes"):
+    with pytest.raises(
+        AdapterTooLargeError, match=f"'a1' needs {needed} bytes of device memory, all of it is {budget} bytes"
+    ):
         rig.manager.add_adapter(spec)
     rig.check_empty()
 
@@ -195,7 +197,9 @@ def test_verbs_say_whether_something_changed(rig: Rig) -> None:
     assert rig.tier_of(1) == "source"
 
 
-@pytest.mark.parametrize("verb", ["activate_adapter", "deactivate_adapter", "evict_adapter", "pin_adapter", "unpin_adapter"])
+@pytest.mark.parametrize(
+    "verb", ["activate_adapter", "deactivate_adapter", "evict_adapter", "pin_adapter", "unpin_adapter"]
+)
 def test_verbs_do_not_know_the_unknown(rig: Rig, verb: str) -> None:
     with pytest.raises(AdapterNotFoundError, match="id 7 is unknown"):
         getattr(rig.manager, verb)(7)

@@ -17,7 +17,9 @@ from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model
 BACKENDS = ("reference", "torch")
 
 
-def pack(model: LoRAModel, targets: tuple[LoraTarget, ...], backend: str, dtype: torch.dtype = torch.float32, base_bias=None):
+def pack(
+    model: LoRAModel, targets: tuple[LoraTarget, ...], backend: str, dtype: torch.dtype = torch.float32, base_bias=None
+):
     """(layout, views): the adapter written into memory of its own."""
     plan = Packer(targets, get_backend(backend, CPU), dtype, base_bias or BASE_BIAS.get).plan(model)
     memory = torch.full((sum(plan.sizes),), 255, dtype=torch.uint8)
@@ -25,7 +27,14 @@ def pack(model: LoRAModel, targets: tuple[LoraTarget, ...], backend: str, dtype:
     return plan.write(views), memory
 
 
-def output(layout: PackedLayout, memory: torch.Tensor, targets: tuple[LoraTarget, ...], target: LoraTarget, x: torch.Tensor, backend: str):
+def output(
+    layout: PackedLayout,
+    memory: torch.Tensor,
+    targets: tuple[LoraTarget, ...],
+    target: LoraTarget,
+    x: torch.Tensor,
+    backend: str,
+):
     """What a kernel adds to the output of `target` when it reads this memory."""
     table = SlotTable(targets, 1, memory)
     starts = [sum(layout.sizes[:i]) for i in range(len(layout.sizes))]
@@ -131,7 +140,9 @@ def test_shards_recombine_to_the_whole(size: int) -> None:
                 step = size // (size if index == 0 else min(size, 2))
                 for rank in range(0, size, step):
                     share = shard_targets(size, rank)[TARGETS.index(target)].slices[index]
-                    columns.append(parts[rank][target.name][:, share.out_offset : share.out_offset + share.out_features])
+                    columns.append(
+                        parts[rank][target.name][:, share.out_offset : share.out_offset + share.out_features]
+                    )
                 assert sum(c.shape[1] for c in columns) == s.out_offset + s.out_features
             got = torch.cat(columns, 1)
         torch.testing.assert_close(got.double(), whole[target.name], rtol=1e-5, atol=1e-5)

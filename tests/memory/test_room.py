@@ -125,7 +125,9 @@ def test_an_add_is_refused_when_the_host_is_all_in_use() -> None:
     for adapter_id in (1, 2, 3):
         rig.acquire(adapter_id)
     size = rig.config.host_memory_bytes // 3
-    with pytest.raises(AdapterNoRoomError, match=f"{3 * size} of {3 * size} bytes are taken, 0 bytes pinned and {3 * size} in use"):
+    with pytest.raises(
+        AdapterNoRoomError, match=f"{3 * size} of {3 * size} bytes are taken, 0 bytes pinned and {3 * size} in use"
+    ):
         rig.manager.add_adapter(rig.spec(4))
     rig.manager.check_integrity()
 
@@ -255,4 +257,6 @@ def test_many_adapters_through_little_room_in_turn(rig: Rig) -> None:
     cold = [adapter_id for adapter_id in served if adapter_id <= 9]  # the last three added were in host memory already
     assert cold == list(range(1, 10))
     assert sorted(served) == list(range(1, 13))
-    assert sum(rig.source.opens.values()) <= 2 * 12  # one read to add, and at most one to come back: nothing is read in vain
+    assert (
+        sum(rig.source.opens.values()) <= 2 * 12
+    )  # one read to add, and at most one to come back: nothing is read in vain

@@ -1,0 +1,148 @@
+"""The whole way of real files: PEFT directory, LoRAModel, packed blocks, slot table, kernel."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.weights import LoRAModel
+from loraplex.config import LoRAConfig
+from loraplex.core import AdapterSpec
+from loraplex.engine.adapter_opener import read_adapter, read_spec
+from loraplex.errors import AdapterContentChangedError, AdapterUnavailableError
+from loraplex.kernels.ops import get_backend
+from loraplex.kernels.plan import LoraPlan, LoraSegment
+from loraplex.memory.arena import Arena
+from loraplex.memory.manager import LoRAModelManager
+from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta
+
+CONFIG = LoRAConfig(adapter_memory_bytes=1 << 18, host_memory_bytes=1 << 19)
+
+
+def write_adapter(path: Path, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A PEFT directory with all modules of TARGETS."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for target in TARGETS:
+        for s in target.slices:
+            prefix = f"base_model.model.{s.module_name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, target.in_features, generator=generator).to(dtype)
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(s.out_features, rank, generator=generator).to(dtype)
+    modules = sorted({s.module_name.rsplit(".", 1)[-1] for t in TARGETS for s in t.slices})
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": modules, "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
+def spec_of(adapter_id: int, path: Path) -> AdapterSpec:
+    model = read_adapter(str(path), f"a{adapter_id}", TARGETS, CONFIG)
+    return AdapterSpec(adapter_id, f"a{adapter_id}", 1, model.adapter_digest, str(path), model.nbytes, model.rank)
+
+
+@pytest.fixture(params=["torch", "reference"])
+def manager(request: pytest.FixtureRequest) -> Iterator[LoRAModelManager]:
+    manager = LoRAModelManager(
+        CONFIG,
+        TARGETS,
+        get_backend(request.param, CPU),
+        torch.float32,
+        Arena(CONFIG.host_memory_bytes, 4096, CPU),
+        lambda spec: read_spec(spec, TARGETS, CONFIG),
+        BASE_BIAS.get,
+    )
+    manager.backend = get_backend(request.param, CPU)  # type: ignore[attr-defined]
+    yield manager
+    manager.close()
+
+
+def serve(manager: LoRAModelManager, adapter_id: int) -> int:
+    while True:
+        manager.poll()
+        result = manager.try_acquire(adapter_id)
+        if result.lora_slot is not None:
+            return result.lora_slot
+        manager.wait_for_change(1.0)
+
+
+def check(manager: LoRAModelManager, slots: dict[int, LoRAModel]) -> None:
+    """One mixed batch over all adapters and base rows, against the deltas by the formula."""
+    segments = [LoraSegment(3 * i, 3 * i + 2, slot) for i, slot in enumerate(slots)]  # every third row is the base's
+    for target in TARGETS:
+        x = torch.randn(3 * len(slots), target.in_features, generator=torch.Generator().manual_seed(5))
+        y = torch.zeros(len(x), sum(s.out_features for s in target.slices))
+        plan = LoraPlan.build(segments, len(x), 16)
+        table = manager.table
+        manager.backend.add_lora(y, x, plan, table, table.first_row(target.name), target.slices)  # type: ignore[attr-defined]
+        expected = torch.zeros_like(y, dtype=torch.float64)
+        for segment, model in zip(segments, slots.values(), strict=True):
+            rows = slice(segment.start, segment.end)
+            expected[rows] = expected_delta(model, target, x[rows])
+        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mixed_batch_of_real_adapters_of_all_dtypes(manager: LoRAModelManager, tmp_path: Path) -> None:
+    kinds = [(8, torch.float32), (64, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16)]
+    slots = {}
+    for adapter_id, (rank, dtype) in enumerate(kinds, 1):
+        path = write_adapter(tmp_path / str(adapter_id), rank, adapter_id, dtype)
+        spec = spec_of(adapter_id, path)
+        assert manager.add_adapter(spec).is_new
+        slots[serve(manager, adapter_id)] = read_adapter(spec.path, spec.adapter_name, TARGETS, CONFIG)
+    assert sorted(slots) == [0, 1, 2, 3]
+    check(manager, slots)
+    manager.check_integrity()
+
+
+def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(
+    manager: LoRAModelManager, tmp_path: Path
+) -> None:
+    spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
+    model = read_adapter(spec.path, "a1", TARGETS, CONFIG)
+    manager.add_adapter(spec)
+    shutil.rmtree(tmp_path / "a")
+    check(manager, {serve(manager, 1): model})
+    manager.release(1)
+    manager.evict_adapter(1)
+    check(manager, {serve(manager, 1): model})
+    manager.release(1)
+    manager.evict_adapter(1)
+    manager.evict_adapter(1)
+    with pytest.raises(AdapterUnavailableError, match="'a1': its last copy in memory was evicted"):
+        serve(manager, 1)
+    manager.check_integrity()
+
+
+def test_files_that_changed_are_noticed_and_the_old_content_is_taken_back(
+    manager: LoRAModelManager, tmp_path: Path
+) -> None:
+    spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
+    model = read_adapter(spec.path, "a1", TARGETS, CONFIG)
+    manager.add_adapter(spec)
+    manager.evict_adapter(1)
+    write_adapter(tmp_path / "a", 8, 2)
+    with pytest.raises(AdapterContentChangedError, match="reload it"):
+        serve(manager, 1)
+    with pytest.raises(AdapterContentChangedError):
+        manager.promote_adapter(1)
+    write_adapter(tmp_path / "a", 8, 1)
+    manager.poll()
+    check(manager, {serve(manager, 1): model})
+
+
+def test_vllms_way_of_adding_a_model(manager: LoRAModelManager, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "a", 8, 1)
+    helper = PEFTHelper.from_local_dir(str(path))
+    model = LoRAModel.from_local_checkpoint(path, helper, TARGETS, CONFIG).clone(3)
+    assert manager.add_adapter(model).is_new
+    assert manager.activate_adapter(3)
+    assert manager.lora_index_to_id[0] == 3
+    check(manager, {0: model})
