@@ -6,7 +6,6 @@ source -> open (fetch, validate, digest) -> store.add -> pin, if wished or inher
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from loraplex.adapters.outcome import LoadResult, LoadStatus
 from loraplex.adapters.verb import LoadWish, Verb
 from loraplex.adapters.version import AdapterVersion, LoRARef, OpenedAdapter
 from loraplex.core import AdapterId, AdapterSpec, AdapterStore
-
-_log = logging.getLogger(__name__)
 
 
 class AdapterLoader:
@@ -88,7 +85,7 @@ class AdapterLoader:
             with self._lock:
                 parting = self._table.publish(version, verb)
         except BaseException:
-            self._try_quietly(self._store.drop_adapter, version.adapter_id)
+            self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
             raise
         if parting is not None:
             self._drain.part(parting)
@@ -121,15 +118,5 @@ class AdapterLoader:
             self._store.pin_adapter(version.adapter_id)
         except BaseException:
             if heir_to is not None:
-                heir_to.is_pinned = self._try_quietly(self._store.pin_adapter, heir_to.adapter_id)
+                heir_to.is_pinned = self._drain.try_quietly(self._store.pin_adapter, heir_to.adapter_id)
             raise
-
-    @staticmethod
-    def _try_quietly(call: Callable[[int], object], adapter_id: int) -> bool:
-        """To undo after an error, which is the one to report. Whether it worked."""
-        try:
-            call(adapter_id)
-        except Exception:
-            _log.warning("adapter_id %d: undoing a failed load failed too", adapter_id, exc_info=True)
-            return False
-        return True

@@ -1,4 +1,4 @@
-"""Farewells: an old version is dropped, or a switched one evicted, once, when its last reference goes.
+"""Farewells: an old version is dropped, or a switched one leaves the device, once, when its last reference goes.
 
 Whoever comes first carries a farewell out: the verb that unnamed the version when nobody uses it, else a job that the last
 `release` hands to `run_later`. The store is called under no lock.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 from loraplex.adapters.name_table import NameTable
 from loraplex.adapters.version import AdapterVersion, Farewell, Parting
-from loraplex.core import AdapterStore
+from loraplex.core import AdapterStore, Tier
 from loraplex.errors import AdapterNotFoundError, InvalidRequestError
 
 _log = logging.getLogger(__name__)
@@ -36,13 +36,17 @@ class Drain:
 
     def part(self, parting: Parting) -> None:
         """Carry out a farewell if it is due and nobody did. Never raises: the error is in `parting.done`."""
+        version = parting.version
         with self._lock:
             is_mine = self._table.take(parting)
+            is_shared = self._table.is_content_answering(version)
         if not is_mine:
             return
-        version = parting.version
         try:
-            has_changed = self._drop(version) if parting.farewell is Farewell.DROP else self.evict(version)
+            if parting.farewell is Farewell.DROP:
+                has_changed = self._drop(version)
+            else:
+                has_changed = self._lift_pin(version) if is_shared else self.leave_device(version)
         except Exception as error:
             _log.warning("adapter %r: %s failed: %s", version.ref.adapter_name, parting.farewell.value, error)
             parting.done.set_exception(error)
@@ -69,11 +73,32 @@ class Drain:
         return num_aborted
 
     def evict(self, version: AdapterVersion) -> bool:
-        """One tier down; a pin would forbid it and is lifted."""
-        if version.is_pinned:
-            self._store.unpin_adapter(version.adapter_id)
-            version.is_pinned = False
-        return self._store.evict_adapter(version.adapter_id)
+        """One tier down, whichever it is in; a pin would forbid it and is lifted."""
+        was_pinned = self._lift_pin(version)
+        return self._store.evict_adapter(version.adapter_id) or was_pinned
+
+    def leave_device(self, version: AdapterVersion) -> bool:
+        """Off the device, but no farther down: its weights stay on the host. False when it was not on the device."""
+        self._lift_pin(version)
+        tiers = {where.adapter_id: where.tier for where in self._store.list_adapters()}
+        return tiers.get(version.adapter_id) is Tier.DEVICE and self._store.evict_adapter(version.adapter_id)
+
+    def _lift_pin(self, version: AdapterVersion) -> bool:
+        if not version.is_pinned:
+            return False
+        self._store.unpin_adapter(version.adapter_id)
+        version.is_pinned = False
+        return True
+
+    @staticmethod
+    def try_quietly(call: Callable[[int], object], adapter_id: int) -> bool:
+        """To undo after an error, which is the one to report. Whether it worked."""
+        try:
+            call(adapter_id)
+        except Exception:
+            _log.warning("adapter_id %d: undoing a failed verb failed too", adapter_id, exc_info=True)
+            return False
+        return True
 
     def _drop(self, version: AdapterVersion) -> bool:
         try:

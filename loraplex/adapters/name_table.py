@@ -207,16 +207,28 @@ class NameTable:
             self._retire(version)
         return version
 
-    def redirect(self, old: str, new: str) -> Parting | None:
-        """Requests for `old`, and for the names that were switched to it, go to `new`. None when `old` is not loaded."""
+    def redirect(self, old: str, version: AdapterVersion) -> Parting | None:
+        """Requests for `old`, and for names that were switched to it, go to `version` (its name answers for itself again).
+
+        None when `old` is not loaded; raises AdapterNotFoundError when `version` was unloaded meanwhile.
+        """
+        new = version.ref.adapter_name
+        if self.current.get(new) is not version:
+            raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
         self.aliases.pop(new, None)
-        self.current[new].stay()
+        version.stay()
         leaving = self.current.get(old)
         if leaving is None:
             return None
         self.aliases.update({name: new for name, target in self.aliases.items() if target == old})
         self.aliases[old] = new
         return leaving.part_with(Farewell.EVICT)
+
+    def is_content_answering(self, version: AdapterVersion) -> bool:
+        """Whether what answers for the version's name now has the very same content, so that the two share memory."""
+        name = version.ref.adapter_name
+        answering = self.current.get(self.aliases.get(name, name))
+        return answering is not None and answering.ref.adapter_digest == version.ref.adapter_digest
 
     def partings(self, name: str) -> tuple[Parting, ...]:
         """Of all versions of `name` that drain."""

@@ -4,7 +4,7 @@
     acquire  the version that answers for a name now, counted until `release`; no verb touches it
     unload   the name resolves to nothing at once; its last release drops it from the store    (drain.py)
     reload   a new version under the name, which inherits the pin; the old one drains
-    switch   `new` is promoted, then answers for `old` too; `old` is evicted when its last reference goes
+    switch   `new` is promoted, then answers for `old` too, which leaves the device             (adapter_switch.py)
 
 One lock guards the table of names (name_table.py) and is held for dictionary operations only, so requests never wait for a verb.
 Slow verbs on one name run one after the other, waiting on a future; `unload` waits for none and calls a load under way off. Each
@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from loraplex.adapters.adapter_load import AdapterLoader
 from loraplex.adapters.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
+from loraplex.adapters.adapter_switch import AdapterSwitch
 from loraplex.adapters.drain import Drain, check_deadline
 from loraplex.adapters.name_table import NameTable
 from loraplex.adapters.outcome import AdapterInfo, LoadResult, LoadStatus, SwitchResult, UnloadResult
-from loraplex.adapters.verb import LoadWish, Verb
-from loraplex.adapters.version import AdapterVersion, LoRARef, OpenedAdapter, Parting
+from loraplex.adapters.turns import Turns
+from loraplex.adapters.verb import LoadWish
+from loraplex.adapters.version import AdapterVersion, LoRARef, OpenedAdapter
 from loraplex.core import AdapterResidency, AdapterSpec, AdapterStore, AddOutcome, Tier
-from loraplex.errors import AdapterNotFoundError, AdapterUnavailableError, InvalidRequestError, LoraplexError
+from loraplex.errors import AdapterUnavailableError, InvalidRequestError, LoraplexError
 
 __all__ = [
     "AdapterInfo",
@@ -80,6 +81,8 @@ class LoRARegistry:
         self._lock = threading.Lock()
         self._table = NameTable(max_loaded_loras)
         self._drain = Drain(store, self._lock, self._table, abort_grace_s)
+        self._turns = Turns(self._lock, self._table)
+        self._switch = AdapterSwitch(store, self._lock, self._table, self._drain, self._turns)
         self._loader = AdapterLoader(store, open_adapter, clock, self._lock, self._table, self._drain)
 
     # ---------------------------------------------------------------------------------------------------- for every request
@@ -178,82 +181,41 @@ class LoRARegistry:
     def switch(
         self, old: str, new: str, *, new_path: str | None = None, deadline_s: float | None = None, force: bool = False
     ) -> SwitchResult:
-        """Load `new` if it is unknown, promote it, then let it answer for `old` too; evict `old` after its last request.
+        """Load `new` if it is unknown, promote it, then let it answer for `old` too; `old` leaves the device after its last request.
 
-        From then on `old` is an alias (`describe(old).alias_of == new`) that keeps its own version loaded, so that `switch(new, old)` is
-        as quick. An `old` that is not loaded is no error and becomes no alias. Unloading the alias frees its name and weights; a
-        reload in place makes it answer for itself again. deadline_s and force as in `unload`.
+        An idle `old` makes room first when there is none beside it. From then on `old` is an alias (`describe(old).alias_of == new`)
+        that keeps its own version loaded, so that `switch(new, old)` is as quick. An `old` that is not loaded is no error and becomes no
+        alias. Unloading the alias frees its name and weights; a reload in place makes it answer for itself again. deadline_s and force
+        as in `unload`.
         """
         check_deadline(deadline_s)
         check_adapter_name(old, self._base_names)
         if old == new:
             raise InvalidRequestError(f"adapter {old!r} cannot be switched to itself; give two names")
-        began_s = time.monotonic()
-        loaded = () if new_path is None else self.load(new, new_path).evicted
-        loaded_s = time.monotonic()
-        with self._verb_on(new) as version:
-            promoted = self._store.promote_adapter(version.adapter_id).evicted
-            parting = self._redirect(old, new, version)
-        switched_s = time.monotonic()
-        partings = () if parting is None else (parting,)
-        is_in_use = any(each.version.num_references for each in partings)
-        num_aborted = self._drain.finish(partings, deadline_s, force)
-        is_gone = all(each.done.done() for each in partings)
-        is_evicted = is_gone and any(each.done.result() for each in partings)
-        return SwitchResult(
-            old=old,
-            ref=version.ref,
-            is_old_active=is_in_use or is_evicted,
-            load_s=loaded_s - began_s,
-            promote_s=switched_s - loaded_s,
-            evict_s=time.monotonic() - switched_s if is_gone else None,
-            evicted=(*loaded, *promoted, *((old,) if is_evicted else ())),
-            num_references=sum(each.version.num_references for each in partings),
-            num_aborted=num_aborted,
-        )
-
-    def _redirect(self, old: str, new: str, version: AdapterVersion) -> Parting | None:
-        with self._lock:
-            if self._table.current.get(new) is not version:
-                raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
-            return self._table.redirect(old, new)
-
-    @contextmanager
-    def _verb_on(self, name: str) -> Iterator[AdapterVersion]:
-        """Be the one slow verb on `name`, after the one that runs; yields its own version, not what answers for it."""
-        while True:
-            with self._lock:
-                running = self._table.verbs.get(name)
-                if running is None:
-                    version = self._table.own(name)
-                    verb = self._table.verbs[name] = Verb()
-                    break
-            wait((running.done,))
-        try:
-            yield version
-        finally:
-            with self._lock:
-                del self._table.verbs[name]
-            verb.done.set_result(None)
+        loaded = None if new_path is None else self.load(new, new_path)
+        result = self._switch.switch(old, new, deadline_s, force)
+        if loaded is None:
+            return result
+        return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
 
     # --------------------------------------------------------------------------------- residency of what answers for a name
 
     def pin(self, name: str) -> bool:
         """Promote, and exempt from eviction until it is unpinned, evicted or unloaded. Whether something changed."""
-        with self._verb_on(self.resolve(name).adapter_name) as version:
+        with self._turns.verb_on(self.resolve(name).adapter_name) as version:
             has_changed = self._store.pin_adapter(version.adapter_id)
             version.is_pinned = True
             return has_changed
 
     def unpin(self, name: str) -> bool:
-        with self._verb_on(self.resolve(name).adapter_name) as version:
+        with self._turns.verb_on(self.resolve(name).adapter_name) as version:
             has_changed = self._store.unpin_adapter(version.adapter_id)
             version.is_pinned = False
             return has_changed
 
     def evict(self, name: str) -> bool:
         """One tier down, which lifts a pin; the name still resolves. Whether something changed."""
-        with self._verb_on(self.resolve(name).adapter_name) as version:
+        with self._turns.verb_on(self.resolve(name).adapter_name) as version:
             return self._drain.evict(version)
 
     def preload(self, name: str) -> AddOutcome:

@@ -1,7 +1,7 @@
 """One loaded version of an adapter: what it is, who uses it, and what happens when the last user leaves.
 
     load or reload -> current --(unload, reload)--> draining --(last reference released)--> dropped
-                         `----(switched away)-----> evicted when its last reference goes, and current still
+                         `----(switched away)-----> off the device when its last reference goes, and current still
 
 A version is mutable and belongs to the registry, which touches it only under its lock. What leaves the registry is `LoRARef`.
 """

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from rich.console import Console
 from rich.table import Table
 
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
-from loraplex.demo.tasks import TASKS, Task, adapter_path, assets_path, phrases, prompt_of
+from loraplex.demo.tasks import TASKS, Task, adapter_path, assets_path, prompt_of, word_phrases
 from loraplex.engine.llm import LLM
 
 MAX_TOKENS = 64
+PLAIN_WIDTH = 132  # of a pipe or file, so that no cell is folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,10 @@ def base_path() -> str:
 
 
 def questions(each: int, seed: int) -> list[Question]:
-    """`each` held-out phrases for the base and every adapter, interleaved so that neighbours never share an adapter."""
+    """`each` held-out phrases of two words for the base and every adapter, interleaved so that neighbours never share an adapter."""
     models: list[Task | None] = [None, *TASKS]
-    drawn = iter(list(phrases("held_out", each * len(models), seed)))
-    return [
-        Question(task, phrase)
-        for _ in range(each)
-        for task, phrase in zip(models, islice(drawn, len(models)), strict=True)
-    ]
+    drawn = word_phrases(each * len(models), seed)
+    return [Question(task, phrase) for task, phrase in zip(models * each, drawn, strict=True)]
 
 
 def ask(llm: LLM, asked: Sequence[Question]) -> list[Answer]:
@@ -99,7 +96,7 @@ def show(console: Console, answers: Sequence[Answer]) -> None:
 
 def run_demo(each: int = 2, seed: int = 0) -> int:
     """Print the table; 0 when every answer is right, 1 otherwise."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for task in TASKS:
         console.print(f"  [bold]{task.name:10}[/] {task.description}")
     began = time.perf_counter()

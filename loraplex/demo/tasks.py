@@ -13,6 +13,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,15 @@ PROMPT_END = "="
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 MIN_PHRASE_LEN, MAX_PHRASE_LEN = 5, 16
+# fmt: off
+WORDS = (
+    "amber", "banana", "bread", "candle", "cloud", "copper", "dragon", "engine", "falcon", "forest", "garden",
+    "ginger", "golden", "guitar", "harbor", "honey", "island", "jacket", "jungle", "lemon", "marble", "monkey",
+    "morning", "mountain", "museum", "night", "ocean", "orange", "paper", "piano", "pirate", "planet", "pocket",
+    "purple", "river", "rocket", "sailor", "silver", "spring", "sunset", "table", "thunder", "ticket", "tiger",
+    "travel", "velvet", "violin", "walnut", "whisper", "window", "winter", "wooden",
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,18 @@ def phrases(split: Split, count: int, seed: int) -> Iterator[str]:
         if _split_of(phrase) == split and _has_distinct_answers(phrase):
             yield phrase
             count -= 1
+
+
+def word_phrases(count: int, seed: int) -> list[str]:
+    """`count` different held-out phrases of two English words, for a person to read; the same seed yields the same ones."""
+    draw = random.Random(f"words {seed}")
+    pairs = (f"{first} {second}" for first, second in permutations(WORDS, 2))
+    usable = [
+        phrase
+        for phrase in pairs
+        if len(phrase) <= MAX_PHRASE_LEN and _split_of(phrase) == "held_out" and _has_distinct_answers(phrase)
+    ]
+    return draw.sample(usable, count)
 
 
 def assets_path() -> Path:

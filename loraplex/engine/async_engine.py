@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from loraplex.adapters.registry import (
 )
 from loraplex.config import EngineConfig
 from loraplex.core import (
-    AdapterResidency,
-    AdapterSpec,
     AddOutcome,
     EngineInfo,
     LoRARequest,
@@ -40,7 +37,10 @@ from loraplex.core import (
 from loraplex.engine import messages as msg
 from loraplex.engine.client import EngineClient, ProgressCallback
 from loraplex.engine.front import Front, adapter_ref, make_front
+from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
+from loraplex.engine.remote_store import RemoteStore
+from loraplex.engine.supervisor import EngineSupervisor
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import (
     EngineDeadError,
@@ -54,8 +54,6 @@ from loraplex.metrics import EngineStats
 logger = logging.getLogger(__name__)
 
 NUM_VERB_THREADS = 16
-MAX_DEATHS = 3
-DEATHS_WINDOW_S = 60.0
 
 T = TypeVar("T")
 
@@ -80,86 +78,6 @@ class EngineHealth:
     message: str = ""
 
 
-class _Stream:
-    """The latest output of one request. Outputs are cumulative, so a slow reader skips some and memory stays bounded."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._latest: RequestOutput | None = None
-        self._error: LoraplexError | None = None
-        self._has_news = asyncio.Event()
-        self._on_end: Callable[[], None] | None = on_end
-
-    def put(self, output: RequestOutput) -> None:
-        self._latest = output
-        self._has_news.set()
-        if output.finished:
-            self.end()
-
-    def fail(self, error: LoraplexError) -> None:
-        self._error = error
-        self._has_news.set()
-        self.end()
-
-    def end(self) -> None:
-        """Return what the request held, once."""
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end()
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        is_finished = False
-        while not is_finished:
-            await self._has_news.wait()
-            self._has_news.clear()
-            if self._latest is not None:
-                output, self._latest = self._latest, None
-                is_finished = output.finished
-                yield output
-            if self._error is not None and not is_finished:
-                raise self._error
-
-
-class _RemoteStore:
-    """`AdapterStore` over an engine process, for the registry's worker threads. Never called on the event loop."""
-
-    def __init__(self, engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine = engine
-        self._loop = loop
-
-    def _call(self, message_type: type, *values: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(self._engine.call(message_type, *values), self._loop).result()
-
-    def add_adapter(self, spec: AdapterSpec) -> AddOutcome:
-        outcome: AddOutcome = self._call(msg.AddAdapter, spec)
-        return outcome
-
-    def drop_adapter(self, adapter_id: int) -> None:
-        try:
-            self._call(msg.DropAdapter, adapter_id)
-        except EngineDeadError:
-            logger.info("adapter %d went with the engine process", adapter_id)
-
-    def promote_adapter(self, adapter_id: int) -> AddOutcome:
-        outcome: AddOutcome = self._call(msg.PromoteAdapter, adapter_id)
-        return outcome
-
-    def evict_adapter(self, adapter_id: int) -> bool:
-        return bool(self._call(msg.EvictAdapter, adapter_id))
-
-    def pin_adapter(self, adapter_id: int) -> bool:
-        return bool(self._call(msg.PinAdapter, adapter_id))
-
-    def unpin_adapter(self, adapter_id: int) -> bool:
-        return bool(self._call(msg.UnpinAdapter, adapter_id))
-
-    def abort_adapter(self, adapter_id: int) -> int:
-        return int(self._call(msg.AbortAdapter, adapter_id))
-
-    def list_adapters(self) -> Sequence[AdapterResidency]:
-        residencies: tuple[AdapterResidency, ...] = self._call(msg.ListAdapters)
-        return residencies
-
-
 class AsyncEngine:
     """Serves any mix of adapters from engine processes. Make one with `await AsyncEngine.start(config)`.
 
@@ -172,16 +90,14 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self._served_model_name = served_model_name or config.model
-        self._on_progress = on_progress
-        self._engines: list[EngineClient] = []
-        self._deaths: list[float] = []
-        self._death: EngineDeadError | None = None
-        self._restart: asyncio.Task[None] | None = None
+        self._engines = [
+            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore_adapters, on_progress)
+        ]
         self._is_shut_down = False
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._store = RemoteStore(self.call, asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         # Set by start(), once the model is known.
-        self.info: EngineInfo
         self.model_info: ModelInfo
         self._front: Front
 
@@ -206,17 +122,12 @@ class AsyncEngine:
         """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere."""
         engine = cls(config, served_model_name, on_progress)
         try:
-            await engine._start_process()
+            await engine._supervisor.start()
             engine._make_front(base_names, adapter_roots)
         except BaseException:
             await engine.shutdown()
             raise
         return engine
-
-    async def _start_process(self) -> None:
-        client = EngineClient(self.config, self._on_outputs, self._on_death, self._on_progress)
-        self._engines = [client]
-        self.info = await client.start()
 
     def _make_front(self, base_names: Iterable[str], adapter_roots: Sequence[str | Path] | None) -> None:
         info = self.info
@@ -226,7 +137,7 @@ class AsyncEngine:
         self._front = make_front(
             self.config,
             info,
-            _RemoteStore(self, asyncio.get_running_loop()),
+            self._store,
             start_thread,
             served_model_name=self._served_model_name,
             base_names=base_names,
@@ -269,22 +180,23 @@ class AsyncEngine:
             async for output in stream:
                 yield output
         finally:
-            await self.abort(request_id)
+            if self._streams.get(request_id) is stream:  # else it has ended, and the id may be another request's
+                await self.abort(request_id)
 
-    def _submit(self, prepared: PreparedRequest, ref: LoRARef | None) -> _Stream:
+    def _submit(self, prepared: PreparedRequest, ref: LoRARef | None) -> OutputStream:
         if len(self._streams) >= self.config.max_waiting_requests + self.config.max_num_seqs:
             raise EngineOverloadedError(
                 f"{len(self._streams)} requests are running or waiting, the limit; try again later (--max-waiting-requests)"
             )
         self._front.outputs.add(prepared)
-        stream = _Stream(partial(self._release, ref))
-        self._streams[prepared.request_id] = stream
         try:
             for request in prepared.children:
                 self._engine.send(msg.AddRequest(request))
-        except LoraplexError:
+        except BaseException:
             self._forget(prepared.request_id)
             raise
+        stream = OutputStream(partial(self._release, ref))
+        self._streams[prepared.request_id] = stream
         return stream
 
     async def _load_requested(self, request: LoRARequest) -> str:
@@ -298,15 +210,15 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are passed over. Its iterator ends with its last output or an error."""
         stream = self._streams.pop(request_id, None)
-        running = self._front.outputs.remove(request_id)
-        if running and self._engine.is_alive:
-            self._engine.send(msg.AbortRequests(running))
+        self._forget(request_id)
         if stream is not None:
             stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
 
     def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self._front.outputs.remove(request_id)
+        """Its outputs are of no interest any more, and the engine is told so."""
+        running = self._front.outputs.remove(request_id)
+        if running and self._engine.is_alive:
+            self._engine.send(msg.AbortRequests(running))
 
     def _release(self, ref: LoRARef | None) -> None:
         if ref is not None and self.registry is not None:
@@ -390,13 +302,23 @@ class AsyncEngine:
         return [] if self.registry is None else await self._in_verb_thread(self.registry.list_adapters)
 
     async def _in_verb_thread(self, verb: Callable[[], T]) -> T:
+        """Not while the engine is being restarted: it would meet its adapters half restored."""
+        self._check_can_serve()
         return await asyncio.get_running_loop().run_in_executor(self._verbs, verb)
 
     # ------------------------------------------------------------------------------------------------- life and death
 
     @property
-    def _engine(self) -> EngineClient:
+    def _supervisor(self) -> EngineSupervisor:
         return self._engines[0]
+
+    @property
+    def _engine(self) -> EngineClient:
+        return self._supervisor.client
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._supervisor.info
 
     async def call(self, message_type: type, *values: Any) -> Any:
         """Call the engine; raises what it answers with."""
@@ -405,7 +327,8 @@ class AsyncEngine:
     def health(self) -> EngineHealth:
         if self._is_shut_down:
             return EngineHealth(False, "shutting down")
-        return EngineHealth(self._death is None, "" if self._death is None else str(self._death))
+        death = self._supervisor.death
+        return EngineHealth(death is None, "" if death is None else str(death))
 
     @property
     def engine_pid(self) -> int | None:
@@ -424,53 +347,29 @@ class AsyncEngine:
     def _check_can_serve(self) -> None:
         if self._is_shut_down:
             raise EngineShutdownError("the server is shutting down; send the request to another one")
-        if self._death is not None:
-            raise self._death
+        if self._supervisor.death is not None:
+            raise EngineDeadError(str(self._supervisor.death))
 
     def _on_death(self, error: EngineDeadError) -> None:
-        now = time.monotonic()
-        self._deaths = [death for death in self._deaths if now - death < DEATHS_WINDOW_S] + [now]
-        is_hopeless = len(self._deaths) >= MAX_DEATHS
-        outlook = (
-            f"it died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s and stays down"
-            if is_hopeless
-            else "it is being restarted"
-        )
-        self._death = EngineDeadError(f"{error}; {outlook}")
-        logger.error("%s", self._death)
-        for request_id in list(self._streams):
-            stream = self._streams.pop(request_id)
-            self._front.outputs.remove(request_id)
-            stream.fail(self._death)
-        if not is_hopeless and not self._is_shut_down:
-            self._restart = asyncio.get_running_loop().create_task(self._start_again())
+        self._end_streams(partial(EngineDeadError, str(error)))
 
-    async def _start_again(self) -> None:
-        dead = self._engines[0]
-        try:
-            await dead.stop()
-            await self._start_process()
-            if self.registry is not None:
-                failed = await self._in_verb_thread(self.registry.restore)
-                for name, error in failed.items():
-                    logger.error("adapter %r could not be loaded again: %s", name, error)
-        except LoraplexError as error:
-            self._death = EngineDeadError(f"the engine process could not be restarted: {error}")
-            logger.error("%s", self._death)
+    def _end_streams(self, make_error: Callable[[], LoraplexError]) -> None:
+        for request_id in list(self._streams):
+            self._front.outputs.remove(request_id)
+            self._streams.pop(request_id).fail(make_error())
+
+    async def _restore_adapters(self) -> None:
+        if self.registry is None:
             return
-        self._death = None
-        logger.warning(
-            "the engine process is back, with %d adapters", 0 if self.registry is None else len(self.registry.names())
-        )
+        failed = await asyncio.get_running_loop().run_in_executor(self._verbs, self.registry.restore)
+        for name, error in failed.items():
+            logger.error("adapter %r could not be loaded again: %s", name, error)
 
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""
         self._is_shut_down = True
-        if self._restart is not None:
-            self._restart.cancel()
-            await asyncio.gather(self._restart, return_exceptions=True)
-        for request_id in list(self._streams):
-            self._streams.pop(request_id).fail(EngineShutdownError("the server is shutting down"))
+        self._store.close()
+        self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
         for engine in self._engines:
             await engine.stop()
         self._verbs.shutdown(wait=False, cancel_futures=True)

@@ -20,7 +20,7 @@ import zmq.asyncio
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.engine import messages as msg
-from loraplex.errors import EngineDeadError, LoraplexError, error_from_payload
+from loraplex.errors import EngineDeadError, error_from_payload
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class EngineClient:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
+        self._last_words = ""
         self.death: EngineDeadError | None = None
         self._dispatch = msg.TypeBasedDispatcher(
             {
@@ -90,9 +91,9 @@ class EngineClient:
         return await self._ready
 
     def send(self, message: Any) -> None:
-        """Send without waiting. Raises EngineDeadError when the process has ended."""
+        """Send without waiting. Raises EngineDeadError when the process has ended, UnknownMessageError for what cannot be sent."""
         if self.death is not None or self._is_stopping:
-            raise self.death or EngineDeadError("the engine is shutting down")
+            raise EngineDeadError(str(self.death or "the engine is shutting down"))
         # The socket has no high-water mark: a send completes at once and the future can be dropped.
         self._socket.send(msg.encode(message))
 
@@ -108,15 +109,16 @@ class EngineClient:
             self._calls.pop(call_id, None)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End the process: ask, then kill after `grace_s`."""
+        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed at once."""
         if self._process is not None and self._process.returncode is None:
-            if self.death is None and not self._is_stopping:
+            if self._has_started and self.death is None and not self._is_stopping:
                 self.send(msg.Shutdown())
             self._is_stopping = True
             try:
-                await asyncio.wait_for(self._process.wait(), grace_s)
+                await asyncio.wait_for(self._process.wait(), grace_s if self._has_started else 0)
             except TimeoutError:
-                self._process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
                 await self._process.wait()
         self._is_stopping = True
         for task in self._tasks:
@@ -127,13 +129,21 @@ class EngineClient:
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def _has_started(self) -> bool:
+        ready = self._ready
+        return ready.done() and not ready.cancelled() and ready.exception() is None
+
     async def _receive(self) -> None:
         while True:
-            data = await self._socket.recv()
-            try:
-                self._dispatch(msg.decode_from_engine(data))
-            except LoraplexError:
-                logger.exception("a message of the engine process could not be handled")
+            self._take(await self._socket.recv())
+
+    def _take(self, data: bytes) -> None:
+        """Nothing that one message does may keep the next ones from being read."""
+        try:
+            self._dispatch(msg.decode_from_engine(data))
+        except Exception:
+            logger.exception("a message of the engine process could not be handled")
 
     async def _watch(self) -> None:
         assert self._process is not None
@@ -143,23 +153,23 @@ class EngineClient:
         # What it said before it ended is still in the socket.
         with contextlib.suppress(zmq.Again):
             while True:
-                self._dispatch(msg.decode_from_engine(await self._socket.recv(zmq.NOBLOCK)))
-        self._die(EngineDeadError(f"the engine process ended unasked ({_exit_text(code)})"))
+                self._take(await self._socket.recv(zmq.NOBLOCK))
+        self._die(EngineDeadError(f"the engine process ended unasked ({_exit_text(code)}){self._last_words}"))
 
     def _die(self, error: EngineDeadError) -> None:
         if self.death is not None:
             return
         self.death = error
         self._fail_calls(error)
-        if not self._ready.done():
+        if self._has_started:
+            self._on_death(error)
+        elif not self._ready.done():
             self._ready.set_exception(error)
-            return
-        self._on_death(error)
 
     def _fail_calls(self, error: EngineDeadError) -> None:
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(EngineDeadError(str(error)))
 
     def _on_ready(self, message: msg.Ready) -> None:
         if not self._ready.done():
@@ -175,9 +185,12 @@ class EngineClient:
             future.set_result(message)
 
     def _on_fatal(self, message: msg.Fatal) -> None:
+        """At the start the error is the caller's; later it is the reason of the death that follows."""
         error = error_from_payload(message.error)
         if not self._ready.done():
             self._ready.set_exception(error)
+            return
+        self._last_words = f": {error}"
         logger.error("the engine process cannot go on: %s", error)
 
 

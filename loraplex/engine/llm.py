@@ -293,10 +293,11 @@ def _prompt(prompt: PromptInput) -> str | Sequence[int]:
         if len(prompt) != 1 or not known:
             raise InvalidRequestError(f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}")
         prompt = prompt[known.pop()]
-    is_tokens = isinstance(prompt, Sequence) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not is_tokens:
-        raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
-    return prompt
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        return cast(Sequence[int], prompt)
+    raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
 
 def _one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:

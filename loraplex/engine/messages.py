@@ -137,6 +137,7 @@ FromEngine = Ready | Progress | StepOutputs | Reply | Fatal
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
+_NOT_UNDERSTOOD = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: text that is not UTF-8
 
 RESULT_TYPES: Mapping[type, Any] = {
     AddAdapter: AddOutcome,
@@ -153,7 +154,11 @@ RESULT_TYPES: Mapping[type, Any] = {
 
 
 def encode(message: Any) -> bytes:
-    return _ENCODER.encode(message)
+    """Raises UnknownMessageError for what msgpack cannot carry, such as an integer beyond 64 bits."""
+    try:
+        return _ENCODER.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnknownMessageError(f"a {type(message).__name__} cannot be sent: {error}") from error
 
 
 def decode_to_engine(data: bytes) -> Any:
@@ -168,18 +173,29 @@ def decode_from_engine(data: bytes) -> Any:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except _NOT_UNDERSTOOD as error:
         raise UnknownMessageError(f"a message of {len(data)} bytes is not understood: {error}") from error
 
 
 def call_id_of(data: bytes) -> int | None:
     """The `call_id` of a message that could not be understood, so that its caller gets an error."""
+    call_id = _fields_of(data).get("call_id")
+    return call_id if isinstance(call_id, int) else None
+
+
+def request_id_of(data: bytes) -> str | None:
+    """The `request_id` of an AddRequest that could not be understood, so that its client gets an error."""
+    request = _fields_of(data).get("request")
+    request_id = request.get("request_id") if isinstance(request, dict) else None
+    return request_id if isinstance(request_id, str) else None
+
+
+def _fields_of(data: bytes) -> dict[str, Any]:
     try:
         fields = msgspec.msgpack.decode(data)
-    except msgspec.MsgspecError:
-        return None
-    call_id = fields.get("call_id") if isinstance(fields, dict) else None
-    return call_id if isinstance(call_id, int) else None
+    except _NOT_UNDERSTOOD:
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def reply_value(call_id: int, value: Any) -> Reply:

@@ -2,10 +2,12 @@
 
 One thread runs the step loop and owns the socket. Verbs that may wait (load, promote) run on a few worker threads and answer through a
 queue, so that no verb ever holds up a step. The process ends when its parent does (its standard input closes) or says so.
+Every message is answered, also one that cannot be understood.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -14,11 +16,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import zmq
 
-from loraplex.core import TokenOutput
+from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine import messages as msg
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
@@ -96,10 +99,16 @@ class EngineProcess:
         try:
             self._dispatch(msg.decode_to_engine(data))
         except LoraplexError as error:
-            call_id = msg.call_id_of(data)
             print(f"engine: {error}", file=sys.stderr, flush=True)
-            if call_id is not None:
-                self._send(msg.reply_error(call_id, error))
+            self._refuse(data, error)
+
+    def _refuse(self, data: bytes, error: LoraplexError) -> None:
+        """Tell who waits for an answer to a message that he will get none."""
+        call_id, request_id = msg.call_id_of(data), msg.request_id_of(data)
+        if call_id is not None:
+            self._send(msg.reply_error(call_id, error))
+        if request_id is not None:
+            self._ended.append(TokenOutput(request_id, finish_reason=FinishReason.ERROR, error=error.to_payload()))
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         ended, self._ended = self._ended, []
@@ -139,22 +148,32 @@ def _call(call_id: int, verb: Callable[[], Any]) -> msg.Reply:
         return msg.reply_error(call_id, EngineError(f"{type(error).__name__}: {error}"))
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(address: str) -> None:
     """Standard input is a pipe that only the parent holds: its end is the parent's end."""
     while sys.stdin.buffer.read(1):
         pass
+    _remove(address)
     os._exit(1)
+
+
+def _remove(address: str) -> None:
+    """The socket's file and its folder: nobody needs them once the one connection is there, whoever is killed then."""
+    path = Path(address.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 def main(address: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle; it says Shutdown
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(address,), name="parent-watch", daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.connect(address)
     try:
         start = msg.decode_to_engine(socket.recv())
+        _remove(address)
         engine = build_engine(
             start.config, progress=lambda what, done, total: socket.send(msg.encode(msg.Progress(what, done, total)))
         )

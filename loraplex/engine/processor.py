@@ -170,7 +170,8 @@ class _Completion:
         if self.detokenizer is None:
             return False
         tokens = output.token_ids
-        if output.finish_reason is FinishReason.STOP:
+        params = self.request.sampling_params
+        if output.finish_reason is FinishReason.STOP and not params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the end-of-sequence or stop token is no text
         self.text.append(self.detokenizer.update(tokens))
         if self.detokenizer.stop_reason is None and output.finish_reason is not None:

@@ -202,9 +202,10 @@ class Scheduler:
 
     def _make_room_for_aged(self) -> RequestState | None:
         """The request that has waited too long for adapter room, if any; running requests give way to it when they may."""
+        oldest = self._step_id - self._aging_steps
         for state in self._waiting:
-            is_waiting_for_room = state.waits_for is WaitsFor.ROOM and state.waits_since_step is not None
-            if is_waiting_for_room and self._step_id - state.waits_since_step >= self._aging_steps:
+            since = state.waits_since_step
+            if state.waits_for is WaitsFor.ROOM and since is not None and since <= oldest:
                 self._make_room(state)
                 return state
         return None

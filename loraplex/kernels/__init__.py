@@ -3,6 +3,6 @@
 plan.py       what a LoRA or attention kernel reads: LoraPlan, SlotTable, AttentionPlan
 ops.py        KernelBackend and get_backend, the only dispatch point
 reference.py  the specification of every operator, in plain torch
-torch_ops.py  the same operators in few calls of stock torch, on any device
+torch_ops.py  the same operators in few calls of stock torch, on any device; torch_attention.py is its paged attention
 operators.py  Punica's and vLLM's sgmv_* and bgmv_*, which every backend has
 """

@@ -111,8 +111,10 @@ class LoRAModelManager:
                 self._store.prefetch(adapter.weights)
 
     def victims_for(self, adapter_id: int) -> Sequence[int]:
+        """As core.ResidencyView says; none for an unknown adapter (`try_acquire` is what raises)."""
         with self._lock:
-            victims = self._store.room.victims_for(self._adapter(adapter_id).weights)
+            adapter = self._adapters.get(adapter_id)
+            victims = [] if adapter is None else self._store.room.victims_for(adapter.weights)
             return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
 
     # -------------------------------------------------------------------------------------------- the engine's steps
@@ -235,8 +237,8 @@ class LoRAModelManager:
     def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
         """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request ends.
 
-        An idle `old` makes room first. `old` need not be active, nor known. Requests are sent to `new` by who knows names
-        (adapters/registry.py); until it is there they queue.
+        An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises. `old` need
+        not be active, nor known. Requests are sent to `new` by who knows names (adapters/registry.py); until then they queue.
         """
         began_s = self._clock()
         loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)

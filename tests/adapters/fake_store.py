@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
 from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
-from loraplex.errors import AdapterNotFoundError, AdapterPathNotFoundError
+from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError
 
 NBYTES = 1000
 
@@ -53,6 +53,7 @@ class FakeStore:
         self.calls: list[tuple[str, int]] = []
         self.faults = Faults()
         self.evicts_on_add: tuple[str, ...] = ()
+        self.device_room = 1000
         self.abort: Callable[[int], int] = lambda adapter_id: 0
         self._lock = threading.Lock()
 
@@ -77,13 +78,18 @@ class FakeStore:
 
     def promote_adapter(self, adapter_id: int) -> AddOutcome:
         self.faults.meet("promote")
+        is_there = self.find(adapter_id).tier is Tier.DEVICE
+        if not is_there and len(self.on_device()) >= self.device_room:
+            raise AdapterNoRoomError(f"no room for adapter_id {adapter_id} on the device")
         return AddOutcome(self._change("promote", adapter_id, tier=Tier.DEVICE, lora_slot=adapter_id))
 
     def evict_adapter(self, adapter_id: int) -> bool:
         self.faults.meet("evict")
         with self._lock:
-            assert not self.find(adapter_id).is_pinned, "a pinned adapter is evicted"
-        return self._change("evict", adapter_id, tier=Tier.HOST, lora_slot=None)
+            where = self.find(adapter_id)
+        assert not where.is_pinned, "a pinned adapter is evicted"
+        lower = Tier.HOST if where.tier is Tier.DEVICE else Tier.SOURCE
+        return self._change("evict", adapter_id, tier=lower, lora_slot=None)
 
     def pin_adapter(self, adapter_id: int) -> bool:
         self.faults.meet("pin")

@@ -450,6 +450,54 @@ def test_a_failed_promotion_leaves_the_old_adapter_answering(bench: Bench) -> No
     assert bench.registry.resolve("old").adapter_name == "old"
 
 
+def test_a_switch_keeps_the_old_weights_on_the_host(bench: Bench) -> None:
+    """Evicting what is not on the device would send it to disk, and the way back would be slow."""
+    for name in ("old", "new", "third"):
+        bench.registry.load(name, f"/{name}")
+    for new in ("new", "third"):
+        result = bench.registry.switch("old", new)
+        assert (result.is_old_active, result.evicted) == (False, ())
+        assert bench.registry.describe("old").tier is Tier.HOST
+
+
+def test_an_idle_old_makes_room_for_the_new(bench: Bench) -> None:
+    bench.store.device_room = 1
+    old = bench.registry.load("old", "/old", is_pinned=True).ref
+    new = bench.registry.load("new", "/new").ref
+    held = bench.registry.acquire("old")
+    with pytest.raises(AdapterNoRoomError, match="no room"):
+        bench.registry.switch("old", "new")
+    bench.registry.release(held)
+    assert bench.store.pinned() == {old.adapter_id}
+    with pytest.raises(AdapterNoRoomError, match="no room"):
+        bench.registry.switch("unknown", "new")
+    result = bench.registry.switch("old", "new")
+    assert (result.is_old_active, result.evicted) == (True, ("old",))
+    assert bench.store.on_device() == {new.adapter_id}
+    assert not bench.registry.describe("old").is_pinned
+
+
+def test_an_old_that_made_room_in_vain_gets_its_pin_back(bench: Bench) -> None:
+    old = bench.registry.load("old", "/old", is_pinned=True).ref
+    bench.registry.load("new", "/new")
+    bench.store.device_room = 0
+    with pytest.raises(AdapterNoRoomError):
+        bench.registry.switch("old", "new")
+    assert bench.store.pinned() == bench.store.on_device() == {old.adapter_id}
+    assert bench.registry.describe("old").is_pinned
+    assert bench.registry.resolve("old") == old
+
+
+def test_a_switch_to_the_same_content_evicts_nothing(bench: Bench) -> None:
+    """Two ids of one content share memory: what the old one leaves, the new one needs."""
+    bench.sources.digests |= {"/old": "same", "/new": "same"}
+    bench.registry.load("old", "/old", is_pinned=True)
+    bench.registry.load("new", "/new")
+    bench.registry.switch("old", "new")
+    assert bench.store.count("evict") == 0
+    assert bench.store.pinned() == set()
+
+
 def test_a_switch_back_restores_the_old_adapter(bench: Bench) -> None:
     old = bench.registry.load("a", "/a").ref
     bench.registry.load("b", "/b")
@@ -571,7 +619,9 @@ def test_pin_unpin_evict_and_preload(bench: Bench) -> None:
     assert bench.registry.pin("sql")
     assert bench.registry.evict("sql")  # as deactivate: the pin is lifted
     assert not bench.registry.describe("sql").is_pinned
-    assert not bench.registry.evict("sql")
+    assert bench.registry.describe("sql").tier is Tier.HOST
+    assert bench.registry.evict("sql")
+    assert not bench.registry.evict("sql")  # nothing is left above its source
     assert bench.registry.preload("sql") == AddOutcome(True)
     assert bench.registry.resolve("sql") == ref
 

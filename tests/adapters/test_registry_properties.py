@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
@@ -28,6 +27,7 @@ from loraplex.errors import (
     AdapterMemoryError,
     AdapterNoRoomError,
     AdapterNotFoundError,
+    AdapterTooLargeError,
 )
 from tests.adapters.fake_store import Bench
 
@@ -47,6 +47,7 @@ class Named:
     number: int | None
     is_pinned: bool
     is_on_device: bool = False
+    is_leaving: bool = False
     alias_of: str | None = None
 
 
@@ -61,10 +62,12 @@ class Model:
 
     def redirect(self, old: str, new: str) -> None:
         self.names[new].alias_of = None
+        self.names[new].is_leaving = False
         if old in self.names:
             for named in self.names.values():
                 named.alias_of = new if named.alias_of == old else named.alias_of
             self.names[old].alias_of = new
+            self.names[old].is_leaving = True
 
     def refusal(self, name: str, path: str, number: int | None, load_inplace: bool) -> type[AdapterError] | None:
         owner = next(
@@ -167,20 +170,23 @@ class RegistryMachine(RuleBasedStateMachine):
             with pytest.raises(AdapterNotFoundError):
                 self.registry.switch(old, new)
         elif fails:
-            self.bench.store.faults.errors["promote"] = AdapterNoRoomError("injected")
-            with pytest.raises(AdapterNoRoomError, match="injected"):
+            self.bench.store.faults.errors["promote"] = AdapterTooLargeError("injected")
+            with pytest.raises(AdapterTooLargeError, match="injected"):
                 self.registry.switch(old, new)
         else:
             assert self.registry.switch(old, new).ref.adapter_name == new
             self.model.redirect(old, new)
             self.model.names[new].is_on_device = True
-            self.evict_idle_aliases([old])
+            self.see_off_if_idle(old)
 
-    def evict_idle_aliases(self, names: Iterable[str]) -> None:
-        for name in names:
-            named = self.model.names.get(name)
-            if named is not None and named.alias_of is not None and not self.is_in_use(named):
-                named.is_pinned = named.is_on_device = False
+    def see_off_if_idle(self, name: str) -> None:
+        """What was switched away leaves the device when idle, unless what answers has the very same content."""
+        named = self.model.names.get(name)
+        if named is not None and named.is_leaving and not self.is_in_use(named):
+            answering = self.model.answering(name)
+            is_shared = answering is not None and answering.digest == named.digest
+            named.is_pinned = named.is_leaving = False
+            named.is_on_device &= is_shared
 
     @rule(name=NAMES, verb=st.sampled_from(["pin", "unpin", "evict", "preload"]))
     def change_residency(self, name: str, verb: str) -> None:
@@ -226,7 +232,8 @@ class RegistryMachine(RuleBasedStateMachine):
     @rule()
     def run_jobs(self) -> None:
         self.bench.run_jobs()
-        self.evict_idle_aliases(self.model.names)
+        for name in self.model.names:
+            self.see_off_if_idle(name)
 
     # --------------------------------------------------------------------------------------------------------- invariants
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from loraplex.demo.tasks import TASKS, Split, adapter_path, assets_path, phrases, prompt_of
+from loraplex.demo.tasks import (
+    MAX_PHRASE_LEN,
+    TASKS,
+    Split,
+    adapter_path,
+    assets_path,
+    phrases,
+    prompt_of,
+    word_phrases,
+)
 
 TASK_NAMES = [task.name for task in TASKS]
 MAX_SHIPPED_BYTES = 10_000_000
@@ -136,3 +145,13 @@ def test_no_file_names_a_local_path() -> None:
     for path in shipped_files():
         header = path.read_bytes()[: 1 << 16] if path.suffix == ".safetensors" else path.read_bytes()
         assert not local_path.search(header), path
+
+
+def test_word_phrases_are_held_out_and_checkable() -> None:
+    drawn = word_phrases(40, 0)
+    assert len(set(drawn)) == 40
+    assert drawn == word_phrases(40, 0)
+    for phrase in drawn:
+        assert len(phrase) <= MAX_PHRASE_LEN
+        assert len({phrase, *(task.apply(phrase) for task in TASKS)}) == len(TASKS) + 1
+    assert not set(drawn) & set(phrases("train", 2000, 0))

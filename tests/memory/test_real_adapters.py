@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec
 from loraplex.engine.adapter_opener import read_adapter, read_spec
 from loraplex.errors import AdapterContentChangedError, AdapterUnavailableError
-from loraplex.kernels.ops import get_backend
+from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.memory.arena import Arena
 from loraplex.memory.manager import LoRAModelManager
@@ -48,101 +50,99 @@ def spec_of(adapter_id: int, path: Path) -> AdapterSpec:
     return AdapterSpec(adapter_id, f"a{adapter_id}", 1, model.adapter_digest, str(path), model.nbytes, model.rank)
 
 
+@dataclass
+class Served:
+    """A manager with its backend."""
+
+    manager: LoRAModelManager
+    backend: KernelBackend
+
+    def acquire(self, adapter_id: int) -> int:
+        while True:
+            self.manager.poll()
+            result = self.manager.try_acquire(adapter_id)
+            if result.lora_slot is not None:
+                return result.lora_slot
+            self.manager.wait_for_change(1.0)
+
+    def check(self, slots: dict[int, LoRAModel]) -> None:
+        """One mixed batch over all adapters and base rows, against the deltas by the formula."""
+        segments = [
+            LoraSegment(3 * i, 3 * i + 2, slot) for i, slot in enumerate(slots)
+        ]  # every third row is the base's
+        table = self.manager.table
+        for target in TARGETS:
+            x = torch.randn(3 * len(slots), target.in_features, generator=torch.Generator().manual_seed(5))
+            y = torch.zeros(len(x), sum(s.out_features for s in target.slices))
+            plan = LoraPlan.build(segments, len(x), 16)
+            self.backend.add_lora(y, x, plan, table, table.first_row(target.name), target.slices)
+            expected = torch.zeros_like(y, dtype=torch.float64)
+            for segment, model in zip(segments, slots.values(), strict=True):
+                rows = slice(segment.start, segment.end)
+                expected[rows] = expected_delta(model, target, x[rows])
+            torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(params=["torch", "reference"])
-def manager(request: pytest.FixtureRequest) -> Iterator[LoRAModelManager]:
-    manager = LoRAModelManager(
-        CONFIG,
-        TARGETS,
-        get_backend(request.param, CPU),
-        torch.float32,
-        Arena(CONFIG.host_memory_bytes, 4096, CPU),
-        lambda spec: read_spec(spec, TARGETS, CONFIG),
-        BASE_BIAS.get,
-    )
-    manager.backend = get_backend(request.param, CPU)  # type: ignore[attr-defined]
-    yield manager
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    backend = get_backend(request.param, CPU)
+    arena = Arena(CONFIG.host_memory_bytes, 4096, CPU)
+    open_weights = partial(read_spec, targets=TARGETS, lora_config=CONFIG)
+    manager = LoRAModelManager(CONFIG, TARGETS, backend, torch.float32, arena, open_weights, BASE_BIAS.get)
+    yield Served(manager, backend)
     manager.close()
 
 
-def serve(manager: LoRAModelManager, adapter_id: int) -> int:
-    while True:
-        manager.poll()
-        result = manager.try_acquire(adapter_id)
-        if result.lora_slot is not None:
-            return result.lora_slot
-        manager.wait_for_change(1.0)
-
-
-def check(manager: LoRAModelManager, slots: dict[int, LoRAModel]) -> None:
-    """One mixed batch over all adapters and base rows, against the deltas by the formula."""
-    segments = [LoraSegment(3 * i, 3 * i + 2, slot) for i, slot in enumerate(slots)]  # every third row is the base's
-    for target in TARGETS:
-        x = torch.randn(3 * len(slots), target.in_features, generator=torch.Generator().manual_seed(5))
-        y = torch.zeros(len(x), sum(s.out_features for s in target.slices))
-        plan = LoraPlan.build(segments, len(x), 16)
-        table = manager.table
-        manager.backend.add_lora(y, x, plan, table, table.first_row(target.name), target.slices)  # type: ignore[attr-defined]
-        expected = torch.zeros_like(y, dtype=torch.float64)
-        for segment, model in zip(segments, slots.values(), strict=True):
-            rows = slice(segment.start, segment.end)
-            expected[rows] = expected_delta(model, target, x[rows])
-        torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_mixed_batch_of_real_adapters_of_all_dtypes(manager: LoRAModelManager, tmp_path: Path) -> None:
+def test_a_mixed_batch_of_real_adapters_of_all_dtypes(served: Served, tmp_path: Path) -> None:
     kinds = [(8, torch.float32), (64, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16)]
     slots = {}
     for adapter_id, (rank, dtype) in enumerate(kinds, 1):
         path = write_adapter(tmp_path / str(adapter_id), rank, adapter_id, dtype)
         spec = spec_of(adapter_id, path)
-        assert manager.add_adapter(spec).is_new
-        slots[serve(manager, adapter_id)] = read_adapter(spec.path, spec.adapter_name, TARGETS, CONFIG)
+        assert served.manager.add_adapter(spec).is_new
+        slots[served.acquire(adapter_id)] = read_adapter(spec.path, spec.adapter_name, TARGETS, CONFIG)
     assert sorted(slots) == [0, 1, 2, 3]
-    check(manager, slots)
-    manager.check_integrity()
+    served.check(slots)
+    served.manager.check_integrity()
 
 
-def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(
-    manager: LoRAModelManager, tmp_path: Path
-) -> None:
+def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(served: Served, tmp_path: Path) -> None:
     spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
     model = read_adapter(spec.path, "a1", TARGETS, CONFIG)
-    manager.add_adapter(spec)
+    served.manager.add_adapter(spec)
     shutil.rmtree(tmp_path / "a")
-    check(manager, {serve(manager, 1): model})
-    manager.release(1)
-    manager.evict_adapter(1)
-    check(manager, {serve(manager, 1): model})
-    manager.release(1)
-    manager.evict_adapter(1)
-    manager.evict_adapter(1)
+    served.check({served.acquire(1): model})
+    served.manager.release(1)
+    served.manager.evict_adapter(1)
+    served.check({served.acquire(1): model})
+    served.manager.release(1)
+    served.manager.evict_adapter(1)
+    served.manager.evict_adapter(1)
     with pytest.raises(AdapterUnavailableError, match="'a1': its last copy in memory was evicted"):
-        serve(manager, 1)
-    manager.check_integrity()
+        served.acquire(1)
+    served.manager.check_integrity()
 
 
-def test_files_that_changed_are_noticed_and_the_old_content_is_taken_back(
-    manager: LoRAModelManager, tmp_path: Path
-) -> None:
+def test_files_that_changed_are_noticed_and_the_old_content_is_taken_back(served: Served, tmp_path: Path) -> None:
     spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
     model = read_adapter(spec.path, "a1", TARGETS, CONFIG)
-    manager.add_adapter(spec)
-    manager.evict_adapter(1)
+    served.manager.add_adapter(spec)
+    served.manager.evict_adapter(1)
     write_adapter(tmp_path / "a", 8, 2)
     with pytest.raises(AdapterContentChangedError, match="reload it"):
-        serve(manager, 1)
+        served.acquire(1)
     with pytest.raises(AdapterContentChangedError):
-        manager.promote_adapter(1)
+        served.manager.promote_adapter(1)
     write_adapter(tmp_path / "a", 8, 1)
-    manager.poll()
-    check(manager, {serve(manager, 1): model})
+    served.manager.poll()
+    served.check({served.acquire(1): model})
 
 
-def test_vllms_way_of_adding_a_model(manager: LoRAModelManager, tmp_path: Path) -> None:
+def test_vllms_way_of_adding_a_model(served: Served, tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a", 8, 1)
     helper = PEFTHelper.from_local_dir(str(path))
     model = LoRAModel.from_local_checkpoint(path, helper, TARGETS, CONFIG).clone(3)
-    assert manager.add_adapter(model).is_new
-    assert manager.activate_adapter(3)
-    assert manager.lora_index_to_id[0] == 3
-    check(manager, {0: model})
+    assert served.manager.add_adapter(model).is_new
+    assert served.manager.activate_adapter(3)
+    assert served.manager.lora_index_to_id[0] == 3
+    served.check({0: model})

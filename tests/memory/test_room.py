@@ -24,6 +24,7 @@ def test_a_request_waits_when_everything_is_in_use(rig: Rig) -> None:
     assert rig.slots() == [1, 2]
     assert rig.manager.stats().num_waiting == {WaitsFor.ROOM: 1, WaitsFor.LOAD: 0}
     assert list(rig.manager.victims_for(3)) == [1]
+    assert list(rig.manager.victims_for(99)) == []
     rig.manager.release(1)
     assert rig.acquire(3) == 0
     assert rig.manager.stats().num_waiting[WaitsFor.ROOM] == 0
