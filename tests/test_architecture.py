@@ -16,6 +16,7 @@ PACKAGE = ROOT / "loraplex"
 ORDER = (
     "errors",
     "config",
+    "sampling_params",
     "core",
     "metrics",
     "distributed",

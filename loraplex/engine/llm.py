@@ -6,7 +6,7 @@ It needs torch, numpy, safetensors, tokenizers and jinja2, and nothing else.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -133,6 +133,7 @@ class LLM:
     ) -> list[RequestOutput]:
         refs: list[LoRARef] = []
         try:
+            self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
             prepared = [
                 self._front.inputs.prepare(
                     f"request-{next(self._request_ids)}",
@@ -151,10 +152,15 @@ class LLM:
             for ref in refs:
                 self._front.registry_or_refuse().release(ref)
 
+    def _load_each(self, lora_requests: Iterable[LoRARequest | None]) -> None:
+        """Each once, however many prompts have it: a reload in place would be another version for every prompt."""
+        for lora_request in lora_requests:
+            if lora_request is not None:
+                self.add_lora(lora_request)
+
     def _acquire(self, lora_request: LoRARequest | None, refs: list[LoRARef]) -> LoRARef | None:
         if lora_request is None:
             return None
-        self.add_lora(lora_request)
         ref = self._front.registry_or_refuse().acquire(lora_request.lora_name)
         refs.append(ref)
         return ref
@@ -162,12 +168,16 @@ class LLM:
     def _complete(self, prepared: Sequence[PreparedRequest]) -> dict[str, RequestOutput]:
         """Step until all are finished. At most `max_waiting_requests` are queued at a time."""
         finished: dict[str, RequestOutput] = {}
-        left = list(reversed(prepared))
+        left = [request for one in reversed(prepared) for request in reversed(one.children)]
         in_engine = 0
         try:
+            for one in prepared:
+                self._front.outputs.add(one)
             while left or in_engine:
                 while left and in_engine < self.config.max_waiting_requests:
-                    in_engine += self._submit(left.pop())
+                    refused = self.engine.add_request(left.pop())
+                    assert not refused, "the queue was checked before"
+                    in_engine += 1
                 for token_output in self.engine.step():
                     in_engine -= token_output.finish_reason is not None
                     processed = self._front.outputs.process(token_output, is_final_only=True)
@@ -185,13 +195,6 @@ class LLM:
                 self.engine.abort(self._front.outputs.remove(one.request_id))
             raise
         return finished
-
-    def _submit(self, prepared: PreparedRequest) -> int:
-        self._front.outputs.add(prepared)
-        for request in prepared.children:
-            refused = self.engine.add_request(request)
-            assert not refused, "the queue was checked before"
-        return len(prepared.children)
 
     # --------------------------------------------------------------------------------------------------------- adapters
 
@@ -281,6 +284,8 @@ def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> En
 
 
 def _listed_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | Sequence[int]]:
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise InvalidRequestError(f"prompts are strings or token ids, got {type(prompts).__name__}")
     if isinstance(prompts, str | Mapping) or (prompts and all(isinstance(token, int) for token in prompts)):
         return [_prompt(cast(PromptInput, prompts))]
     return [_prompt(cast(PromptInput, prompt)) for prompt in prompts]
@@ -304,7 +309,9 @@ def _one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind:
     """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
     if given is None or isinstance(given, kind):
         return [given] * count
-    listed = list(cast(Sequence[T | None], given))
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequestError(f"{name} is a {type(given).__name__}; it takes {kind.__name__}, or a list of them")
+    listed: list[T | None] = list(given)
     if len(listed) != count:
         raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts: give one, or one for each")
     wrong = next((one for one in listed if one is not None and not isinstance(one, kind)), None)

@@ -150,7 +150,7 @@ def _call(call_id: int, verb: Callable[[], Any]) -> msg.Reply:
 
 def _end_with_parent(address: str) -> None:
     """Standard input is a pipe that only the parent holds: its end is the parent's end."""
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # not sys.stdin: its lock would still be held when the interpreter ends
         pass
     _remove(address)
     os._exit(1)

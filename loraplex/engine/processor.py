@@ -6,6 +6,8 @@ text, stop strings end a request, and the completions of one prompt come togethe
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,9 @@ from loraplex.core import (
 )
 from loraplex.engine.detokenizer import IncrementalDetokenizer
 from loraplex.engine.tokenizer import Tokenizer
-from loraplex.errors import InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
+from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,10 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """One prompt, ready for the engine: its token ids and one `Request` per completion."""
+    """One prompt, ready for the engine: its token ids and one `Request` per completion.
+
+    The children's ids are never used again: a late output of an aborted request cannot be taken for one of its successor's.
+    """
 
     request_id: str
     prompt: str | None
@@ -63,6 +70,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = tuple(eos_token_ids)
+        self._serials = itertools.count()
 
     def prepare(
         self,
@@ -90,7 +98,7 @@ class InputProcessor:
             assert child.seed is not None
             children.append(
                 Request(
-                    request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+                    request_id=f"{request_id}#{next(self._serials)}",
                     prompt_token_ids=token_ids,
                     sampling_params=child,
                     max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -274,15 +282,23 @@ class OutputProcessor:
         request_id = generation.prepared.request_id
         if token_output.finish_reason is FinishReason.ERROR:
             assert token_output.error is not None
-            error = error_from_payload(token_output.error)
-            return ProcessedOutput(request_id, error=error, abort_ids=self.remove(request_id))
-        self._note_first(generation, token_output)
-        abort_ids = (token_output.request_id,) if completion.add(self._with_text(token_output)) else ()
+            return self._failed(request_id, error_from_payload(token_output.error))
+        try:
+            self._note_first(generation, token_output)
+            is_stopped = completion.add(self._with_text(token_output))
+        except Exception as error:  # a tokenizer that fails on one request's tokens must not stop the others
+            logger.exception("the output of request %r cannot be read", request_id)
+            reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
+            return self._failed(request_id, EngineError(reason))
+        abort_ids = (token_output.request_id,) if is_stopped else ()
         if generation.is_finished:
             self.remove(request_id)
         elif is_final_only:
             return ProcessedOutput(request_id, abort_ids=abort_ids) if abort_ids else None
         return ProcessedOutput(request_id, generation.to_output(), abort_ids=abort_ids)
+
+    def _failed(self, request_id: str, error: LoraplexError) -> ProcessedOutput:
+        return ProcessedOutput(request_id, error=error, abort_ids=self.remove(request_id))
 
     def _note_first(self, generation: _Generation, output: TokenOutput) -> None:
         if output.prompt_logprobs is not None:

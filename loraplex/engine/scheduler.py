@@ -370,6 +370,7 @@ class Scheduler:
         reason: FinishReason | None = None,
         error: LoraplexError | None = None,
     ) -> TokenOutput:
+        has_prompt_logprobs = state.request.sampling_params.prompt_logprobs is not None
         is_first = token is not None and state.num_output_tokens == 1
         has_logprobs = token is not None and token.logprobs is not None
         stop_ids = state.request.sampling_params.stop_token_ids
@@ -381,7 +382,7 @@ class Scheduler:
             if reason is FinishReason.STOP and token and token.token_id in stop_ids
             else None,
             logprobs=(token.logprobs,) if has_logprobs and token and token.logprobs is not None else None,
-            prompt_logprobs=tuple(state.prompt_logprobs) if is_first and state.prompt_logprobs else None,
+            prompt_logprobs=tuple(state.prompt_logprobs) if is_first and has_prompt_logprobs else None,
             num_cached_tokens=state.num_cached_tokens or 0,
             error=None if error is None else error.to_payload(),
         )

@@ -313,7 +313,6 @@ class WeightStore:
             failure.raised_in_pass = self.room.pass_id
         if failure.raised_in_pass == self.room.pass_id:
             raise_again(failure.error)
-        weights.failure = None
 
     # ------------------------------------------------------------------------------------------------ away from the device
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from loraplex.core import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
+from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import FreeJson, FreeObject, RequestModel, unsupported
 

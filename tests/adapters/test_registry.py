@@ -626,6 +626,16 @@ def test_pin_unpin_evict_and_preload(bench: Bench) -> None:
     assert bench.registry.resolve("sql") == ref
 
 
+def test_evicting_what_is_pinned_and_in_use_lifts_the_pin_at_least(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.registry.load("sql", "/sql", is_pinned=True)
+    monkeypatch.setattr(bench.store, "evict_adapter", lambda adapter_id: False)  # a request runs on it
+    assert bench.registry.evict("sql")
+    assert bench.store.pinned() == set()
+    assert not bench.registry.evict("sql")
+
+
 def test_a_refused_pin_is_not_remembered(bench: Bench) -> None:
     bench.registry.load("sql", "/sql")
     bench.store.faults.errors["pin"] = AdapterNoRoomError("no room")

@@ -148,7 +148,9 @@ NOT_UNDERSTOOD = {
     "no type": msgspec.msgpack.encode({"call_id": 5}),
     "a field of another type": msgspec.msgpack.encode({"type": "DropAdapter", "call_id": 5, "adapter_id": "seven"}),
     "a missing field": msgspec.msgpack.encode({"type": "DropAdapter", "call_id": 5}),
-    "a value that its class refuses": msg.encode(msg.AddRequest(REQUEST)).replace(b"\xa5min_p\xcb" + bytes(8), b"\xa5min_p\xcb\xc0" + bytes(7)),
+    "a value that its class refuses": msg.encode(msg.AddRequest(REQUEST)).replace(
+        b"\xa5min_p\xcb" + bytes(8), b"\xa5min_p\xcb\xc0" + bytes(7)
+    ),
 }
 
 
@@ -230,71 +232,66 @@ def up_to(most: float, least: float = 0.0) -> st.SearchStrategy[float]:
     return st.floats(least, most, **bounded)
 
 
-sampling_params = st.builds(
-    SamplingParams,
-    n=st.integers(1, MAX_COMPLETIONS),
-    temperature=st.floats(0, allow_infinity=False),
-    top_p=up_to(1.0, 1e-9),
-    top_k=st.integers(-1, 2**31 - 1),
-    min_p=up_to(1.0),
-    seed=st.none() | int64,
-    stop=st.lists(texts.filter(bool), max_size=4).map(tuple),
-    stop_token_ids=st.lists(token_ids, max_size=4).map(tuple),
-    max_tokens=st.none() | st.integers(10, 2**31 - 1),
-    min_tokens=st.integers(0, 10),
-    ignore_eos=st.booleans(),
-    logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
-    prompt_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
-    presence_penalty=up_to(2.0, -2.0),
-    frequency_penalty=up_to(2.0, -2.0),
-    repetition_penalty=up_to(10.0, 1e-6),
-    logit_bias=st.dictionaries(token_ids, up_to(100.0, -100.0), max_size=4),
-    skip_special_tokens=st.booleans(),
-    include_stop_str_in_output=st.booleans(),
-)
-requests = st.builds(
-    Request,
-    request_id=texts,
-    prompt_token_ids=st.lists(token_ids, max_size=20).map(tuple),
-    sampling_params=sampling_params,
-    max_tokens=st.integers(1, 2**31 - 1),
-    seed=int64,
-    eos_token_ids=st.lists(token_ids, max_size=3).map(tuple),
-    adapter_id=st.none() | st.integers(1, 2**53),
-    adapter_digest=texts,
-    cache_salt=texts,
-    arrival_s=st.floats(0, **bounded),
-)
-logprobs_of_tokens = st.lists(
+SAMPLING_PARAMS: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, MAX_COMPLETIONS),
+    "temperature": st.floats(0, allow_infinity=False),
+    "top_p": up_to(1.0, 1e-9),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "min_p": up_to(1.0),
+    "seed": st.none() | int64,
+    "stop": st.lists(texts.filter(bool), max_size=4),
+    "stop_token_ids": st.lists(token_ids, max_size=4),
+    "max_tokens": st.none() | st.integers(10, 2**31 - 1),
+    "min_tokens": st.integers(0, 10),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
+    "prompt_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
+    "presence_penalty": up_to(2.0, -2.0),
+    "frequency_penalty": up_to(2.0, -2.0),
+    "repetition_penalty": up_to(10.0, 1e-6),
+    "logit_bias": st.dictionaries(token_ids, up_to(100.0, -100.0), max_size=4),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "detokenize": st.just(True),  # False excludes stop strings
+}
+REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": texts,
+    "prompt_token_ids": st.lists(token_ids, max_size=20).map(tuple),
+    "sampling_params": st.builds(SamplingParams, **SAMPLING_PARAMS),
+    "max_tokens": st.integers(1, 2**31 - 1),
+    "seed": int64,
+    "eos_token_ids": st.lists(token_ids, max_size=3).map(tuple),
+    "adapter_id": st.none() | st.integers(1, 2**53),
+    "adapter_digest": texts,
+    "cache_salt": texts,
+    "arrival_s": st.floats(0, **bounded),
+}
+LOGPROBS_OF_TOKENS = st.lists(
     st.dictionaries(
         token_ids, st.builds(Logprob, st.floats(max_value=0, allow_nan=False), st.none() | token_ids, st.none() | texts)
     ),
     max_size=3,
 ).map(tuple)
-token_outputs = st.builds(
-    TokenOutput,
-    request_id=texts,
-    token_ids=st.lists(token_ids, max_size=5).map(tuple),
-    finish_reason=st.none() | st.sampled_from(FinishReason),
-    stop_token_id=st.none() | token_ids,
-    logprobs=st.none() | logprobs_of_tokens,
-    prompt_logprobs=st.none() | logprobs_of_tokens,
-    num_cached_tokens=st.integers(0, 2**31 - 1),
-    error=st.none() | texts.map(lambda text: EngineOverloadedError(text).to_payload()),
+TOKEN_OUTPUT: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": texts,
+    "token_ids": st.lists(token_ids, max_size=5).map(tuple),
+    "finish_reason": st.none() | st.sampled_from(FinishReason),
+    "stop_token_id": st.none() | token_ids,
+    "logprobs": st.none() | LOGPROBS_OF_TOKENS,
+    "prompt_logprobs": st.none() | LOGPROBS_OF_TOKENS,
+    "num_cached_tokens": st.integers(0, 2**31 - 1),
+    "error": st.none() | texts.map(lambda text: EngineOverloadedError(text).to_payload()),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "drawn"), [(SamplingParams, SAMPLING_PARAMS), (Request, REQUEST_FIELDS), (TokenOutput, TOKEN_OUTPUT)]
 )
+def test_every_field_is_drawn(kind: type, drawn: dict[str, Any]) -> None:
+    assert [field.name for field in fields(kind)] == list(drawn)
 
 
-def test_the_strategies_know_every_field() -> None:
-    """A new field of one of these classes must be drawn too (`detokenize` is: False excludes stop strings)."""
-    drawn = {
-        SamplingParams: 19 + 1,
-        Request: 10,
-        TokenOutput: 8,
-    }
-    assert {kind: len(fields(kind)) for kind in drawn} == drawn
-
-
-@given(sampling_params)
+@given(REQUEST_FIELDS["sampling_params"])
 def test_sampling_params_survive(params: SamplingParams) -> None:
     sent = msg.AddRequest(replace(REQUEST, sampling_params=params))
     received = msg.decode_to_engine(msg.encode(sent)).request.sampling_params
@@ -304,12 +301,12 @@ def test_sampling_params_survive(params: SamplingParams) -> None:
     ]
 
 
-@given(requests)
+@given(st.builds(Request, **REQUEST_FIELDS))
 def test_requests_survive(request: Request) -> None:
     assert msg.decode_to_engine(msg.encode(msg.AddRequest(request))).request == request
 
 
-@given(st.lists(token_outputs, max_size=4).map(tuple))
+@given(st.lists(st.builds(TokenOutput, **TOKEN_OUTPUT), max_size=4).map(tuple))
 def test_token_outputs_survive(outputs: tuple[TokenOutput, ...]) -> None:
     assert msg.decode_from_engine(msg.encode(msg.StepOutputs(outputs))).outputs == outputs
 
@@ -325,7 +322,12 @@ def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
     assert msg.call_id_of(data) is None or isinstance(msg.call_id_of(data), int)
 
 
-@given(st.recursive(st.none() | st.booleans() | int64 | st.text(max_size=5), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=9), x)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | int64 | st.text(max_size=5),
+        lambda x: st.lists(x) | st.dictionaries(st.text(max_size=9), x),
+    )
+)
 def test_any_values_are_a_message_or_an_error(value: Any) -> None:
     data = msgspec.msgpack.encode(value)
     with pytest.raises(UnknownMessageError):

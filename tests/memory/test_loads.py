@@ -22,6 +22,7 @@ from loraplex.errors import (
     AdapterValidationError,
     AdapterWeightsMissingError,
 )
+from loraplex.memory.stored import LoadJob
 from loraplex.memory.weight_store import FAILURE_TTL_S
 from tests.memory.rig import Rig, make_model
 
@@ -254,6 +255,24 @@ def test_an_interrupt_in_an_add_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt):
         rig.manager.add_adapter(spec)
     rig.check_empty()
+
+
+def test_an_adapter_whose_first_load_failed_is_unknown_at_that_very_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when its `add_adapter` has raised: another thread's add in between must not find it there."""
+    rig = Rig()
+    spec = rig.spec(1)
+    rig.source.errors["/p1"] = AdapterTruncatedError("short file")
+    store = rig.manager._store
+    run_load, seen = store.run_load, []
+
+    def run_and_look(job: LoadJob) -> None:
+        run_load(job)
+        seen.append(rig.manager.list_adapters())
+
+    monkeypatch.setattr(store, "run_load", run_and_look)
+    with pytest.raises(AdapterTruncatedError):
+        rig.manager.add_adapter(spec)
+    assert seen == [[]]
 
 
 def test_fifty_bad_loads_disturb_nobody() -> None:

@@ -32,7 +32,9 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 def test_add_loads_into_host_memory_once(rig: Rig) -> None:
     assert rig.manager.add_adapter(rig.spec(1)).is_new
     assert rig.tier_of(1) == "host"
-    assert not rig.manager.add_adapter(rig.spec(1)).is_new
+    again = rig.manager.add_adapter(rig.spec(1))
+    assert not again
+    assert not again.is_new
     assert rig.source.opens == {"/p1": 1}
     rig.manager.check_integrity()
 

@@ -45,9 +45,12 @@ def test_a_request_waits_for_room_that_is_on_its_way_and_gets_it_at_the_commit(r
     rig.check_output(slot, make_model("d2"))
 
 
-def test_the_room_is_for_the_one_for_whom_it_was_made(rig: Rig) -> None:
-    """Others that ask later in the same pass or the next one do not take it, and do not push each other out for ever."""
-    rig.add(1, 2, 3)
+def test_the_room_is_for_the_one_for_whom_it_was_made() -> None:
+    """Two small ones that ask later would fit into what is left meanwhile, and with a step always in flight keep it for ever."""
+    rig = Rig(num_device=1, num_host=1)
+    for adapter_id, rank in ((1, 4), (2, 4), (3, 1), (4, 1)):
+        rig.manager.add_adapter(rig.spec(adapter_id, rank=rank))
+    rig.manager.remove_adapter(1)
     rig.manager.step_launched(0)
     for step in range(1, 40):
         rig.manager.poll()
@@ -55,14 +58,29 @@ def test_the_room_is_for_the_one_for_whom_it_was_made(rig: Rig) -> None:
         if first.lora_slot is not None:
             break
         rig.manager.prefetch(3)
-        rig.manager.prefetch(1)
-        rig.manager.step_launched(step)  # one step of look-ahead: there is always one in flight
+        rig.manager.prefetch(4)
+        rig.manager.step_launched(step)
         rig.manager.step_committed(step - 1)
         assert rig.loader is not None
         rig.loader.run_all()
         rig.manager.check_integrity()
     assert first.lora_slot == 0
-    assert step <= 6
+    assert step == 3  # made room, loaded, taken
+
+
+def test_a_promise_ends_with_the_interest_in_it() -> None:
+    rig = Rig(num_device=1, num_host=1)
+    rig.add(1, 2, 3)
+    rig.acquire(3)
+    rig.manager.step_launched(1)
+    rig.manager.release(3)
+    rig.manager.poll()
+    assert rig.manager.try_acquire(1).waits_for is WaitsFor.ROOM  # 3 makes way for 1, which then gives up
+    rig.manager.step_committed(1)
+    assert rig.manager.try_acquire(2).waits_for is WaitsFor.ROOM
+    rig.manager.poll()
+    rig.manager.poll()
+    assert rig.manager.try_acquire(2).waits_for is WaitsFor.LOAD
 
 
 def test_an_add_waits_for_the_commit_in_its_own_thread(rig: Rig) -> None:

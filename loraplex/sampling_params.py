@@ -1,0 +1,91 @@
+"""How tokens are chosen: vLLM's parameters, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from loraplex.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_COMPLETIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen. Names, defaults and meaning are vLLM's; see docs/names.md for differences.
+
+    logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw. `temperature=0` is greedy.
+    `seed` makes a request's draws independent of its batch: the n-th child of a request draws with `seed + n`.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        reasons = self._reasons()
+        if reasons:
+            raise InvalidRequestError("sampling parameters are refused: " + "; ".join(reasons))
+
+    def _reasons(self) -> list[str]:
+        checks = [
+            (1 <= self.n <= MAX_COMPLETIONS, f"n must be 1..{MAX_COMPLETIONS}, got {self.n}"),
+            (0 <= self.temperature < float("inf"), f"temperature must be finite and >= 0, got {self.temperature}"),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (self.top_k >= 0, f"top_k must be >= 1, or 0 or -1 for all tokens, got {self.top_k}"),
+            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
+            (self.seed is None or -(2**63) <= self.seed < 2**63, f"seed must fit in 64 bits, got {self.seed}"),
+            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}"),
+            (self.min_tokens >= 0, f"min_tokens must be >= 0, got {self.min_tokens}"),
+            (
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})",
+            ),
+            (len(self.stop) <= MAX_STOP_STRINGS, f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS}"),
+            (all(self.stop), "stop has an empty string"),
+            (not self.stop or self.detokenize, "stop strings need detokenize=True"),
+            (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"logprobs must be 0..{MAX_LOGPROBS}"),
+            (
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"prompt_logprobs must be 0..{MAX_LOGPROBS}",
+            ),
+            (-2 <= self.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"),
+            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}"),
+            (
+                0 < self.repetition_penalty <= 10,
+                f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}",
+            ),
+            (len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries"),
+            (all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias values must be in [-100, 100]"),
+        ]
+        return [reason for is_fine, reason in checks if not is_fine]
+
+    def child(self, index: int) -> SamplingParams:
+        """The parameters of the index-th of `n` completions: n = 1 and a seed of its own."""
+        seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
+        return replace(self, n=1, seed=seed)
