@@ -38,6 +38,11 @@ class Workload:
     output_len: int = 64
     seed: int = 11
 
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "prompt_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+
     def prompts(self, vocab_size: int) -> list[list[int]]:
         draw = random.Random(self.seed)
         return [
@@ -48,6 +53,8 @@ class Workload:
     def adapters(self, pattern: str, num_adapters: int) -> list[int | None]:
         """The adapter's index for each request, None for the base. Raises ConfigError for a pattern that cannot be."""
         count = self.num_requests
+        if pattern not in PATTERNS:
+            raise ConfigError(f"pattern {pattern!r} is unknown; there are {', '.join(PATTERNS)}")
         if pattern == "base":
             return [None] * count
         if pattern == "identical" and num_adapters:
@@ -82,7 +89,8 @@ def measure(
     prompts = workload.prompts(llm.engine.info.vocab_size)
     indices = workload.adapters(pattern, len(adapter_paths))
     requests = [
-        None if i is None else LoRARequest(adapter_paths[i].name, i + 1, str(adapter_paths[i])) for i in indices
+        None if i is None else LoRARequest(f"{i + 1}-{adapter_paths[i].name}", i + 1, str(adapter_paths[i]))
+        for i in indices
     ]
     num_adapters = len({index for index in indices if index is not None})
     _generate(llm, prompts, requests, 2)
@@ -114,6 +122,8 @@ def run_bench(
     )
     for heading in ("pattern", "adapters", "output tokens/s", "first token s", "ms a decode step"):
         table.add_column(heading, justify="right")
+    if num_runs < 1:
+        raise ConfigError(f"runs must be >= 1, got {num_runs}")
     for pattern in patterns:
         workload.adapters(pattern, len(adapter_paths))  # refuse before the model is loaded
     with LLM.from_config(config) as llm:

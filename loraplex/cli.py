@@ -16,7 +16,7 @@ from json import loads as from_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from loraplex import __version__
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
@@ -83,10 +83,13 @@ def serve(
     """
     from loraplex.server.run import run_server
 
-    modules = (*parse_lora_modules(lora_modules), *parse_lora_modules(lora_paths, is_name_optional=True))
+    names = served_model_name or (model.rstrip("/"),)
+    modules = (
+        *parse_lora_modules(lora_modules, base_names=names),
+        *parse_lora_modules(lora_paths, base_names=names, is_name_optional=True),
+    )
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
-    names = served_model_name or (model.rstrip("/"),)
     config = ServerConfig(
         **asdict(server or ServerSettings()),
         served_model_names=names,
@@ -161,6 +164,8 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
     """
     if serve:
         return _serve_demo(port)
+    if each < 1:
+        raise ConfigError(f"each must be >= 1, got {each}")
     from loraplex.demo.run import run_demo
 
     return run_demo(each, seed)
@@ -241,28 +246,46 @@ def doctor() -> int:
 # ------------------------------------------------------------------------------------------------------------ parsing
 
 
-def parse_lora_modules(given: Iterable[str], *, is_name_optional: bool = False) -> tuple[tuple[str, str], ...]:
-    """(name, path) of each `name=path` or `{"name": ..., "path": ...}`; a path alone, where it may be, is its own name."""
-    return tuple(_lora_module(text, is_name_optional) for text in given)
+def parse_lora_modules(
+    given: Iterable[str], *, base_names: Sequence[str] = (), is_name_optional: bool = False
+) -> tuple[tuple[str, str], ...]:
+    """(name, path) of each `name=path` or `{"name": ..., "path": ...}`; a path alone, where it may be, is its own name.
+
+    `base_model_name` in JSON must be one of `base_names`. Raises ConfigError.
+    """
+    return tuple(
+        _lora_module_of_json(text, base_names)
+        if text.lstrip().startswith("{")
+        else _lora_module(text, is_name_optional)
+        for text in given
+    )
+
+
+def _lora_module_of_json(text: str, base_names: Sequence[str]) -> tuple[str, str]:
+    try:
+        fields = from_json(text)
+        name, path = fields.pop("name"), fields.pop("path")
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"adapter {text!r}: not JSON with name and path ({error})") from error
+    if not (isinstance(name, str) and name and isinstance(path, str) and path):
+        raise ConfigError(f"adapter {text!r}: name and path must be texts that are not empty")
+    base_name = fields.pop("base_model_name", None)
+    if base_name not in (None, *base_names):
+        raise ConfigError(
+            f"adapter {name!r}: base_model_name is {base_name!r}, this base model is {', '.join(base_names)}"
+        )
+    if fields:
+        raise ConfigError(f"adapter {name!r}: unknown keys {', '.join(sorted(fields))}")
+    return name, path
 
 
 def _lora_module(text: str, is_name_optional: bool) -> tuple[str, str]:
-    if text.lstrip().startswith("{"):
-        try:
-            fields = from_json(text)
-            name, path = fields.pop("name"), fields.pop("path")
-        except (ValueError, KeyError) as error:
-            raise ConfigError(f"adapter {text!r}: not JSON with name and path ({error})") from error
-        unknown = sorted(set(fields) - {"base_model_name"})
-        if unknown:
-            raise ConfigError(f"adapter {name!r}: unknown keys {', '.join(unknown)}")
-        return name, path
     name, equals, path = text.partition("=")
     if equals and name and path:
         return name, path
     if is_name_optional and not equals:
         return text, text
-    raise ConfigError(f"adapter {text!r}: write name=path or JSON with name and path")
+    raise ConfigError(f"adapter {text!r}: write name=path, or JSON with name and path")
 
 
 def parse_sizes(arguments: Sequence[str]) -> list[str]:
@@ -292,6 +315,8 @@ def _bytes(text: str) -> str:
 def _engine_config(
     model: str, engine: EngineSettings | None, lora: LoRAConfig | None, enable_lora: bool
 ) -> EngineConfig:
+    if lora is not None and not enable_lora:
+        raise ConfigError("settings of LoRA are given, but LoRA is off: leave them out, or --no-enable-lora")
     lora_config = (lora or LoRAConfig()) if enable_lora else None
     return EngineConfig(**asdict(engine or EngineSettings()), model=model, lora=lora_config)
 
@@ -333,10 +358,10 @@ def _serve_demo(port: int) -> int:
 
 
 def main() -> None:
-    """Entry point: the exit code of the command; an error of Loraplex is one line on stderr."""
+    """Entry point: the exit code of the command. An error is said on stderr, without a traceback, and is exit code 1."""
     try:
-        sys.exit(app(parse_sizes(sys.argv[1:])))
-    except LoraplexError as error:
+        sys.exit(app(parse_sizes(sys.argv[1:]), exit_on_error=False, print_error=False))
+    except (LoraplexError, CycloptsError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -15,7 +15,12 @@ class StartProgress:
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        columns = (TextColumn("loading {task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+        columns = (
+            TextColumn("loading {task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=console, disable=not sys.stderr.isatty())
         self._bars: dict[str, TaskID] = {}
 

@@ -45,8 +45,11 @@ class Drain:
         try:
             if parting.farewell is Farewell.DROP:
                 has_changed = self._drop(version)
+            elif is_shared:  # what the old one leaves, the new one needs
+                self._lift_pin(version)
+                has_changed = False
             else:
-                has_changed = self._lift_pin(version) if is_shared else self.leave_device(version)
+                has_changed = self.leave_device(version)
         except Exception as error:
             _log.warning("adapter %r: %s failed: %s", version.ref.adapter_name, parting.farewell.value, error)
             parting.done.set_exception(error)

@@ -58,7 +58,8 @@ class LoRARegistry:
     store: the engine's side. It holds nothing of an adapter when `add_adapter` raises.
     open_adapter: fetches and validates a source; raises AdapterError.
     run_later: takes a farewell off the thread that released the last reference, because the store may block and `release` runs on an
-    event loop. `executor.submit` fits; an engine without threads passes a function that calls the job at once. It must not raise.
+    event loop. `submit` of an executor fits, unless verbs run on it too (they may wait for the farewell); an engine without threads
+    passes a function that calls the job at once. It must not raise.
     Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is another's,
     InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
     """

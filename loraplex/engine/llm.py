@@ -275,7 +275,9 @@ def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> En
     lora_names = {field.name for field in fields(LoRAConfig)}
     unknown = sorted(set(settings) - engine_names - lora_names)
     if unknown:
-        raise ConfigError(f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig")
+        raise ConfigError(
+            f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig"
+        )
     lora_settings = {name: value for name, value in settings.items() if name in lora_names}
     if lora_settings and not enable_lora:
         raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
@@ -296,7 +298,9 @@ def _prompt(prompt: PromptInput) -> str | Sequence[int]:
     if isinstance(prompt, Mapping):
         known = {"prompt", "prompt_token_ids"} & set(prompt)
         if len(prompt) != 1 or not known:
-            raise InvalidRequestError(f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}")
+            raise InvalidRequestError(
+                f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}"
+            )
         prompt = prompt[known.pop()]
     if isinstance(prompt, str):
         return prompt

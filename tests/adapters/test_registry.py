@@ -493,7 +493,8 @@ def test_a_switch_to_the_same_content_evicts_nothing(bench: Bench) -> None:
     bench.sources.digests |= {"/old": "same", "/new": "same"}
     bench.registry.load("old", "/old", is_pinned=True)
     bench.registry.load("new", "/new")
-    bench.registry.switch("old", "new")
+    result = bench.registry.switch("old", "new")
+    assert (result.is_old_active, result.evicted, result.evict_s is None) == (False, (), False)
     assert bench.store.count("evict") == 0
     assert bench.store.pinned() == set()
 

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from loraplex import errors
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import (
-    MAX_COMPLETIONS,
-    MAX_LOGPROBS,
     AdapterResidency,
     AdapterSpec,
     AddOutcome,
@@ -35,6 +33,7 @@ from loraplex.core import (
 from loraplex.engine import messages as msg
 from loraplex.errors import EngineOverloadedError, UnknownMessageError
 from loraplex.metrics import EngineStats, StepTimes
+from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
 
 SPEC = AdapterSpec(7, "sql", 2, "digest", "/adapters/sql", 4096, 16)
 PARAMS = SamplingParams(n=2, stop=("\n", "é"), logit_bias={5: -1.5}, logprobs=3, seed=-(2**63), max_tokens=None)

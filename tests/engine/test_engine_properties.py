@@ -1,0 +1,352 @@
+"""After any sequence of requests, aborts, loads, unloads, reloads, evictions, pins and changes of the sources, nothing is lost or mixed up.
+
+Memory is so small that everything happens in it: two of the adapters fit on the device, hardly more into the host's share, and four
+requests into the KV cache if they are short. All free memory holds NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from loraplex import LoRAConfig
+from loraplex.errors import (
+    AdapterContentChangedError,
+    AdapterError,
+    AdapterNoRoomError,
+    AdapterPathNotFoundError,
+    AdapterUnavailableError,
+    RequestAbortedError,
+)
+from loraplex.memory.arena import Owner
+from tests.engine.driver import Driver
+from tests.fixtures import MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
+
+NUM_TOKENS = 10
+BLOCK_SIZE = 16
+NUM_KV_BLOCKS = 9
+KV_BLOCK_BYTES = 4 * 2 * BLOCK_SIZE * 16 * 2 * 2  # fp32, K and V, head_dim 16, 2 heads, 2 layers
+NAMES = ("a", "b", "c", "d")
+CONTENTS = ("small", "medium", "large", "other medium")
+SOURCE_ERRORS = (AdapterContentChangedError, AdapterUnavailableError)
+
+
+@dataclass(frozen=True)
+class World:
+    """What there is to play with. `expected[content][i]` is what the model alone says to prompt i (content None: the base)."""
+
+    base: Path
+    contents: Mapping[str, Path]
+    prompts: list[list[int]]
+    expected: Mapping[str | None, list[tuple[int, ...]]]
+    nbytes: Mapping[str, int]
+
+
+@pytest.fixture(scope="module")
+def world(zoo: ModelZoo) -> World:
+    base = zoo.base("llama")
+    everything, attention = list(TARGET_MODULES), ["q_proj", "v_proj"]
+    configs = {
+        "small": LoraConfig(r=4, lora_alpha=8, target_modules=attention, task_type="CAUSAL_LM"),
+        "medium": LoraConfig(r=8, lora_alpha=8, target_modules=everything, task_type="CAUSAL_LM"),
+        "large": LoraConfig(r=12, lora_alpha=9, target_modules=everything, lora_bias=True, task_type="CAUSAL_LM"),
+        "other medium": LoraConfig(r=8, lora_alpha=8, target_modules=everything, task_type="CAUSAL_LM"),
+    }
+    contents = {name: zoo.adapter(base, config, seed=80 + i) for i, (name, config) in enumerate(configs.items())}
+    prompts, expected = find_prompts(zoo, base, contents)
+    tensors = {name: load_file(path / "adapter_model.safetensors").values() for name, path in contents.items()}
+    nbytes = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
+    return World(base, contents, prompts, expected, nbytes)
+
+
+def find_prompts(
+    zoo: ModelZoo, base: Path, contents: Mapping[str, Path]
+) -> tuple[list[list[int]], dict[str | None, list[tuple[int, ...]]]]:
+    """Four prompts of three lengths, two of which begin alike, on which no oracle is near a tie."""
+    oracles = {None: zoo.oracle(base), **{name: zoo.oracle(base, path) for name, path in contents.items()}}
+    prompts: list[list[int]] = []
+    expected: dict[str | None, list[tuple[int, ...]]] = {name: [] for name in oracles}
+    generator = torch.Generator().manual_seed(3)
+    for length, num_shared in ((20, 0), (36, BLOCK_SIZE), (9, 0), (33, 0)):
+        shared = prompts[0][:num_shared] if num_shared else []
+        fresh = torch.randint(3, VOCAB_SIZE, (16, length - num_shared), generator=generator).tolist()
+        candidates = [shared + each for each in fresh]
+        cases = {name: oracle.greedy_batch(candidates, NUM_TOKENS) for name, oracle in oracles.items()}
+        fit = next(i for i in range(16) if all(case[i].min_gap >= MIN_GAP for case in cases.values()))
+        prompts.append(candidates[fit])
+        for name, case in cases.items():
+            expected[name].append(case[fit].output_token_ids)
+    return prompts, expected
+
+
+@dataclass
+class Asked:
+    """A request that runs: what it should say, and what may go wrong with it because of what was done meanwhile."""
+
+    request_id: str
+    name: str | None
+    content: str | None
+    expected: tuple[int, ...]
+    may_miss_source: bool = False
+    may_lack_room: bool = False
+
+
+@dataclass
+class Names:
+    """What the names should stand for: a model of the registry, in a few dictionaries."""
+
+    loaded: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def content(self, name: str) -> str | None:
+        return self.loaded.get(self.aliases.get(name, name))
+
+    def load(self, name: str, content: str) -> None:
+        self.loaded[name] = content
+        self.aliases.pop(name, None)
+
+    def unload(self, name: str) -> None:
+        del self.loaded[name]
+        self.aliases.pop(name, None)
+
+    def switch(self, old: str, new: str) -> None:
+        self.aliases.pop(new, None)
+        if old in self.loaded:
+            self.aliases |= {name: new for name, target in self.aliases.items() if target == old}
+            self.aliases[old] = new
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """`world` is set by the test. Rules never wait for requests; `teardown` runs everything to its end and counts what is left."""
+
+    world: ClassVar[World]
+
+    @initialize(is_prefix_caching=st.booleans(), num_device=st.integers(1, 2), aging_steps=st.sampled_from([2, 20]))
+    def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int) -> None:
+        largest = max(self.world.nbytes.values())
+        lora = LoRAConfig(
+            adapter_memory_bytes=num_device * largest,
+            host_memory_bytes=num_device * largest + self.world.nbytes["small"],
+            aging_steps=aging_steps,
+        )
+        self.driver = Driver(
+            self.world.base,
+            lora,
+            max_model_len=64,
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=NUM_KV_BLOCKS * KV_BLOCK_BYTES,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            enable_prefix_caching=is_prefix_caching,
+        )
+        self.driver.engine._runner._kv.fill_(math.nan)
+        self.pool = self.driver.engine.adapters._store.host.pool
+        self.pool.poison()
+        self.directory = TemporaryDirectory()
+        self.sources: dict[str, str | None] = {}
+        self.names = Names()
+        self.asked: list[Asked] = []
+
+    # ------------------------------------------------------------------------------------------------------ the sources
+
+    def path(self, name: str) -> Path:
+        return Path(self.directory.name) / name
+
+    @rule(name=st.sampled_from(NAMES), content=st.sampled_from(CONTENTS))
+    def write_source(self, name: str, content: str) -> None:
+        shutil.copytree(self.world.contents[content], self.path(name), dirs_exist_ok=True)
+        self.sources[name] = content
+        self._note_sources()
+
+    @precondition(lambda self: self.sources)
+    @rule(name=st.sampled_from(NAMES))
+    def remove_source(self, name: str) -> None:
+        shutil.rmtree(self.path(name), ignore_errors=True)
+        self.sources.pop(name, None)
+        self._note_sources()
+
+    def _note_sources(self) -> None:
+        """Requests whose content is not at its source now may find it neither in memory nor there."""
+        for asked in self._live():
+            asked.may_miss_source |= asked.name is not None and not self._has_source(asked)
+
+    def _has_source(self, asked: Asked) -> bool:
+        assert asked.name is not None
+        return self.sources.get(self.names.aliases.get(asked.name, asked.name)) == asked.content
+
+    def _live(self) -> Iterator[Asked]:
+        ended = self.driver.outputs.keys() | self.driver.errors.keys()
+        return (asked for asked in self.asked if asked.request_id not in ended)
+
+    # -------------------------------------------------------------------------------------------------------- the verbs
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        content=st.sampled_from(CONTENTS),
+        load_inplace=st.booleans(),
+        is_pinned=st.integers(0, 4).map(lambda n: n == 0),
+    )
+    def load(self, name: str, content: str, load_inplace: bool, is_pinned: bool) -> None:
+        if name not in self.sources or load_inplace:
+            self.write_source(name, content)
+        self._load(name, load_inplace, is_pinned)
+
+    @precondition(lambda self: self.names.loaded)
+    @rule(name=st.sampled_from(NAMES))
+    def reload_whatever_is_there(self, name: str) -> None:
+        self._load(name, load_inplace=True, is_pinned=False)
+
+    def _load(self, name: str, load_inplace: bool, is_pinned: bool) -> None:
+        was_there = name in self.names.loaded
+        try:
+            self.driver.registry.load(name, str(self.path(name)), load_inplace=load_inplace, is_pinned=is_pinned)
+        except AdapterPathNotFoundError:
+            assert name not in self.sources
+        except AdapterNoRoomError:
+            pass
+        else:
+            if load_inplace or not was_there:
+                self.names.load(name, self.sources[name])
+        self._note_sources()
+
+    @precondition(lambda self: self.names.loaded)
+    @rule(data=st.data(), force=st.booleans())
+    def unload(self, data: st.DataObject, force: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.names.loaded)))
+        result = self.driver.registry.unload(name, force=force)
+        assert result.is_drained or not force
+        self.names.unload(name)
+        self._note_sources()
+
+    @precondition(lambda self: self.names.loaded)
+    @rule(data=st.data())
+    def switch(self, data: st.DataObject) -> None:
+        new = data.draw(st.sampled_from(sorted(self.names.loaded)))
+        old = data.draw(st.sampled_from(sorted(set(NAMES) - {new})))
+        try:
+            self.driver.registry.switch(old, new)
+        except (AdapterNoRoomError, *SOURCE_ERRORS):
+            pass
+        else:
+            self.names.switch(old, new)
+        self._note_sources()
+
+    @precondition(lambda self: self.names.loaded)
+    @rule(data=st.data(), verb=st.sampled_from(["pin", "unpin", "unpin", "evict", "evict", "preload"]))
+    def move(self, data: st.DataObject, verb: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.names.loaded)))
+        if self.names.content(name) is None:
+            return
+        try:
+            getattr(self.driver.registry, verb)(name)
+        except (AdapterNoRoomError, *SOURCE_ERRORS):
+            assert verb in ("pin", "preload")
+
+    # ------------------------------------------------------------------------------------------------------ the requests
+
+    @rule(data=st.data(), prompt=st.integers(0, 3), num_tokens=st.integers(1, NUM_TOKENS))
+    def submit(self, data: st.DataObject, prompt: int, num_tokens: int) -> None:
+        names = sorted(name for name in self.names.loaded if self.names.content(name) is not None)
+        name = data.draw(st.sampled_from([None, *names, *names]))
+        content = None if name is None else self.names.content(name)
+        request_id = self.driver.submit(self.world.prompts[prompt], name, max_tokens=num_tokens)
+        self.asked.append(Asked(request_id, name, content, self.world.expected[content][prompt][:num_tokens]))
+        self._note_sources()
+
+    @precondition(lambda self: self.driver.running_ids)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.driver.abort(data.draw(st.sampled_from(self.driver.running_ids)))
+
+    @rule(num_steps=st.integers(1, 8))
+    def step(self, num_steps: int) -> None:
+        self.driver.step(num_steps)
+
+    @rule()
+    def finish(self) -> None:
+        self.driver.finish(max_steps=5000)
+
+    # ------------------------------------------------------------------------------------------------ what is always true
+
+    @invariant()
+    def everything_is_consistent(self) -> None:
+        self.driver.check_integrity()
+        resolving = {name for name in self.names.loaded if self.names.content(name) is not None}
+        assert set(self.driver.registry.names()) == resolving
+        if any(info.is_pinned for info in self.driver.registry.list_adapters()):
+            for asked in self._live():
+                asked.may_lack_room = True
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        try:
+            self.driver.finish(max_steps=5000)
+            for asked in self.asked:
+                self._check(asked)
+            self._check_that_all_returns()
+        finally:
+            self.driver.close()
+            self.directory.cleanup()
+
+    def _check(self, asked: Asked) -> None:
+        error = self.driver.errors.get(asked.request_id)
+        if error is None:
+            output = self.driver.outputs[asked.request_id].outputs[0]
+            assert output.finish_reason in ("length", "abort")
+            num_tokens = len(asked.expected) if output.finish_reason == "length" else len(output.token_ids)
+            assert output.token_ids == asked.expected[:num_tokens], f"{asked} said something else"
+        elif isinstance(error, SOURCE_ERRORS):
+            assert asked.may_miss_source, f"{asked} failed: {error}"
+        elif isinstance(error, AdapterNoRoomError):
+            assert asked.may_lack_room, f"{asked} failed: {error}"
+        else:
+            assert isinstance(error, RequestAbortedError), f"{asked} failed: {error!r}"
+
+    def _check_that_all_returns(self) -> None:
+        driver = self.driver
+        driver.check_idle()
+        for name in list(self.names.loaded):
+            assert driver.registry.unload(name).is_drained
+        driver.step()
+        driver.check_idle()
+        stats = driver.engine.adapters.stats()
+        assert (stats.num_adapters, stats.num_loading, stats.retiring_bytes, stats.pinned_bytes) == (0, 0, 0, 0)
+        assert stats.device.used_bytes == stats.host.used_bytes == self.pool.used_bytes == 0
+        assert self.pool.arena.chunks_of(Owner.ADAPTERS) == []
+        assert set(driver.engine.adapters.lora_index_to_id) == {None}
+        cache = driver.engine._blocks._cache
+        assert cache is None or cache._blocks_of_digest.keys() <= {""}, "KV of an adapter that is gone"
+
+
+def test_nothing_is_lost_or_mixed_up(world: World) -> None:
+    class Machine(EngineMachine):
+        pass
+
+    Machine.world = world
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+
+
+def test_the_errors_that_are_allowed_are_adapter_errors() -> None:
+    assert all(issubclass(error, AdapterError) for error in (*SOURCE_ERRORS, AdapterNoRoomError))
