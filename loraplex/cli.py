@@ -110,7 +110,6 @@ def generate(
     max_tokens: int = 64,
     temperature: float = 0.0,
     top_p: float = 1.0,
-    seed: int | None = None,
     enable_lora: bool = True,
     engine: Annotated[EngineSettings | None, Flat] = None,
     lora: Annotated[LoRAConfig | None, Flat] = None,
@@ -131,17 +130,16 @@ def generate(
         0 takes the likeliest token each time.
     top_p
         Keep the likeliest tokens that hold this much of the probability.
-    seed
-        The same seed draws the same tokens.
     enable_lora
         Off: adapters are refused.
     """
     from loraplex.core import LoRARequest, SamplingParams
     from loraplex.engine.llm import LLM
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    config = _engine_config(model, engine, lora, enable_lora)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=config.seed)
     request = None if adapter is None else LoRARequest(Path(adapter).name or adapter, 1, adapter)
-    with LLM.from_config(_engine_config(model, engine, lora, enable_lora)) as llm:
+    with LLM.from_config(config) as llm:
         for output in llm.generate(list(prompts), params, lora_request=request):
             print(f"{output.prompt}{output.outputs[0].text}")
     return 0

@@ -101,7 +101,7 @@ class EngineSettings:
     device: str = setting("cpu", "any torch device")
     lora_backend: str = setting("auto", "auto, torch or reference: which kernels run")
     load_format: str = setting("auto", "auto (safetensors) or dummy (seeded random weights)")
-    seed: int = setting(0, "seed of dummy weights")
+    seed: int = setting(0, "seed of dummy weights, and of what `loraplex generate` draws")
     max_model_len: int | None = setting(
         None, "longest prompt plus output in tokens (default: what the model allows, at most 8192)"
     )

@@ -33,8 +33,8 @@ def test_the_workload_that_peers_run_is_frozen() -> None:
     assert workload.adapters("skewed", 16) == SKEWED
 
 
-FIRST_TOKENS: list[int] = []
-SKEWED: list[int | None] = []
+FIRST_TOKENS = [3708, 7095, 4588, 7022, 7574, 6402]
+SKEWED = [0, 1, 8, 0, 1, 1, 0, 1, 1, 4, 0, 0, 0, 4, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ def test_every_request_gets_an_adapter_that_exists(pattern: str, num_requests: i
     workload = Workload(num_requests=num_requests)
     needed = {"base": 0, "distinct": num_requests}.get(pattern, 1)
     if num_adapters < needed:
-        with pytest.raises(ConfigError, match=f"{pattern!r} cannot be run with {num_adapters} adapters and {num_requests}"):
+        with pytest.raises(
+            ConfigError, match=f"{pattern!r} cannot be run with {num_adapters} adapters and {num_requests}"
+        ):
             workload.adapters(pattern, num_adapters)
         return
     indices = workload.adapters(pattern, num_adapters)

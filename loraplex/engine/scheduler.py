@@ -200,15 +200,20 @@ class Scheduler:
             self._uncommitted = plan
         return plan
 
-    def _make_room_for_aged(self) -> RequestState | None:
-        """The request that has waited too long for adapter room, if any; running requests give way to it when they may."""
-        oldest = self._step_id - self._aging_steps
-        for state in self._waiting:
-            since = state.waits_since_step
-            if state.waits_for is WaitsFor.ROOM and since is not None and since <= oldest:
-                self._make_room(state)
-                return state
-        return None
+    def _make_room_for_aged(self) -> list[RequestState]:
+        """The requests that have waited too long for their adapters, as they arrived; running ones give way to the first that lacks room.
+
+        Who got room and waits for its load stays among them: the next one would take the room away again, and so on for ever.
+        """
+        aged = [state for state in self._waiting if self._is_aged(state)]
+        lacks_room = next((state for state in aged if state.waits_for is WaitsFor.ROOM), None)
+        if lacks_room is not None:
+            self._make_room(lacks_room)
+        return aged
+
+    def _is_aged(self, state: RequestState) -> bool:
+        since = state.waits_since_step
+        return since is not None and self._step_id - since >= self._aging_steps
 
     def _make_room(self, aged: RequestState) -> None:
         assert self._residency is not None
@@ -242,11 +247,11 @@ class Scheduler:
         return True
 
     def _schedule_waiting(
-        self, aged: RequestState | None, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int
+        self, aged: list[RequestState], scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int
     ) -> None:
         blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
-        candidates = ([] if aged is None else [aged]) + [state for state in self._waiting if state is not aged]
-        for state in candidates:
+        others = [state for state in self._waiting if not self._is_aged(state)] if aged else self._waiting.copy()
+        for state in aged + others:
             if budget <= 0 or len(self._running) >= self._max_num_seqs:
                 break
             if state.preempted_at_step == self._step_id:

@@ -1,10 +1,10 @@
 """An engine stepped by hand, with a front before it: requests are submitted, aborted and watched between any two steps.
 
-    driver = Driver(base, adapter_memory_bytes=...)
-    request_id = driver.submit(prompt_token_ids, "sql", max_tokens=8)
-    driver.step(3)
-    driver.finish()
-    driver.outputs[request_id].outputs[0].token_ids
+driver = Driver(base, adapter_memory_bytes=...)
+request_id = driver.submit(prompt_token_ids, "sql", max_tokens=8)
+driver.step(3)
+driver.finish()
+driver.outputs[request_id].outputs[0].token_ids
 """
 
 from __future__ import annotations

@@ -18,7 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -159,6 +166,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.sources: dict[str, str | None] = {}
         self.names = Names()
         self.asked: list[Asked] = []
+        for name, content in zip(NAMES[:3], CONTENTS, strict=False):
+            self.load(name, content, load_inplace=False, is_pinned=False)
 
     # ------------------------------------------------------------------------------------------------------ the sources
 
@@ -257,10 +266,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------------------------ the requests
 
-    @rule(data=st.data(), prompt=st.integers(0, 3), num_tokens=st.integers(1, NUM_TOKENS))
-    def submit(self, data: st.DataObject, prompt: int, num_tokens: int) -> None:
+    @rule(data=st.data(), prompts=st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    def submit(self, data: st.DataObject, prompts: list[int]) -> None:
         names = sorted(name for name in self.names.loaded if self.names.content(name) is not None)
-        name = data.draw(st.sampled_from([None, *names, *names]))
+        for prompt in prompts:
+            num_tokens = data.draw(st.sampled_from([1, 4, NUM_TOKENS, NUM_TOKENS]))
+            self._submit(data.draw(st.sampled_from([None, *names, *names])), prompt, num_tokens)
+
+    def _submit(self, name: str | None, prompt: int, num_tokens: int) -> None:
         content = None if name is None else self.names.content(name)
         request_id = self.driver.submit(self.world.prompts[prompt], name, max_tokens=num_tokens)
         self.asked.append(Asked(request_id, name, content, self.world.expected[content][prompt][:num_tokens]))
@@ -271,7 +284,7 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.driver.abort(data.draw(st.sampled_from(self.driver.running_ids)))
 
-    @rule(num_steps=st.integers(1, 8))
+    @rule(num_steps=st.integers(1, 5))
     def step(self, num_steps: int) -> None:
         self.driver.step(num_steps)
 
@@ -340,7 +353,7 @@ def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=30,
+            max_examples=100,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

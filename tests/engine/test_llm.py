@@ -456,7 +456,9 @@ def test_chat(llm: LLM, one: LoRARequest) -> None:
     assert output.prompt == written
     assert output.prompt_token_ids == tuple(tokenizer.encode(written, add_special_tokens=False))
     assert token_ids([output]) == token_ids(llm.generate({"prompt_token_ids": output.prompt_token_ids}, GREEDY))
-    several = llm.chat([messages, [*messages, {"role": "assistant", "content": "ho"}]], GREEDY, lora_request=[None, one])
+    several = llm.chat(
+        [messages, [*messages, {"role": "assistant", "content": "ho"}]], GREEDY, lora_request=[None, one]
+    )
     assert token_ids(several)[0] == token_ids([output])[0]
     assert several[1].lora_request == one
     assert llm.chat(messages, GREEDY, add_generation_prompt=False)[0].prompt == "<|user|>\nhi\n"

@@ -274,4 +274,3 @@ def test_the_oracle_of_replaced_biases_is_unmerged_peft(zoo: ModelZoo, field: st
     assert any(".bias" in name for name in load_file(adapter / "adapter_model.safetensors"))
     with LLM(str(base), max_model_len=MAX_MODEL_LEN) as llm:
         generate(llm, [ParityCase(field, unmerged, adapter, 1)])
-

@@ -561,6 +561,21 @@ def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_b
     assert driver.stats.waiting_by_cause == {"seat": 0, "load": 0, "room": 0}
 
 
+@pytest.mark.parametrize("num_device", [1, 2])
+@pytest.mark.parametrize("aging_steps", [1, 2, 8])
+def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
+    open_driver: OpenDriver, bench: Bench, num_device: int, aging_steps: int
+) -> None:
+    """Host memory holds hardly more than the device, so that every turn reads a source; each request gets its turn all the same."""
+    nbytes = nbytes_of_one(bench)
+    lora = {"adapter_memory_bytes": num_device * nbytes, "host_memory_bytes": num_device * nbytes + 4096}
+    driver = loaded(open_driver(lora={**lora, "aging_steps": aging_steps}), bench)
+    asked = [Asked(driver, bench, name, which) for which in (0, 1) for name in NAMES]
+    driver.finish(max_steps=2000)
+    for one in asked:
+        one.check()
+
+
 # -------------------------------------------------------------------------------------------------------------- rule 10
 
 

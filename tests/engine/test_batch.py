@@ -1,0 +1,120 @@
+"""The mapping of a batch's tokens to adapters, and the tensors of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex.core import Request, SamplingParams
+from loraplex.engine.batch import BatchBuilder, LoRAMapping
+from loraplex.engine.scheduler import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.errors import InvalidRequestError
+from loraplex.kernels.plan import LoraSegment
+from loraplex.kvcache.allocator import KVBlockAllocator
+
+BLOCK_SIZE = 8
+
+
+class TestLoRAMapping:
+    def test_prompts_become_tokens_and_segments(self) -> None:
+        mapping = LoRAMapping.from_prompts([-1, 2, 2, 0], [3, 1, 2, 1])
+        assert mapping.index_mapping.tolist() == [-1, -1, -1, 2, 2, 2, 0]
+        assert mapping.prompt_mapping.tolist() == [-1, 2, 2, 0]
+        assert mapping.is_prefill
+        assert mapping.to_segments() == [LoraSegment(3, 6, 2), LoraSegment(6, 7, 0)]
+        assert mapping.get_lora_id_for_index(4) == 2
+        assert {slot: rows.tolist() for slot, rows in mapping.create_batch_indices().items()} == {
+            -1: [0, 1, 2],
+            0: [6],
+            2: [3, 4, 5],
+        }
+
+    def test_one_token_each_is_decode(self) -> None:
+        assert not LoRAMapping.from_prompts([0, 1], [1, 1]).is_prefill
+
+    @pytest.mark.parametrize(
+        ("num_tokens", "num_prompts", "num_slots", "message"),
+        [
+            (4, 2, 3, "index_mapping has 3 entries for 4 tokens"),
+            (3, 1, 3, "prompt_mapping has 2 entries for 1 prompts"),
+            (3, 2, 2, r"lora slot 2 is not in -1\.\.1"),
+        ],
+    )
+    def test_validation(self, num_tokens: int, num_prompts: int, num_slots: int, message: str) -> None:
+        with pytest.raises(InvalidRequestError, match=message):
+            LoRAMapping.from_prompts([-1, 2], [1, 2]).validate(num_tokens, num_prompts, num_slots)
+
+    def test_a_slot_below_the_base_is_refused(self) -> None:
+        with pytest.raises(InvalidRequestError, match="lora slot -2"):
+            LoRAMapping.from_prompts([-2], [1]).validate(1, 1, 4)
+
+    def test_a_slot_without_an_adapter_is_refused(self) -> None:
+        mapping = LoRAMapping.from_prompts([-1, 1], [1, 1])
+        mapping.validate(2, 2, 4, is_resident=lambda slot: slot == 1)
+        with pytest.raises(InvalidRequestError, match="lora slot 1 holds no adapter"):
+            mapping.validate(2, 2, 4, is_resident=lambda slot: False)
+
+    def test_lengths_must_match_and_indices_exist(self) -> None:
+        with pytest.raises(InvalidRequestError, match="2 lora slots for 1 prompts"):
+            LoRAMapping.from_prompts([0, 1], [1])
+        with pytest.raises(InvalidRequestError, match="token 1 is not in the batch of 1 tokens"):
+            LoRAMapping.from_prompts([0], [1]).get_lora_id_for_index(1)
+
+    @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 5)), max_size=12))
+    def test_segments_are_the_runs_of_the_mapping(self, prompts: list[tuple[int, int]]) -> None:
+        mapping = LoRAMapping.from_prompts([slot for slot, _ in prompts], [length for _, length in prompts])
+        rebuilt = np.full(len(mapping.index_mapping), -1)
+        for segment in mapping.to_segments():
+            assert (rebuilt[segment.start : segment.end] == -1).all()
+            rebuilt[segment.start : segment.end] = segment.lora_slot
+        assert rebuilt.tolist() == mapping.index_mapping.tolist()
+
+
+class TestBatchBuilder:
+    def make(self, *asked: tuple[int | None, int, int, int]) -> tuple[BatchBuilder, SchedulePlan, KVBlockAllocator]:
+        """Sequences (lora_slot, length, start, num_tokens) with their KV reserved."""
+        blocks = KVBlockAllocator(64, BLOCK_SIZE)
+        sequences = []
+        for index, (slot, length, start, count) in enumerate(asked):
+            prompt = tuple(range(100 * index, 100 * index + length))
+            request = Request(f"r{index}", prompt, SamplingParams(), 8, 0, adapter_digest=f"d{index}")
+            blocks.start(request, prompt)
+            assert blocks.reserve(request.request_id, start + count)
+            state = RequestState(request, index, list(prompt), num_computed_tokens=start, lora_slot=slot)
+            sequences.append(ScheduledSequence(state, start, count, is_sampled=start + count == length))
+        return BatchBuilder(blocks, 8, torch.device("cpu")), SchedulePlan(1, tuple(sequences)), blocks
+
+    def test_rows_are_in_adapter_order_base_first(self) -> None:
+        builder, plan, _ = self.make((1, 10, 9, 1), (None, 12, 0, 12), (0, 9, 4, 3), (1, 4, 0, 4))
+        step = builder.build(plan)
+        batch = step.batch
+        assert batch.token_ids.tolist() == [*range(100, 112), 204, 205, 206, 9, *range(300, 304)]
+        assert batch.positions.tolist() == [*range(12), 4, 5, 6, 9, 0, 1, 2, 3]
+        assert batch.attention.q_indptr.tolist() == [0, 12, 15, 16, 20]
+        assert batch.attention.context_lens.tolist() == [12, 7, 10, 4]
+        assert batch.lora is not None
+        assert batch.lora.segments == (LoraSegment(12, 15, 0), LoraSegment(15, 20, 1))
+        assert [s.state.request.request_id for s in step.sampled] == ["r1", "r0", "r3"]
+        assert batch.logits_indices.tolist() == [11, 15, 19]
+
+    def test_kv_slots_follow_the_block_tables(self) -> None:
+        builder, plan, blocks = self.make((None, 20, 6, 5), (None, 3, 0, 3))
+        batch = builder.build(plan).batch
+        first, second = blocks.block_table("r0"), blocks.block_table("r1")
+        expected = [first[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(6, 11)]
+        expected += [second[0] * BLOCK_SIZE + p for p in range(3)]
+        assert batch.attention.kv_slot_mapping.tolist() == expected
+        assert batch.attention.block_tables[0, :2].tolist() == list(first)
+
+    def test_a_batch_of_base_rows_has_no_plan(self) -> None:
+        builder, plan, _ = self.make((None, 4, 0, 4), (None, 4, 3, 1))
+        assert builder.build(plan).batch.lora is None
+
+    def test_a_chunk_that_does_not_reach_the_end_needs_no_logits(self) -> None:
+        builder, plan, _ = self.make((0, 10, 0, 4))
+        step = builder.build(plan)
+        assert step.sampled == ()
+        assert step.batch.logits_indices.tolist() == []

@@ -1,0 +1,287 @@
+"""Engine processes that die, are overloaded, cannot start, or lose their parent: every request is answered and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from loraplex.core import RequestOutput
+from loraplex.demo.tasks import TASKS, adapter_path
+from loraplex.engine.async_engine import AsyncEngine
+from loraplex.engine.client import EngineClient
+from loraplex.errors import (
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineShutdownError,
+    LoraDisabledError,
+    LoraplexError,
+    ModelNotFoundError,
+    ModelWeightError,
+)
+from tests.engine.processes import (
+    BASE,
+    Client,
+    demo_config,
+    first,
+    is_running,
+    rest,
+    temporary_folder,
+    until,
+    within,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ADAPTERS = tuple(task.name for task in TASKS)
+PINNED = "sort"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where engines make their sockets. At the end nothing is left there, and no engine runs."""
+    with temporary_folder(tmp_path_factory.mktemp("t")) as path:
+        yield path
+        assert list(path.iterdir()) == []
+    assert engine_processes() == []
+
+
+def engine_processes() -> list[int]:
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if is_running(child.pid) and "loraplex.engine.process" in child.cmdline()]
+
+
+# ------------------------------------------------------------------------------------------------------------------- death
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mortal() -> AsyncIterator[Client]:
+    """An engine with all adapters of the demo, one of them pinned."""
+    engine = await within(AsyncEngine.start(demo_config(), served_model_name="base"))
+    for name in ADAPTERS:
+        await within(engine.load_adapter(name, str(adapter_path(name)), is_pinned=name == PINNED))
+    yield Client(engine)
+    await within(engine.shutdown())
+
+
+async def answers(client: Client) -> list[RequestOutput]:
+    """One at a time, of the base and every adapter."""
+    return [(await client.outputs("banana bread=", model))[-1] for model in (None, *ADAPTERS)]
+
+
+async def read_to_the_end(stream: AsyncIterator[RequestOutput]) -> RequestOutput | LoraplexError:
+    try:
+        return (await rest(stream))[-1]
+    except LoraplexError as error:
+        return error
+
+
+async def test_after_a_death_every_request_is_answered_and_the_engine_comes_back(mortal: Client) -> None:
+    engine = mortal.engine
+    before = await answers(mortal)
+    streams = [mortal.long((None, *ADAPTERS)[index % 9]) for index in range(16)]
+    await asyncio.gather(*map(first, streams))
+    first_pid = engine.engine_pid
+    assert first_pid is not None
+    os.kill(first_pid, signal.SIGKILL)
+    ended = await asyncio.gather(*map(read_to_the_end, streams))
+    assert any(isinstance(end, EngineDeadError) for end in ended)
+    for end in ended:
+        if isinstance(end, LoraplexError):
+            assert isinstance(end, EngineDeadError)
+            assert "the engine process ended unasked (killed by SIGKILL); it is being restarted" in str(end)
+        else:
+            assert end.finished
+    assert engine.num_unfinished == 0
+    assert engine.registry is not None
+    assert engine.registry.num_references == 0
+    await check_down(mortal, "it is being restarted")
+    await until(lambda: engine.health().is_alive)
+    assert engine.health().message == ""
+    assert engine.engine_pid != first_pid
+    after = await answers(mortal)
+    assert [output.outputs for output in after] == [output.outputs for output in before]
+    assert [output.outputs[0].text for output in after[1:]] == [task.apply("banana bread") for task in TASKS]
+    infos = {info.ref.adapter_name: info for info in await within(engine.list_adapters())}
+    assert [name for name, info in infos.items() if info.is_pinned] == [PINNED]
+    await within(engine.check_integrity())
+
+
+async def check_down(client: Client, outlook: str) -> None:
+    """Everybody is told so, at once, with an error of his own."""
+    health = client.engine.health()
+    assert not health.is_alive
+    assert outlook in health.message
+    errors = []
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match=outlook) as raised:
+            await client.ask("banana=", "upper")
+        errors.append(raised.value)
+    assert errors[0] is not errors[1]
+    with pytest.raises(EngineDeadError):
+        await within(client.engine.load_adapter("new", str(adapter_path("upper"))))
+    with pytest.raises(EngineDeadError):
+        await within(client.engine.list_adapters())
+    assert client.engine.registry is not None
+    assert sorted(client.engine.registry.names()) == sorted(ADAPTERS)
+
+
+async def test_three_deaths_are_the_end(mortal: Client, folder: Path) -> None:
+    """One of a process that serves, one of the process that was to replace it, while it starts."""
+    engine = mortal.engine
+    second_pid = engine.engine_pid
+    assert second_pid is not None
+    os.kill(second_pid, signal.SIGKILL)
+    await until(lambda: not engine.health().is_alive and engine.engine_pid not in (None, second_pid))
+    third_pid = engine.engine_pid
+    assert third_pid is not None
+    os.kill(third_pid, signal.SIGKILL)
+    await until(lambda: "stays down" in engine.health().message)
+    await check_down(mortal, "it died 3 times in 60 s and stays down")
+    await until(lambda: not is_running(third_pid))
+    assert engine_processes() == []
+    assert engine.engine_pid == third_pid
+
+
+# ------------------------------------------------------------------------------------------------- overload and shutdown
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small() -> AsyncIterator[Client]:
+    """An engine without LoRA that runs two requests and lets two wait."""
+    engine = await within(AsyncEngine.start(demo_config(is_lora_on=False, max_num_seqs=2, max_waiting_requests=2)))
+    yield Client(engine)
+    await within(engine.shutdown())
+
+
+async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
+    """While the process is stopped nothing is taken off its queue, so the counts are exact."""
+    pid = small.engine.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        tasks = [asyncio.create_task(small.ask("banana=")) for _ in range(4)]
+        await until(lambda: small.engine.num_unfinished == 4)
+        with pytest.raises(
+            EngineOverloadedError, match="4 requests are running or waiting, the limit; try again later"
+        ):
+            await small.ask("tiger=")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ended = await within(asyncio.gather(*tasks, return_exceptions=True))
+    # It finds four new requests at once, of which two may wait.
+    assert [str(end) for end in ended[:2]] == ["banana", "banana"]
+    assert all(isinstance(end, EngineOverloadedError) for end in ended[2:])
+    assert await small.ask("tiger=") == "tiger"
+    await within(small.engine.check_integrity())
+
+
+async def test_without_lora_adapters_are_refused(small: Client) -> None:
+    engine = small.engine
+    assert engine.registry is None
+    assert not engine.has_adapter("upper")
+    assert await within(engine.list_adapters()) == []
+    with pytest.raises(LoraDisabledError):
+        await small.ask("banana=", "upper")
+    with pytest.raises(LoraDisabledError):
+        await within(engine.load_adapter("upper", str(adapter_path("upper"))))
+
+
+async def test_shutdown_answers_what_runs(small: Client) -> None:
+    engine, pid = small.engine, small.engine.engine_pid
+    assert pid is not None
+    streams = [small.long() for _ in range(2)]
+    await asyncio.gather(*map(first, streams))
+    await within(engine.shutdown())
+    for end in await asyncio.gather(*map(read_to_the_end, streams)):
+        assert isinstance(end, EngineShutdownError)
+    assert not is_running(pid)
+    assert engine.health() == type(engine.health())(False, "shutting down")
+    with pytest.raises(EngineShutdownError):
+        await small.ask("banana=")
+    await within(engine.shutdown())  # a second time is nothing
+
+
+# ----------------------------------------------------------------------------------------------------------- bad starts
+
+
+async def test_the_error_of_a_model_that_cannot_be_loaded_reaches_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(shutil.copytree(BASE, tmp_path / "base"))
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelWeightError, match=str(path)):
+        await within(AsyncEngine.start(demo_config(model=str(path))))
+    assert engine_processes() == []
+    assert caplog.records == []  # the caller has the error; nothing else is to be said, or restarted
+
+
+async def test_a_start_that_is_called_off_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[EngineClient] = []
+    make = EngineClient.__init__
+
+    def remembered(client: EngineClient, *arguments: object) -> None:
+        make(client, *arguments)  # type: ignore[arg-type]
+        clients.append(client)
+
+    monkeypatch.setattr(EngineClient, "__init__", remembered)
+    starting = asyncio.create_task(AsyncEngine.start(demo_config()))
+    await until(lambda: bool(clients) and clients[0].pid is not None)
+    pid = clients[0].pid
+    assert pid is not None
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await within(starting)
+    assert not is_running(pid)
+
+
+def test_model_errors_are_not_lost_in_the_tree() -> None:
+    """What start() raises is what `except ModelError` catches."""
+    assert issubclass(ModelWeightError, ModelNotFoundError.__bases__[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- orphans
+
+PARENT = """
+import asyncio, sys, tempfile
+from tests.engine.processes import Client, demo_config, first
+from loraplex.engine.async_engine import AsyncEngine
+
+async def main():
+    tempfile.tempdir = sys.argv[1]
+    engine = await AsyncEngine.start(demo_config())
+    stream = Client(engine).long()
+    await first(stream)
+    print(engine.engine_pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+async def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """Killed, so that it can tidy nothing up: the engine notices by itself, and no folder is left either."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(await within(asyncio.to_thread(parent.stdout.readline)))
+    assert is_running(pid)
+    parent.kill()
+    parent.wait()
+    await until(lambda: not is_running(pid))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,555 @@
+"""The command line: its surface, its parsing, its errors, and what each command does.
+
+tests/cli_surface.txt has every command with its flags and defaults: what scripts of others rely on. After a change that is meant, write
+it anew with `python -m tests.test_cli` and look at the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclopts import App, Argument
+from hypothesis import given
+from hypothesis import strategies as st
+
+import loraplex
+from loraplex import cli
+from loraplex.cli import app, parse_lora_modules, parse_sizes
+from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
+from loraplex.demo import run as demo_run
+from loraplex.demo.tasks import TASKS, adapter_path, assets_path
+from loraplex.engine.async_engine import AsyncEngine
+from loraplex.errors import ConfigError, ModelNotFoundError
+from loraplex.server import run as server_run
+from loraplex.server.config import ServerConfig, ServerSettings
+
+SURFACE = Path(__file__).with_name("cli_surface.txt")
+BASE = str(assets_path() / "base")
+UPPER = str(adapter_path("upper"))
+
+
+# ------------------------------------------------------------------------------------------------------------- the surface
+
+
+def commands(parent: App = app, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    """Every command that does something, with the words that call it."""
+    for name in parent:
+        if not name.startswith("-"):
+            child = parent[name]
+            if child.default_command is None:
+                yield from commands(child, (*path, name))
+            else:
+                yield (*path, name), child
+
+
+def arguments_of(command: App) -> list[Argument]:
+    """Without the dataclasses that only bundle others."""
+    collection = command.assemble_argument_collection(default_parameter=app.default_parameter, parse_docstring=True)
+    return [argument for argument in collection if argument.show]
+
+
+def surface() -> str:
+    lines = []
+    for path, command in commands():
+        lines.append(" ".join(("loraplex", *path)))
+        for argument in arguments_of(command):
+            hint = getattr(argument.hint, "__name__", None) if isinstance(argument.hint, type) else None
+            default = "" if argument.required else f" = {argument.field_info.default!r}"
+            lines.append(f"    {' '.join(argument.names)}: {hint or argument.hint}{default}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_surface_is_frozen() -> None:
+    assert surface() == SURFACE.read_text(), (
+        "the command line has changed: if that is meant, run `python -m tests.test_cli` and look at the difference; "
+        "a flag that went or has another default breaks the scripts of others and belongs in CHANGELOG.md"
+    )
+
+
+def test_commands_are_those_of_the_docs() -> None:
+    assert [" ".join(path) for path, _ in commands()] == [
+        "adapter inspect",
+        "serve",
+        "generate",
+        "demo",
+        "bench",
+        "doctor",
+    ]
+
+
+Capture = pytest.CaptureFixture[str]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call the entry point with arguments, in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["loraplex", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0 if code is None else 1, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize(("path", "command"), [pytest.param(*each, id=" ".join(each[0])) for each in commands()])
+def test_every_command_has_help(run: Run, path: tuple[str, ...], command: App) -> None:
+    code, out, err = run(*path, "--help")
+    assert (code, err) == (0, "")
+    assert f"Usage: loraplex {' '.join(path)}" in out
+    words = re.sub(r"[\s│]+", " ", out)
+    for argument in arguments_of(command):
+        assert argument.name in words
+        assert argument.parameter.help, f"{argument.name} of {' '.join(path)} has no help text"
+
+
+@pytest.mark.parametrize(("path", "command"), [pytest.param(*each, id=" ".join(each[0])) for each in commands()])
+def test_no_flag_has_two_meanings(path: tuple[str, ...], command: App) -> None:
+    flags = Counter(name for argument in arguments_of(command) for name in argument.names)
+    assert [name for name, count in flags.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("adapter",), ("adapter", "--help")])
+def test_help_without_a_command(run: Run, arguments: tuple[str, ...]) -> None:
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert "Usage: loraplex" in out
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"{loraplex.__version__}\n", "")
+
+
+# ------------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve"], 'Command "serve" parameter MODEL requires an argument.'),
+        (["nope"], 'Unknown command "nope".'),
+        (["serve", BASE, "--nope"], "Unknown option: --nope."),
+        (["serve", BASE, "--port", "abc"], 'unable to convert "abc" into int'),
+        (["serve", BASE, "--port", "99999"], "port must be 0..65535, got 99999"),
+        (["serve", BASE, "--max-num-seqs", "0"], "max_num_seqs must be >= 1, got 0"),
+        (["serve", BASE, "--max-lora-rank", "0"], "max_lora_rank must be 1..512, got 0"),
+        (["serve", BASE, "--lora-modules", "x"], "adapter 'x': write name=path"),
+        (["serve", BASE, "--no-enable-lora", "--lora-modules", "x=y"], "adapters are given, but LoRA is off"),
+        (["serve", BASE, "--no-enable-lora", "--max-loras", "2"], "settings of LoRA are given, but LoRA is off"),
+        (["serve", BASE, "--api-key", "two words"], "an API key is empty or has a character"),
+        (["serve", BASE, "--kv-cache-memory-bytes", "2XiB"], 'unable to convert "2XiB" into int'),
+        (["generate", "/nowhere", "hi"], "model '/nowhere': there is no such directory"),
+        (["generate", BASE], "parameter PROMPTS requires an argument"),
+        (["generate", BASE, "hi", "--adapter", "/nowhere"], "adapter '/nowhere': no such directory"),
+        (["generate", BASE, "hi", "--adapter", UPPER, "--no-enable-lora"], "LoRA is off"),
+        (["generate", BASE, "hi", "--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
+        (["generate", BASE, "x" * 999], "the prompt has 1000 tokens and the model's length is"),
+        (["bench", BASE, "--patterns", "zipf"], "pattern 'zipf' is unknown"),
+        (["bench", BASE, "--runs", "0"], "runs must be >= 1, got 0"),
+        (["demo", "--each", "0"], "each must be >= 1, got 0"),
+        (["adapter", "inspect", "/nowhere"], "adapter '/nowhere': no such directory"),
+        (["adapter", "inspect", UPPER, "--base", "/nowhere"], "model '/nowhere': there is no such directory"),
+    ],
+    ids=lambda value: " ".join(value).replace(str(assets_path()), "")[:60] if isinstance(value, list) else "",
+)
+def test_an_error_is_one_line_on_stderr_with_exit_code_1(run: Run, arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_the_same_as_a_program() -> None:
+    """The way in through `python -m loraplex`, with the real streams."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "loraplex", "serve"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == 'error: Command "serve" parameter MODEL requires an argument.\n'
+
+
+def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(each: int, seed: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_run, "run_demo", interrupted)
+    assert run("demo") == (130, "", "")
+
+
+# ----------------------------------------------------------------------------------------------------------------- parsing
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        ("1.5 GiB", 3 * 2**29),
+        ("4GB", 4 * 10**9),
+        ("4G", 4 * 10**9),
+        ("16k", 16_000),
+        ("16Ki", 2**14),
+        ("1TiB", 2**40),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_sizes(["serve", "--kv-cache-memory-bytes", text]) == [
+        "serve",
+        "--kv-cache-memory-bytes",
+        str(num_bytes),
+    ]
+    assert parse_sizes([f"--host-memory-bytes={text}"]) == [f"--host-memory-bytes={num_bytes}"]
+
+
+@pytest.mark.parametrize("text", ["1024", "2XiB", "-1GiB", "GiB", "", "1e9", "1GiB extra"])
+def test_what_is_no_size_stays(text: str) -> None:
+    """A plain number is bytes; the rest is refused by the command."""
+    assert parse_sizes(["--kv-cache-memory-bytes", text]) == ["--kv-cache-memory-bytes", text]
+
+
+def test_only_flags_of_bytes_have_sizes() -> None:
+    """A prompt or a name that looks like a size is one."""
+    arguments = ["generate", "2GiB", "--seed", "4GB", "--adapter", "1MiB", "max-body-bytes", "1MiB"]
+    assert parse_sizes(arguments) == arguments
+
+
+@given(st.lists(st.text(st.characters(blacklist_characters="=", codec="utf-8"), max_size=8)))
+def test_arguments_without_sizes_are_left_alone(arguments: list[str]) -> None:
+    arguments = [argument for argument in arguments if not argument.endswith("-bytes")]
+    assert parse_sizes(arguments) == arguments
+
+
+def test_lora_modules() -> None:
+    given = ["sql=/adapters/sql", '{"name": "chat", "path": "org/chat"}', ' {"path": "/a=b", "name": "c"}', "x=/p=q"]
+    assert parse_lora_modules(given) == (
+        ("sql", "/adapters/sql"),
+        ("chat", "org/chat"),
+        ("c", "/a=b"),
+        ("x", "/p=q"),
+    )
+    assert parse_lora_modules([]) == ()
+
+
+def test_a_path_alone_is_its_own_name_where_sglang_writes_it() -> None:
+    assert parse_lora_modules(["/adapters/sql", "a=b"], is_name_optional=True) == (
+        ("/adapters/sql", "/adapters/sql"),
+        ("a", "b"),
+    )
+
+
+def test_the_base_of_a_lora_module_is_checked() -> None:
+    text = '{"name": "sql", "path": "/sql", "base_model_name": "llama"}'
+    assert parse_lora_modules([text], base_names=("base", "llama")) == (("sql", "/sql"),)
+    with pytest.raises(ConfigError, match="adapter 'sql': base_model_name is 'llama', this base model is base"):
+        parse_lora_modules([text], base_names=("base",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sql", "write name=path"),
+        ("=path", "write name=path"),
+        ("sql=", "write name=path"),
+        ("", "write name=path"),
+        ("{", "not JSON with name and path"),
+        ('{"name": "sql"}', "not JSON with name and path"),
+        ('{"name": "sql", "path": 3}', "name and path must be texts"),
+        ('{"name": "", "path": "/sql"}', "name and path must be texts"),
+        ('{"name": "sql", "path": "/sql", "rank": 8, "alpha": 1}', "adapter 'sql': unknown keys alpha, rank"),
+    ],
+)
+def test_lora_modules_that_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_lora_modules([text])
+
+
+def test_a_name_without_a_path_is_refused_where_a_path_alone_is_not() -> None:
+    with pytest.raises(ConfigError, match="write name=path"):
+        parse_lora_modules(["sql="], is_name_optional=True)
+
+
+# ------------------------------------------------------------------------------------------------------------------- serve
+
+
+class Served:
+    """What `serve` would have started: the settings of the server, of the engine, and the adapters loaded at the start."""
+
+    def __init__(self) -> None:
+        self.server: ServerConfig
+        self.engine: EngineConfig
+        self.arguments: dict[str, Any] = {}
+        self.loaded: list[tuple[str, str]] = []
+        self.is_shut_down = False
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if path == "/bad":
+            raise ModelNotFoundError("bad")
+        self.loaded.append((name, path))
+
+    async def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    seen = Served()
+
+    async def start(config: EngineConfig, **arguments: Any) -> Served:
+        seen.engine, seen.arguments = config, arguments
+        return seen
+
+    def run_server(start_engine: Callable[[], Any], config: ServerConfig) -> int:
+        seen.server = config
+        asyncio.run(start_engine())
+        return 7
+
+    monkeypatch.delenv("LORAPLEX_API_KEY", raising=False)
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    monkeypatch.setattr(server_run, "run_server", run_server)
+    return seen
+
+
+def test_serve_with_defaults(run: Run, served: Served) -> None:
+    assert run("serve", "/models/llama/") == (7, "", "")
+    assert served.engine == EngineConfig(model="/models/llama/")
+    assert served.server == ServerConfig(served_model_names=("/models/llama",))
+    assert served.arguments["adapter_roots"] is None  # on loopback the load routes may read anything
+    assert served.loaded == []
+
+
+def test_serve_passes_everything_on(run: Run, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORAPLEX_API_KEY", "k2,,k3")
+    run(
+        *("serve", "org/model", "--served-model-name", "a", "b", "--api-key", "k1", "--api-key", "k4"),
+        *("--lora-modules", "x=/x", '{"name": "y", "path": "/y", "base_model_name": "b"}', "--lora-paths", "/z"),
+        *("--adapter-root", "/roots", "--host", "0.0.0.0", "--port", "0", "--max-num-seqs", "3", "--no-access-log"),
+        *("--kv-cache-memory-bytes", "1MiB", "--adapter-memory-bytes=2MB", "--max-lora-rank", "8"),
+    )
+    assert served.server == ServerConfig(
+        host="0.0.0.0",
+        port=0,
+        access_log=False,
+        served_model_names=("a", "b"),
+        api_keys=("k1", "k4", "k2", "k3"),
+        adapter_roots=("/roots",),
+    )
+    assert served.engine == EngineConfig(
+        model="org/model",
+        max_num_seqs=3,
+        kv_cache_memory_bytes=2**20,
+        lora=LoRAConfig(adapter_memory_bytes=2 * 10**6, max_lora_rank=8),
+    )
+    assert served.arguments["served_model_name"] == "a"
+    assert served.arguments["base_names"] == ("a", "b")
+    assert served.loaded == [("x", "/x"), ("y", "/y"), ("/z", "/z")]
+    assert [str(root) for root in served.arguments["adapter_roots"]] == ["/roots", "/x", "/y", "/z"]
+
+
+def test_serve_without_lora(run: Run, served: Served) -> None:
+    run("serve", "/model", "--no-enable-lora")
+    assert served.engine.lora is None
+
+
+def test_an_adapter_that_fails_at_the_start_ends_the_engine(run: Run, served: Served) -> None:
+    code, _, err = run("serve", "/model", "--lora-modules", "x=/x", "y=/bad")
+    assert (code, err) == (1, "error: bad\n")
+    assert served.is_shut_down
+
+
+def test_every_setting_is_a_flag() -> None:
+    """A field of the settings that no flag sets could never be used."""
+    given = {"serve": (ServerSettings, EngineSettings, LoRAConfig), "generate": (EngineSettings, LoRAConfig)}
+    for name, kinds in given.items():
+        flags = {argument.name for argument in app[name].assemble_argument_collection()}
+        for kind in kinds:
+            assert {"--" + field.replace("_", "-") for field in kind.__dataclass_fields__} <= flags
+
+
+# ---------------------------------------------------------------------------------------------------------------- generate
+
+
+def test_generate(run: Run) -> None:
+    code, out, err = run("generate", BASE, "banana=", "tiger=", "--adapter", UPPER, "--num-threads", "1")
+    assert (code, out, err) == (0, "banana=BANANA\ntiger=TIGER\n", "")
+
+
+def test_generate_without_an_adapter(run: Run) -> None:
+    """The demo's base model copies."""
+    assert run("generate", BASE, "banana=", "--no-enable-lora", "--num-threads", "1") == (0, "banana=banana\n", "")
+
+
+def test_generate_draws_the_same_with_the_same_seed(run: Run) -> None:
+    arguments = ("generate", BASE, "banana=", "--temperature", "3", "--max-tokens", "12", "--num-threads", "1")
+    first, same, other = (run(*arguments, "--seed", seed)[1] for seed in ("1", "1", "2"))
+    assert first == same != other
+
+
+# -------------------------------------------------------------------------------------------------------------------- demo
+
+
+def test_the_demo_is_right(run: Run) -> None:
+    code, out, err = run("demo", "--each", "1")
+    assert (code, err) == (0, "")
+    assert "9 of 9 right" in out
+    assert "WRONG" not in out
+    for task in TASKS:
+        assert task.description in out
+
+
+def test_the_demo_says_what_is_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one adapter under all names, seven of nine answers are another task's."""
+    monkeypatch.setattr(demo_run, "adapter_path", lambda name: adapter_path("reverse"))
+    code, out, _ = run("demo", "--each", "1")
+    assert code == 1
+    assert "2 of 9 right" in out
+    assert out.count("WRONG") == 7
+
+
+def test_the_demo_as_a_server(run: Run, served: Served) -> None:
+    assert run("demo", "--serve", "--port", "0") == (7, "", "")
+    assert served.server.served_model_names == ("demo",)
+    assert served.server.port == 0
+    assert served.engine.model == BASE
+    assert served.loaded == [(task.name, str(adapter_path(task.name))) for task in TASKS]
+
+
+# ------------------------------------------------------------------------------------------------------------------- bench
+
+
+def test_bench(run: Run) -> None:
+    sizes = ("--requests", "2", "--prompt-len", "4", "--output-len", "2", "--runs", "1", "--num-threads", "1")
+    code, out, err = run("bench", BASE, UPPER, str(adapter_path("sort")), "--patterns", "base", "distinct", *sizes)
+    assert (code, err) == (0, "")
+    assert "2 requests of 4+2 tokens" in out
+    assert "distinct" in out
+
+
+# --------------------------------------------------------------------------------------------------------- adapter inspect
+
+
+@pytest.fixture
+def copy_of_upper(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(UPPER, tmp_path / "copy"))
+
+
+def change_config(adapter: Path, **fields: Any) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_inspect_a_good_adapter(run: Run) -> None:
+    code, out, err = run("adapter", "inspect", UPPER)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{UPPER}: would be loaded (not checked against a base model; give one with --base)\n")
+    code, out, err = run("adapter", "inspect", UPPER, "--base", BASE)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{UPPER}: would be loaded\n")
+    assert "honoured r = " in out
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_demos_adapters_fit_their_base(run: Run, task: Any) -> None:
+    assert run("adapter", "inspect", str(adapter_path(task.name)), "--base", BASE)[0] == 0
+
+
+def test_inspect_says_every_reason(run: Run, copy_of_upper: Path) -> None:
+    change_config(copy_of_upper, use_dora=True, lora_alpha=-1)
+    code, out, err = run("adapter", "inspect", str(copy_of_upper))
+    assert (code, err) == (1, "")
+    assert out.splitlines()[0].startswith(f"{copy_of_upper}: is refused")
+    refused = [line for line in out.splitlines() if line.startswith("  refused: ")]
+    assert any("use_dora" in line for line in refused)
+    assert any("lora_alpha" in line for line in refused)
+    assert "refused  use_dora = True" in out
+
+
+def test_inspect_against_a_base_that_does_not_fit(run: Run, copy_of_upper: Path, tmp_path: Path) -> None:
+    """Without a base nothing is wrong with it; a base of another width refuses it with both shapes."""
+    base = Path(shutil.copytree(BASE, tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text())
+    width = config["hidden_size"]
+    (base / "config.json").write_text(json.dumps({**config, "hidden_size": 2 * width}))
+    assert run("adapter", "inspect", str(copy_of_upper))[0] == 0
+    code, out, _ = run("adapter", "inspect", str(copy_of_upper), "--base", str(base))
+    assert code == 1
+    assert str(width) in out
+    assert str(2 * width) in out
+
+
+def test_inspect_a_broken_file(run: Run, copy_of_upper: Path) -> None:
+    weights = copy_of_upper / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, out, err = run("adapter", "inspect", str(copy_of_upper))
+    assert (code, err) == (1, "")
+    assert "  refused: " in out
+
+
+def test_inspect_without_a_config(run: Run, copy_of_upper: Path) -> None:
+    (copy_of_upper / "adapter_config.json").unlink()
+    code, out, err = run("adapter", "inspect", str(copy_of_upper))
+    assert (code, out) == (1, "")
+    assert "adapter_config.json" in err
+    assert err.count("\n") == 1
+
+
+def test_inspect_with_a_limit(run: Run) -> None:
+    code, out, _ = run("adapter", "inspect", UPPER, "--max-lora-rank", "1")
+    assert code == 1
+    assert "max_lora_rank" in out
+
+
+def test_inspect_as_json(run: Run, copy_of_upper: Path) -> None:
+    code, out, _ = run("adapter", "inspect", UPPER, "--json")
+    report = json.loads(out)
+    assert (code, report["reasons"]) == (0, [])
+    assert report["adapter_digest"]
+    assert report["is_checked_against_base"] is False
+    assert {"name", "value", "verdict", "reason"} <= set(report["fields"][0])
+    change_config(copy_of_upper, use_dora=True)
+    code, out, _ = run("adapter", "inspect", str(copy_of_upper), "--json", "--base", BASE)
+    report = json.loads(out)
+    assert code == 1
+    assert report["reasons"]
+    assert report["is_checked_against_base"] is True
+
+
+# ------------------------------------------------------------------------------------------------------------------ doctor
+
+
+def test_doctor(run: Run) -> None:
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    assert f"loraplex {loraplex.__version__} on Python" in out
+    for word in ("torch", "pyzmq", "CPU:", "kernels on cpu: torch", "GPU:"):
+        assert word in out
+    assert "not installed" not in out
+
+
+def test_doctor_says_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.doctor.OPTIONAL", ("no-such-package",))
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert re.search(r"no-such-package\W+not installed", out)
+
+
+if __name__ == "__main__":
+    SURFACE.write_text(surface())
+    print(f"wrote {SURFACE}")
