@@ -4,7 +4,7 @@ A step is schedule -> run -> commit. `schedule` reserves KV and adapter referenc
 references change afterwards. Between the two nothing of a scheduled request may be taken away.
 
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
-yet lets others pass. One that has waited `aging_steps` steps for adapter room goes first, and makes the running requests of
+yet lets others pass. Those that have waited `aging_steps` steps for their adapters go first, and make the running requests of
 another adapter give way (they are preempted and resume later). An adapter that got in is left alone for `aging_steps / 4`
 steps, so that many waiting ones take turns instead of thrashing: with n adapters waiting before it, one gets in within
 aging_steps + n * aging_steps / 4 steps. Preemption is by recompute; the prefix cache makes it cheap.

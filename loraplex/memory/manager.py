@@ -238,7 +238,7 @@ class LoRAModelManager:
         """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request ends.
 
         An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises. `old` need
-        not be active, nor known. Requests are sent to `new` by who knows names (adapters/registry.py); until then they queue.
+        not be active, nor known. Requests are sent to `new` by who knows names (adapters/registry/); until then they queue.
         """
         began_s = self._clock()
         loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)

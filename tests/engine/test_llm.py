@@ -617,7 +617,7 @@ def test_every_setting_is_a_keyword(base: Path) -> None:
     del engine["model"], engine["lora"]
     with LLM(str(base), **{**engine, **lora, "max_model_len": 64}) as llm:
         assert llm.config.lora == LoRAConfig()
-    with pytest.raises(ConfigError, match="enable_lora=False.*max_loras"):
+    with pytest.raises(ConfigError, match=r"enable_lora=False.*max_loras"):
         LLM(str(base), enable_lora=False, max_loras=2)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from loraplex.adapters.outcome import LoadResult
+from loraplex.adapters.registry.outcome import LoadResult
 
 
 @dataclass(frozen=True, slots=True)

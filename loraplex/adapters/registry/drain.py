@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
-from loraplex.adapters.name_table import NameTable
-from loraplex.adapters.version import AdapterVersion, Farewell, Parting
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
 from loraplex.core import AdapterStore, Tier
 from loraplex.errors import AdapterNotFoundError, InvalidRequestError
 

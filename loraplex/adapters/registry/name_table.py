@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loraplex.adapters.verb import LoadWish, Verb
-from loraplex.adapters.version import AdapterVersion, Farewell, Parting
+from loraplex.adapters.registry.verb import LoadWish, Verb
+from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
 from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 
-from loraplex.adapters.name_table import NameTable
-from loraplex.adapters.verb import Verb
-from loraplex.adapters.version import AdapterVersion
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.verb import Verb
+from loraplex.adapters.registry.version import AdapterVersion
 
 
 class Turns:

@@ -1,10 +1,10 @@
 """Names, versions and references of adapters: the one place that says which weights answer for which name.
 
-    load     the name resolves to the adapter at a path, or nothing at all has changed         (adapter_load.py)
+    load     the name resolves to the adapter at a path, or nothing at all has changed         (load.py)
     acquire  the version that answers for a name now, counted until `release`; no verb touches it
     unload   the name resolves to nothing at once; its last release drops it from the store    (drain.py)
     reload   a new version under the name, which inherits the pin; the old one drains
-    switch   `new` is promoted, then answers for `old` too, which leaves the device             (adapter_switch.py)
+    switch   `new` is promoted, then answers for `old` too, which leaves the device             (switch.py)
 
 One lock guards the table of names (name_table.py) and is held for dictionary operations only, so requests never wait for a verb.
 Slow verbs on one name run one after the other, waiting on a future; `unload` waits for none and calls a load under way off. Each
@@ -21,28 +21,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from loraplex.adapters.adapter_load import AdapterLoader
-from loraplex.adapters.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
-from loraplex.adapters.adapter_switch import AdapterSwitch
-from loraplex.adapters.drain import Drain, check_deadline
-from loraplex.adapters.name_table import NameTable
-from loraplex.adapters.outcome import AdapterInfo, LoadResult, LoadStatus, SwitchResult, UnloadResult
-from loraplex.adapters.turns import Turns
-from loraplex.adapters.verb import LoadWish
-from loraplex.adapters.version import AdapterVersion, LoRARef, OpenedAdapter
+from loraplex.adapters.registry.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
+from loraplex.adapters.registry.drain import Drain, check_deadline
+from loraplex.adapters.registry.load import AdapterLoader
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.outcome import AdapterInfo, LoadResult, LoadStatus, SwitchResult, UnloadResult
+from loraplex.adapters.registry.switch import AdapterSwitch
+from loraplex.adapters.registry.turns import Turns
+from loraplex.adapters.registry.verb import LoadWish
+from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter
 from loraplex.core import AdapterResidency, AdapterSpec, AdapterStore, AddOutcome, Tier
 from loraplex.errors import AdapterUnavailableError, InvalidRequestError, LoraplexError
-
-__all__ = [
-    "AdapterInfo",
-    "LoRARef",
-    "LoRARegistry",
-    "LoadResult",
-    "LoadStatus",
-    "OpenedAdapter",
-    "SwitchResult",
-    "UnloadResult",
-]
 
 ABORT_GRACE_S = 5.0
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 
-from loraplex.adapters.drain import Drain
-from loraplex.adapters.name_table import NameTable
-from loraplex.adapters.outcome import SwitchResult
-from loraplex.adapters.turns import Turns
-from loraplex.adapters.version import AdapterVersion
+from loraplex.adapters.registry.drain import Drain
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.outcome import SwitchResult
+from loraplex.adapters.registry.turns import Turns
+from loraplex.adapters.registry.version import AdapterVersion
 from loraplex.core import AdapterStore
 from loraplex.errors import AdapterNoRoomError
 

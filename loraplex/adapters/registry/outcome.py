@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from loraplex.adapters.version import LoRARef
+from loraplex.adapters.registry.version import LoRARef
 from loraplex.core import Tier
 
 

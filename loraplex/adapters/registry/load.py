@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 
-from loraplex.adapters.drain import Drain
-from loraplex.adapters.name_table import NameTable
-from loraplex.adapters.outcome import LoadResult, LoadStatus
-from loraplex.adapters.verb import LoadWish, Verb
-from loraplex.adapters.version import AdapterVersion, LoRARef, OpenedAdapter
+from loraplex.adapters.registry.drain import Drain
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.outcome import LoadResult, LoadStatus
+from loraplex.adapters.registry.verb import LoadWish, Verb
+from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter
 from loraplex.core import AdapterId, AdapterSpec, AdapterStore
 
 
