@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -78,16 +79,18 @@ class EngineClient:
         address = f"ipc://{self._folder / 'engine'}"
         self._socket.set_hwm(0)
         self._socket.bind(address)
+        self.send(msg.StartEngine(self._config))  # first of all: others may call while the process is being made
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # a file in the working directory must not stand in for a module: the engine imports what this process would
             "-m",
             "loraplex.engine.process",
             address,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone
             start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends the engine in order
         )
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
-        self.send(msg.StartEngine(self._config))
         return await self._ready
 
     def send(self, message: Any) -> None:

@@ -5,9 +5,11 @@ references change afterwards. Between the two nothing of a scheduled request may
 
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
 yet lets others pass. Those that have waited `aging_steps` steps for their adapters go first, and make the running requests of
-another adapter give way (they are preempted and resume later). An adapter that got in is left alone for `aging_steps / 4`
-steps, so that many waiting ones take turns instead of thrashing: with n adapters waiting before it, one gets in within
-aging_steps + n * aging_steps / 4 steps. Preemption is by recompute; the prefix cache makes it cheap.
+another adapter give way (they are preempted and resume later). An adapter that got in has its turn: it is left alone for
+`aging_steps / 4` steps, and until the request that brought it in has ended or got as many tokens (a prompt that takes longer would
+else begin anew for ever). So many waiting ones take turns instead of thrashing: with n adapters waiting before it, one gets
+in within aging_steps + n * (aging_steps / 4 + the steps of a prompt) steps. Preemption is by recompute; the prefix cache
+makes it cheap.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class TokenCounts(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request inside the engine: what it has, how far it is computed, what it waits for."""
+    """A request inside the engine: what it has, how far it is computed, what it waits for.
+
+    num_tokens_admitted: how many tokens it had when it last began to run.
+    """
 
     request: Request
     arrival_index: int
@@ -48,6 +53,7 @@ class RequestState:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
+    num_tokens_admitted: int = 0
     lora_slot: int | None = None
     waits_for: WaitsFor | None = None
     waits_since_step: int | None = None
@@ -68,6 +74,14 @@ class RequestState:
     @property
     def is_prefill(self) -> bool:
         return self.num_computed_tokens < len(self.token_ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An adapter's time on the device: since when requests run on it, and the request that brought it there."""
+
+    since_step: int
+    opener: RequestState
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +138,7 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._waiting: list[RequestState] = []  # in order of arrival
         self._running: list[RequestState] = []  # in order of admission
-        self._adapter_since_step: dict[int, int] = {}  # adapters of running requests: the step since which they run
+        self._turns: dict[int, _Turn] = {}  # of the adapters of running requests
         self._uncommitted: SchedulePlan | None = None
         self._step_id = 0
         self._num_arrivals = 0
@@ -219,10 +233,16 @@ class Scheduler:
         assert self._residency is not None
         assert aged.request.adapter_id is not None
         victims = set(self._residency.victims_for(aged.request.adapter_id))
-        newest = self._step_id - self._aging_steps // 4
-        if all(self._adapter_since_step.get(adapter_id, newest) <= newest for adapter_id in victims):
+        if all(self._has_had_turn(self._turns[adapter_id]) for adapter_id in victims if adapter_id in self._turns):
             for state in [state for state in self._running if state.request.adapter_id in victims]:
                 self._preempt(state)
+
+    def _has_had_turn(self, turn: _Turn) -> bool:
+        shortest = self._aging_steps // 4
+        opener = turn.opener
+        num_new_tokens = len(opener.token_ids) - opener.num_tokens_admitted
+        is_served = opener.status is not RequestStatus.RUNNING or num_new_tokens >= max(1, shortest)
+        return is_served and self._step_id - turn.since_step >= shortest
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
         """Give every running request its next tokens; returns the tokens left. The newest give way when KV runs out."""
@@ -295,11 +315,12 @@ class Scheduler:
         state.status = RequestStatus.RUNNING
         state.waits_for = state.waits_since_step = None
         state.num_computed_tokens = num_cached
+        state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
             state.num_cached_tokens = num_cached
             self.num_prompt_tokens += state.num_prompt_tokens
         if state.request.adapter_id is not None:
-            self._adapter_since_step.setdefault(state.request.adapter_id, self._step_id)
+            self._turns.setdefault(state.request.adapter_id, _Turn(self._step_id, state))
         num_tokens = min(len(state.token_ids) - num_cached, budget)
         scheduled.append(_scheduled(state, num_tokens))
         return num_tokens
@@ -417,7 +438,7 @@ class Scheduler:
         assert self._residency is not None
         self._residency.release(adapter_id)
         if all(other.request.adapter_id != adapter_id or other is state for other in self._running):
-            self._adapter_since_step.pop(adapter_id, None)
+            self._turns.pop(adapter_id, None)
 
     def _is_in_flight(self, state: RequestState) -> bool:
         plan = self._uncommitted
@@ -432,7 +453,7 @@ class Scheduler:
         for state in self._running:
             assert state.status is RequestStatus.RUNNING
             assert (state.lora_slot is None) == (state.request.adapter_id is None)
-        assert set(self._adapter_since_step) == self.adapters_of(RequestStatus.RUNNING)
+        assert set(self._turns) == self.adapters_of(RequestStatus.RUNNING)
         arrivals = [state.arrival_index for state in self._waiting]
         assert arrivals == sorted(arrivals), "the queue is out of order"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -15,17 +17,17 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from loraplex.adapters.source import AdapterSource
 from loraplex.core import RequestOutput
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.engine.client import EngineClient
+from loraplex.engine.supervisor import MAX_DEATHS
 from loraplex.errors import (
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
-    LoraDisabledError,
     LoraplexError,
-    ModelNotFoundError,
     ModelWeightError,
 )
 from tests.engine.processes import (
@@ -105,7 +107,9 @@ async def test_after_a_death_every_request_is_answered_and_the_engine_comes_back
     assert engine.registry is not None
     assert engine.registry.num_references == 0
     await check_down(mortal, "it is being restarted")
+    curious = asyncio.create_task(look_all_the_time(engine))
     await until(lambda: engine.health().is_alive)
+    await within(curious)
     assert engine.health().message == ""
     assert engine.engine_pid != first_pid
     after = await answers(mortal)
@@ -114,6 +118,14 @@ async def test_after_a_death_every_request_is_answered_and_the_engine_comes_back
     infos = {info.ref.adapter_name: info for info in await within(engine.list_adapters())}
     assert [name for name, info in infos.items() if info.is_pinned] == [PINNED]
     await within(engine.check_integrity())
+
+
+async def look_all_the_time(engine: AsyncEngine) -> None:
+    """Calls at any moment of a restart are answered and do not disturb it."""
+    while not engine.health().is_alive:
+        with contextlib.suppress(EngineDeadError):
+            await within(engine.stats())
+        await asyncio.sleep(0)
 
 
 async def check_down(client: Client, outlook: str) -> None:
@@ -135,21 +147,18 @@ async def check_down(client: Client, outlook: str) -> None:
     assert sorted(client.engine.registry.names()) == sorted(ADAPTERS)
 
 
-async def test_three_deaths_are_the_end(mortal: Client, folder: Path) -> None:
-    """One of a process that serves, one of the process that was to replace it, while it starts."""
+async def test_three_deaths_are_the_end(mortal: Client) -> None:
+    """One of a process that serves, the others of those that were to replace it, while they start."""
     engine = mortal.engine
-    second_pid = engine.engine_pid
-    assert second_pid is not None
-    os.kill(second_pid, signal.SIGKILL)
-    await until(lambda: not engine.health().is_alive and engine.engine_pid not in (None, second_pid))
-    third_pid = engine.engine_pid
-    assert third_pid is not None
-    os.kill(third_pid, signal.SIGKILL)
-    await until(lambda: "stays down" in engine.health().message)
+    for _ in range(MAX_DEATHS):  # the test before may have used up one of them
+        pid = engine.engine_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda pid=pid: engine.engine_pid not in (None, pid) or "stays down" in engine.health().message)
+        if "stays down" in engine.health().message:
+            break
     await check_down(mortal, "it died 3 times in 60 s and stays down")
-    await until(lambda: not is_running(third_pid))
     assert engine_processes() == []
-    assert engine.engine_pid == third_pid
 
 
 # ------------------------------------------------------------------------------------------------- overload and shutdown
@@ -157,8 +166,9 @@ async def test_three_deaths_are_the_end(mortal: Client, folder: Path) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def small() -> AsyncIterator[Client]:
-    """An engine without LoRA that runs two requests and lets two wait."""
-    engine = await within(AsyncEngine.start(demo_config(is_lora_on=False, max_num_seqs=2, max_waiting_requests=2)))
+    """An engine that runs two requests and lets two wait."""
+    engine = await within(AsyncEngine.start(demo_config(max_num_seqs=2, max_waiting_requests=2)))
+    await within(engine.load_adapter("upper", str(adapter_path("upper"))))
     yield Client(engine)
     await within(engine.shutdown())
 
@@ -185,30 +195,46 @@ async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
     await within(small.engine.check_integrity())
 
 
-async def test_without_lora_adapters_are_refused(small: Client) -> None:
-    engine = small.engine
-    assert engine.registry is None
-    assert not engine.has_adapter("upper")
-    assert await within(engine.list_adapters()) == []
-    with pytest.raises(LoraDisabledError):
-        await small.ask("banana=", "upper")
-    with pytest.raises(LoraDisabledError):
-        await within(engine.load_adapter("upper", str(adapter_path("upper"))))
-
-
-async def test_shutdown_answers_what_runs(small: Client) -> None:
-    engine, pid = small.engine, small.engine.engine_pid
+async def test_shutdown_answers_everybody(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run, a load that reads its files, and an unload that waits for a request."""
+    engine, pid, registry = small.engine, small.engine.engine_pid, small.engine.registry
     assert pid is not None
-    streams = [small.long() for _ in range(2)]
+    assert registry is not None
+    may_fetch, is_fetching = threading.Event(), threading.Event()
+    fetch = AdapterSource.fetch
+
+    def slow(source: AdapterSource, path: str) -> Path:
+        is_fetching.set()
+        may_fetch.wait(60)
+        return fetch(source, path)
+
+    monkeypatch.setattr(AdapterSource, "fetch", slow)
+    streams = [small.long("upper"), small.long()]
     await asyncio.gather(*map(first, streams))
+    load = asyncio.create_task(engine.load_adapter("sort", str(adapter_path("sort"))))
+    unload = asyncio.create_task(engine.unload_adapter("upper", deadline_s=3600.0))
+    await until(is_fetching.is_set)
+    await until(lambda: not engine.has_adapter("upper"))
     await within(engine.shutdown())
+    may_fetch.set()
     for end in await asyncio.gather(*map(read_to_the_end, streams)):
         assert isinstance(end, EngineShutdownError)
-    assert not is_running(pid)
-    assert engine.health() == type(engine.health())(False, "shutting down")
     with pytest.raises(EngineShutdownError):
-        await small.ask("banana=")
+        await within(load)
+    assert (await within(unload)).is_drained
+    assert registry.num_references == 0
+    assert not is_running(pid)
+    await check_shut_down(small)
     await within(engine.shutdown())  # a second time is nothing
+
+
+async def check_shut_down(client: Client) -> None:
+    engine = client.engine
+    assert (engine.health().is_alive, engine.health().message) == (False, "shutting down")
+    with pytest.raises(EngineShutdownError):
+        await client.ask("banana=")
+    with pytest.raises(EngineShutdownError):
+        await within(engine.load_adapter("new", str(adapter_path("upper"))))
 
 
 # ----------------------------------------------------------------------------------------------------------- bad starts
@@ -245,11 +271,6 @@ async def test_a_start_that_is_called_off_leaves_nothing(monkeypatch: pytest.Mon
     assert not is_running(pid)
 
 
-def test_model_errors_are_not_lost_in_the_tree() -> None:
-    """What start() raises is what `except ModelError` catches."""
-    assert issubclass(ModelWeightError, ModelNotFoundError.__bases__[0])
-
-
 # ---------------------------------------------------------------------------------------------------------------- orphans
 
 PARENT = """
@@ -270,12 +291,20 @@ asyncio.run(main())
 
 
 async def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    """Killed, so that it can tidy nothing up: the engine notices by itself, and no folder is left either."""
+    """Killed, so that it can tidy nothing up: the engine notices by itself, and no folder is left either.
+
+    Both run in a directory with a file that looks like a module: nobody may import it.
+    """
+    folder, directory = tmp_path / "t", tmp_path / "cwd"
+    folder.mkdir()
+    directory.mkdir()
+    (directory / "zmq.py").write_text("raise RuntimeError('not this one')")
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)],
+        [sys.executable, "-P", "-c", PARENT, str(folder)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert parent.stdout is not None
     with parent.stdout:
@@ -284,4 +313,4 @@ async def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     await until(lambda: not is_running(pid))
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []

@@ -226,6 +226,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert name not in self.sources
         except AdapterNoRoomError:
             pass
+        except SOURCE_ERRORS:
+            is_just_pinned = was_there and is_pinned and not load_inplace
+            assert is_just_pinned, "only a pin of what is loaded reads its source again"
         else:
             if load_inplace or not was_there:
                 self.names.load(name, self.sources[name])

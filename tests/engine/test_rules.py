@@ -576,6 +576,19 @@ def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
         one.check()
 
 
+@pytest.mark.parametrize("aging_steps", [1, 4, 16])
+def test_rule_9_a_turn_is_long_enough_for_a_prompt(open_driver: OpenDriver, bench: Bench, aging_steps: int) -> None:
+    """Four adapters take turns on a device with room for one. A prompt takes five steps: none is cut off before its first token."""
+    lora = {"adapter_memory_bytes": nbytes_of_one(bench), "aging_steps": aging_steps}
+    driver = loaded(open_driver(lora=lora, max_num_batched_tokens=4, max_num_seqs=4, enable_prefix_caching=False), bench)
+    asked = [Asked(driver, bench, name) for name in NAMES]
+    driver.finish(max_steps=3000)
+    for one in asked:
+        one.check()
+    num_tokens = driver.stats.num_generated_tokens
+    assert 0 < driver.stats.num_preemptions <= num_tokens / max(1, aging_steps // 4)
+
+
 # -------------------------------------------------------------------------------------------------------------- rule 10
 
 
