@@ -23,11 +23,11 @@ import openai
 import psutil
 import pytest
 
-from loraplex.demo.tasks import TASKS, adapter_path, assets_path, phrases, prompt_of
+from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
+from tests.engine.processes import MAX_MODEL_LEN, stretched_base
 
 PATIENCE_S = 120.0
 REPOSITORY = Path(__file__).parents[1]
-BASE = str(assets_path() / "base")
 ADAPTERS = tuple(task.name for task in TASKS)
 MODELS = ("demo", *ADAPTERS)
 APPLY: dict[str, Callable[[str], str]] = {"demo": str, **{task.name: task.apply for task in TASKS}}
@@ -41,7 +41,10 @@ class Server:
 
     def __init__(self, folder: Path, *flags: str, port: int = 0) -> None:
         self._errors = folder / "stderr.txt"
-        command = (sys.executable, "-m", "loraplex", "serve", BASE, "--served-model-name", "demo")
+        self.base = str(folder / "base")
+        if not Path(self.base).exists():
+            stretched_base(Path(self.base))
+        command = (sys.executable, "-m", "loraplex", "serve", self.base, "--served-model-name", "demo")
         with self._errors.open("w") as errors:
             self.process = subprocess.Popen(
                 (*command, *SMALL, "--port", str(port), *flags),
@@ -177,10 +180,10 @@ def test_a_list_of_prompts_is_one_batch(sdk: openai.OpenAI) -> None:
 # -------------------------------------------------------------------------------------------------------------- the routes
 
 
-def test_models(sdk: openai.OpenAI) -> None:
+def test_models(server: Server, sdk: openai.OpenAI) -> None:
     cards = [model.model_dump() for model in sdk.models.list()]
     assert [card["id"] for card in cards] == list(MODELS)
-    assert (cards[0]["root"], cards[0]["parent"], cards[0]["max_model_len"]) == (BASE, None, 256)
+    assert (cards[0]["root"], cards[0]["parent"], cards[0]["max_model_len"]) == (server.base, None, MAX_MODEL_LEN)
     assert {card["parent"] for card in cards[1:]} == {"demo"}
     assert [card["root"] for card in cards[1:]] == [str(adapter_path(name)) for name in ADAPTERS]
     assert sdk.models.retrieve("rot13").id == "rot13"
@@ -239,8 +242,8 @@ def test_an_unknown_model_is_404_and_never_the_base(sdk: openai.OpenAI) -> None:
 
 
 def test_a_prompt_that_is_too_long(sdk: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as long:
-        sdk.completions.create(model="upper", prompt="banana " * 100)
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {MAX_MODEL_LEN} tokens") as long:
+        sdk.completions.create(model="upper", prompt="banana " * 1000)
     assert long.value.code == "context_length_exceeded"
 
 
@@ -341,10 +344,17 @@ def test_a_taken_port_is_said_at_once(server: Server, tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- life and death
 
 
-def long_stream(sdk: openai.OpenAI, model: str) -> openai.Stream[openai.types.Completion]:
-    """200 tokens, whatever the model would say."""
+def long_stream(
+    sdk: openai.OpenAI, model: str, num_tokens: int = MAX_MODEL_LEN - 100
+) -> openai.Stream[openai.types.Completion]:
+    """So many tokens, whatever the model would say."""
     return sdk.completions.create(
-        model=model, prompt="banana=", max_tokens=200, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        model=model,
+        prompt="banana=",
+        max_tokens=num_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
     )
 
 
@@ -363,7 +373,7 @@ def test_a_dead_engine_and_the_end_of_a_server(tmp_path: Path) -> None:
     """The engine is killed under a stream and comes back; then Ctrl-C, while a stream runs, waits for it; then the port is free."""
     with Server(tmp_path, *WITH_ADAPTERS) as server, server.sdk() as sdk:
         check_that_a_dead_engine_comes_back(server, sdk)
-        stream = long_stream(sdk, "upper")
+        stream = long_stream(sdk, "upper", 300)
         texts = [next(stream).choices[0].text]
         (engine,) = server.engine_processes
         server.process.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.core import BASE_SLOT, BlockAllocator
-from loraplex.engine.scheduler import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, StepBatch
 

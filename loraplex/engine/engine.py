@@ -20,7 +20,8 @@ from loraplex.engine.adapter_opener import read_spec
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
-from loraplex.engine.scheduler import RequestStatus, SampledToken, SchedulePlan, Scheduler
+from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
+from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import ConfigError, EngineError, EngineOverloadedError, LoraDisabledError
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable

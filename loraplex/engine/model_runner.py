@@ -9,7 +9,7 @@ import torch
 
 from loraplex.engine.batch import BatchBuilder, BuiltStep
 from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
-from loraplex.engine.scheduler import RequestState, SampledToken, ScheduledSequence, SchedulePlan
+from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import EngineError
 from loraplex.models.decoder import Decoder
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,15 @@ from loraplex.sampling_params import SamplingParams
 
 PATIENCE_S = 120.0
 BASE = str(assets_path() / "base")
+MAX_MODEL_LEN = 4096
+
+
+def stretched_base(path: Path) -> str:
+    """The demo's base model with room for MAX_MODEL_LEN tokens: a stream that lasts while a test does something to it."""
+    shutil.copytree(BASE, path)
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": MAX_MODEL_LEN}))
+    return str(path)
 
 
 def demo_config(lora: LoRAConfig | None = None, *, is_lora_on: bool = True, **settings: Any) -> EngineConfig:

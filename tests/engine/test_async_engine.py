@@ -36,7 +36,7 @@ from loraplex.errors import (
     RequestAbortedError,
     UnknownMessageError,
 )
-from tests.engine.processes import BASE, Client, demo_config, first, rest, until, within
+from tests.engine.processes import MAX_MODEL_LEN, Client, demo_config, first, rest, stretched_base, until, within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,9 +46,14 @@ APPLY = {None: str, **{task.name: task.apply for task in TASKS}}
 PHRASES = tuple(phrases("held_out", 8, seed=3))
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stretched_base(tmp_path_factory.mktemp("model") / "base")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[AsyncEngine]:
-    engine = await within(AsyncEngine.start(demo_config(), served_model_name="base"))
+async def engine(base: str) -> AsyncIterator[AsyncEngine]:
+    engine = await within(AsyncEngine.start(demo_config(model=base), served_model_name="base"))
     for name in LOADED:
         await within(engine.load_adapter(name, str(adapter_path(name))))
     yield engine
@@ -70,8 +75,8 @@ async def client(engine: AsyncEngine) -> AsyncIterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM.from_config(demo_config()) as llm:
+def llm(base: str) -> Iterator[LLM]:
+    with LLM.from_config(demo_config(model=base)) as llm:
         yield llm
 
 
@@ -138,9 +143,9 @@ async def test_token_ids_are_a_prompt(client: Client) -> None:
     assert await client.ask(tokenizer.encode("banana="), "upper") == "BANANA"
 
 
-async def test_what_the_engine_is(client: Client) -> None:
+async def test_what_the_engine_is(client: Client, base: str) -> None:
     info = client.engine.model_info
-    assert (info.served_model_name, info.root, info.max_model_len) == ("base", BASE, 256)
+    assert (info.served_model_name, info.root, info.max_model_len) == ("base", base, MAX_MODEL_LEN)
     assert client.engine.info.vocab_size == info.vocab_size
     await client.ask("banana=")
     stats = await within(client.engine.stats())
@@ -282,8 +287,8 @@ async def test_an_id_that_looks_like_a_childs(client: Client) -> None:
     [
         ("banana=", "nobody", AdapterNotFoundError),
         ([], "upper", InvalidRequestError),
-        ([5] * 256, "upper", PromptTooLongError),
-        ("x" * 300, "upper", PromptTooLongError),
+        ([5] * MAX_MODEL_LEN, "upper", PromptTooLongError),
+        ("x" * MAX_MODEL_LEN, "upper", PromptTooLongError),
         ([10**6], "upper", InvalidRequestError),
     ],
 )

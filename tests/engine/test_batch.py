@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.core import Request, SamplingParams
 from loraplex.engine.batch import BatchBuilder, LoRAMapping
-from loraplex.engine.scheduler import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels.plan import LoraSegment
 from loraplex.kvcache.allocator import KVBlockAllocator

@@ -37,6 +37,7 @@ from tests.engine.processes import (
     first,
     is_running,
     rest,
+    stretched_base,
     temporary_folder,
     until,
     within,
@@ -65,10 +66,15 @@ def engine_processes() -> list[int]:
 # ------------------------------------------------------------------------------------------------------------------- death
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stretched_base(tmp_path_factory.mktemp("model") / "base")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mortal() -> AsyncIterator[Client]:
+async def mortal(base: str) -> AsyncIterator[Client]:
     """An engine with all adapters of the demo, one of them pinned."""
-    engine = await within(AsyncEngine.start(demo_config(), served_model_name="base"))
+    engine = await within(AsyncEngine.start(demo_config(model=base), served_model_name="base"))
     for name in ADAPTERS:
         await within(engine.load_adapter(name, str(adapter_path(name)), is_pinned=name == PINNED))
     yield Client(engine)
@@ -165,9 +171,9 @@ async def test_three_deaths_are_the_end(mortal: Client) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def small() -> AsyncIterator[Client]:
+async def small(base: str) -> AsyncIterator[Client]:
     """An engine that runs two requests and lets two wait."""
-    engine = await within(AsyncEngine.start(demo_config(max_num_seqs=2, max_waiting_requests=2)))
+    engine = await within(AsyncEngine.start(demo_config(model=base, max_num_seqs=2, max_waiting_requests=2)))
     await within(engine.load_adapter("upper", str(adapter_path("upper"))))
     yield Client(engine)
     await within(engine.shutdown())

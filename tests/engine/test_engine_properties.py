@@ -34,6 +34,7 @@ from loraplex.errors import (
     AdapterContentChangedError,
     AdapterError,
     AdapterNoRoomError,
+    AdapterNotFoundError,
     AdapterPathNotFoundError,
     AdapterUnavailableError,
     RequestAbortedError,
@@ -224,6 +225,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.driver.registry.load(name, str(self.path(name)), load_inplace=load_inplace, is_pinned=is_pinned)
         except AdapterPathNotFoundError:
             assert name not in self.sources
+        except AdapterNotFoundError:
+            assert self.names.aliases[name] not in self.names.loaded, "it was switched to one that is gone"
         except AdapterNoRoomError:
             pass
         except SOURCE_ERRORS:

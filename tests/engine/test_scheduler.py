@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.core import AcquireResult, FinishReason, Request, SamplingParams, TokenOutput, WaitsFor
-from loraplex.engine.scheduler import RequestStatus, SampledToken, SchedulePlan, Scheduler
+from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
+from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import AdapterUnavailableError, EngineError
 from loraplex.kvcache.allocator import KVBlockAllocator
 
