@@ -53,7 +53,8 @@ from loraplex.metrics import EngineStats
 
 logger = logging.getLogger(__name__)
 
-NUM_VERB_THREADS = 16
+NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
+NUM_VIEW_THREADS = 2
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class AsyncEngine:
         self._streams: dict[str, OutputStream] = {}
         self._store = RemoteStore(self.call, asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
+        self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         # Set by start(), once the model is known.
         self.model_info: ModelInfo
         self._front: Front
@@ -296,15 +298,18 @@ class AsyncEngine:
         return await self._in_verb_thread(partial(self._front.registry_or_refuse().preload, name))
 
     async def describe_adapter(self, name: str) -> AdapterInfo:
-        return await self._in_verb_thread(partial(self._front.registry_or_refuse().describe, name))
+        return await self._in_thread(self._views, partial(self._front.registry_or_refuse().describe, name))
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return [] if self.registry is None else await self._in_verb_thread(self.registry.list_adapters)
+        return [] if self.registry is None else await self._in_thread(self._views, self.registry.list_adapters)
 
     async def _in_verb_thread(self, verb: Callable[[], T]) -> T:
+        return await self._in_thread(self._verbs, verb)
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, verb: Callable[[], T]) -> T:
         """Not while the engine is being restarted: it would meet its adapters half restored."""
         self._check_can_serve()
-        return await asyncio.get_running_loop().run_in_executor(self._verbs, verb)
+        return await asyncio.get_running_loop().run_in_executor(threads, verb)
 
     # ------------------------------------------------------------------------------------------------- life and death
 
@@ -372,4 +377,5 @@ class AsyncEngine:
         self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
         for engine in self._engines:
             await engine.stop()
-        self._verbs.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._verbs, self._views):
+            threads.shutdown(wait=False, cancel_futures=True)

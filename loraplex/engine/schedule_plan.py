@@ -55,10 +55,6 @@ class RequestState:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def is_prefill(self) -> bool:
-        return self.num_computed_tokens < len(self.token_ids) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:

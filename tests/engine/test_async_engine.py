@@ -472,6 +472,32 @@ async def test_ten_loads_at_once_are_one_fetch(
     await within(client.engine.unload_adapter("new"))
 
 
+async def test_a_slow_fetch_holds_up_nobody_else(client: Client, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when many wait for it: others load, unload and look meanwhile."""
+    engine, fetch = client.engine, AdapterSource.fetch
+    may_go, is_fetching = threading.Event(), threading.Event()
+
+    def slow(source: AdapterSource, path: str, *arguments: Any) -> Path:
+        if path == str(copied):
+            is_fetching.set()
+            may_go.wait(60)
+        return fetch(source, path, *arguments)
+
+    monkeypatch.setattr(AdapterSource, "fetch", slow)
+    try:
+        loads = [asyncio.create_task(engine.load_adapter("slow", str(copied))) for _ in range(40)]
+        await until(is_fetching.is_set)
+        assert len(await within(engine.list_adapters())) == len(LOADED) + 1
+        await within(engine.load_adapter("quick", str(adapter_path("sort"))))
+        assert await client.ask("banana=", "quick") == "aaabnn"
+        await within(engine.unload_adapter("quick"))
+        assert not any(load.done() for load in loads)
+    finally:
+        may_go.set()
+    await within(asyncio.gather(*loads))
+    await within(engine.unload_adapter("slow"))
+
+
 # ------------------------------------------------------------------------------------------------------------ LoRARequest
 
 
