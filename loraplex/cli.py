@@ -14,7 +14,7 @@ from dataclasses import asdict
 from json import dumps as to_json
 from json import loads as from_json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -97,7 +97,7 @@ def serve(
         adapter_roots=adapter_root or None,
     )
     engine_config = _engine_config(model, engine, lora, enable_lora)
-    return _ended(run_server(lambda: _start_engine(engine_config, config, modules), config))
+    return run_server(lambda: _start_engine(engine_config, config, modules), config)
 
 
 @app.command
@@ -353,13 +353,6 @@ def _serve_demo(port: int) -> int:
     modules = tuple(f"{task.name}={adapter_path(task.name)}" for task in TASKS)
     settings = ServerSettings(port=port)
     return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=settings)
-
-
-def _ended(code: int) -> NoReturn:
-    """The server has shut down in order. Threads that still wait for a hub that does not answer must not keep the process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def main() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import ClassVar
 
@@ -22,7 +25,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -32,7 +34,6 @@ from safetensors.torch import load_file
 from loraplex import LoRAConfig
 from loraplex.errors import (
     AdapterContentChangedError,
-    AdapterError,
     AdapterNoRoomError,
     AdapterNotFoundError,
     AdapterPathNotFoundError,
@@ -266,7 +267,8 @@ class EngineMachine(RuleBasedStateMachine):
         self._note_sources()
 
     @rule(
-        name=st.sampled_from(NAMES), verb=st.sampled_from(["pin", "unpin", "unpin", "evict", "evict", "evict", "preload"])
+        name=st.sampled_from(NAMES),
+        verb=st.sampled_from(["pin", "unpin", "unpin", "evict", "evict", "evict", "preload"]),
     )
     def move(self, name: str, verb: str) -> None:
         try:
@@ -367,7 +369,7 @@ def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=100,
+            max_examples=60,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -375,5 +377,69 @@ def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     )
 
 
-def test_the_errors_that_are_allowed_are_adapter_errors() -> None:
-    assert all(issubclass(error, AdapterError) for error in (*SOURCE_ERRORS, AdapterNoRoomError))
+# ------------------------------------------------------------------------------------------------- verbs in other threads
+
+
+def test_verbs_in_threads_beside_the_steps(world: World, tmp_path: Path) -> None:
+    """Three threads load, reload, move and unload adapters of their own while requests for all of them run."""
+    largest = max(world.nbytes.values())
+    lora = LoRAConfig(adapter_memory_bytes=2 * largest, host_memory_bytes=3 * largest, aging_steps=8)
+    driver = Driver(world.base, lora, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24)
+    driver.engine.adapters._store.host.pool.poison()
+    content_of = {digest_of(driver, path): name for name, path in world.contents.items()}
+    errors: list[BaseException] = []
+    threads = [threading.Thread(target=churn, args=(driver, world, tmp_path, i, errors)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    rng, asked = Random(0), []
+    while any(thread.is_alive() for thread in threads):
+        with suppress(AdapterNotFoundError):
+            asked.append(ask_at_random(driver, world, content_of, rng))
+        driver.step(rng.randint(1, 3))
+        driver.check_integrity()
+    driver.finish(max_steps=5000)
+    assert errors == []
+    failed = [driver.errors[one.request_id] for one in asked if one.request_id in driver.errors]
+    assert all(isinstance(error, (AdapterNoRoomError, *SOURCE_ERRORS)) for error in failed), failed
+    served = [one for one in asked if one.request_id not in driver.errors]
+    assert len(served) > len(asked) // 4
+    for one in served:
+        assert driver.tokens(one.request_id) == one.expected, f"{one} said something else"
+    for name in driver.registry.names():
+        driver.registry.unload(name)
+    driver.step()
+    driver.check_idle()
+    assert driver.engine.adapters.stats().host.used_bytes == 0
+    driver.close()
+
+
+def digest_of(driver: Driver, path: Path) -> str:
+    driver.registry.load("probe", str(path))
+    digest = driver.registry.resolve("probe").adapter_digest
+    driver.registry.unload("probe")
+    return digest
+
+
+def ask_at_random(driver: Driver, world: World, content_of: Mapping[str, str], rng: Random) -> Asked:
+    name = rng.choice([None, *(f"{i}-{j}" for i in range(3) for j in range(2))])
+    prompt, num_tokens = rng.randrange(4), rng.randint(1, NUM_TOKENS)
+    request_id = driver.submit(world.prompts[prompt], name, max_tokens=num_tokens)
+    content = None if name is None else content_of[driver._refs[request_id].adapter_digest]
+    return Asked(request_id, name, content, world.expected[content][prompt][:num_tokens])
+
+
+def churn(driver: Driver, world: World, root: Path, index: int, errors: list[BaseException]) -> None:
+    """What one operator does to two names, in an order of its own."""
+    rng = Random(index)
+    registry = driver.registry
+    try:
+        for _ in range(100):
+            name = f"{index}-{rng.randrange(2)}"
+            shutil.copytree(world.contents[rng.choice(CONTENTS)], root / name, dirs_exist_ok=True)
+            with suppress(AdapterNoRoomError):
+                registry.load(name, str(root / name), load_inplace=True)
+            for verb in rng.sample(["preload", "evict", "evict", "pin", "unpin", "unload"], k=2):
+                with suppress(AdapterNoRoomError, AdapterNotFoundError, *SOURCE_ERRORS):
+                    getattr(registry, verb)(name)
+    except BaseException as error:
+        errors.append(error)

@@ -580,7 +580,9 @@ def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
 def test_rule_9_a_turn_is_long_enough_for_a_prompt(open_driver: OpenDriver, bench: Bench, aging_steps: int) -> None:
     """Four adapters take turns on a device with room for one. A prompt takes five steps: none is cut off before its first token."""
     lora = {"adapter_memory_bytes": nbytes_of_one(bench), "aging_steps": aging_steps}
-    driver = loaded(open_driver(lora=lora, max_num_batched_tokens=4, max_num_seqs=4, enable_prefix_caching=False), bench)
+    driver = loaded(
+        open_driver(lora=lora, max_num_batched_tokens=4, max_num_seqs=4, enable_prefix_caching=False), bench
+    )
     asked = [Asked(driver, bench, name) for name in NAMES]
     driver.finish(max_steps=3000)
     for one in asked:
