@@ -50,6 +50,13 @@ class Workload:
             for _ in range(self.num_requests)
         ]
 
+    def check_fits(self, max_model_len: int) -> None:
+        """Raises ConfigError when completions would be cut, and tokens counted that were never made."""
+        if self.prompt_len + self.output_len > max_model_len:
+            raise ConfigError(
+                f"{self.prompt_len} prompt and {self.output_len} output tokens do not fit in the model's length of {max_model_len}"
+            )
+
     def adapters(self, pattern: str, num_adapters: int) -> list[int | None]:
         """The adapter's index for each request, None for the base. Raises ConfigError for a pattern that cannot be."""
         count = self.num_requests
@@ -127,6 +134,7 @@ def run_bench(
     for pattern in patterns:
         workload.adapters(pattern, len(adapter_paths))  # refuse before the model is loaded
     with LLM.from_config(config) as llm:
+        workload.check_fits(llm.engine.info.max_model_len)
         for pattern in track(patterns, "measuring"):
             run = median(measure(llm, adapter_paths, workload, pattern, num_runs))
             cells = (f"{run.tokens_per_s:.1f}", f"{run.time_to_first_token_s:.3f}", f"{run.step_ms:.1f}")

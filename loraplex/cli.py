@@ -329,6 +329,10 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
     from loraplex.progress import StartProgress
 
     roots = server.local_adapter_roots
+    for missing in (root for root in roots or () if not root.is_dir()):
+        print(
+            f"warning: --adapter-root {missing} is no directory: no adapter can be loaded from there", file=sys.stderr
+        )
     with StartProgress() as progress:
         engine = await AsyncEngine.start(
             config,

@@ -113,3 +113,10 @@ def test_a_table_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "2 requests of 4+2 tokens" in printed
     for pattern in PATTERNS:
         assert pattern in printed
+
+
+def test_a_workload_that_the_model_would_cut_is_refused() -> None:
+    """Completions that end at the model's length are shorter than the count that a rate would be made of."""
+    Workload(1, 60, 4).check_fits(64)
+    with pytest.raises(ConfigError, match="60 prompt and 5 output tokens do not fit in the model's length of 64"):
+        Workload(1, 60, 5).check_fits(64)

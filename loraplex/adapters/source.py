@@ -32,6 +32,10 @@ class AdapterSource:
         if path_or_id.startswith("hf://"):
             repo, _, at = path_or_id.removeprefix("hf://").partition("@")
             return self._from_hub(repo, revision or at or None, path_or_id)
+        if "://" in path_or_id:
+            raise AdapterPathNotFoundError(
+                f"adapter {path_or_id!r}: this kind of source is not supported; give a directory or hf://org/name"
+            )
         path = self._path(path_or_id)
         if _REPO.fullmatch(path_or_id) and not self._is_visible_directory(path):
             return self._from_hub(path_or_id, revision, path_or_id)

@@ -89,7 +89,8 @@ class LLM:
 
         prompts: a string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`, or a list of these. sampling_params and
         lora_request: one for all, or one per prompt (None is the base model). Raises ValueError (InvalidRequestError) when lengths
-        differ or a prompt cannot be served, AdapterError when an adapter cannot; nothing has run then.
+        differ or a prompt cannot be served, AdapterError when an adapter cannot; nothing has run then. A completion that reaches
+        the model's length ends there, with finish_reason `length`, whatever `max_tokens` allows.
         """
         listed = _listed_prompts(prompts)
         params = _one_each(sampling_params, len(listed), "sampling_params", SamplingParams)

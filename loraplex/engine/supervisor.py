@@ -70,7 +70,7 @@ class EngineSupervisor:
         """Count a death; returns what to tell those who wait."""
         now = time.monotonic()
         self._deaths = [death for death in self._deaths if now - death < DEATHS_WINDOW_S] + [now]
-        stays_down = f"it died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s and stays down"
+        stays_down = f"it died {MAX_DEATHS} times in {DEATHS_WINDOW_S:.0f} s and stays down; see the log, then restart the server"
         return self._set_death(f"{error}; {'it is being restarted' if self._is_worth_a_try else stays_down}")
 
     @property

@@ -52,8 +52,12 @@ class KernelBackend(Protocol):
 
     # ---------------------------------------------------------------------------------------------------------- layers
 
+    def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
+        ...
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + bias; weight [out, in]."""
+        """x W^T + bias; weight [out, in], prepared or not."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -115,6 +115,9 @@ class ReferenceBackend(StockPacking, LoraOperators):
                 wide = wide + segment.weight * view.bias.to(wide.dtype)
             rows.copy_(wide)
 
+    def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         wide = _accumulator(x.dtype)
         return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)

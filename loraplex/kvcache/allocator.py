@@ -12,11 +12,16 @@ from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
 
 @dataclass(slots=True)
 class _Table:
-    """One request's blocks; the first `len(keys) - 1` of them are full and have been offered to the cache."""
+    """One request's blocks; the first `len(keys) - 1` of them are full and have been offered to the cache.
+
+    num_queried, num_hit: what its look-up adds to the counters once it runs; one that finds no room asks again in every step.
+    """
 
     adapter_digest: str
     keys: list[bytes]
     blocks: list[int] = field(default_factory=list)
+    num_queried: int = 0
+    num_hit: int = 0
 
 
 class KVBlockAllocator:
@@ -53,7 +58,6 @@ class KVBlockAllocator:
             return 0
         # The last token is always computed: the step needs its logits. Prompt logprobs need those of every token.
         is_sharable = request.sampling_params.prompt_logprobs is None
-        self.num_queried_tokens += len(token_ids)
         for begin in range(0, len(token_ids) - self._block_size if is_sharable else 0, self._block_size):
             key = next_key(table.keys[-1], token_ids[begin : begin + self._block_size])
             kv_block = self._cache.find(key)
@@ -63,7 +67,7 @@ class KVBlockAllocator:
             table.keys.append(key)
             table.blocks.append(kv_block)
         num_cached = len(table.blocks) * self._block_size
-        self.num_hit_tokens += num_cached
+        table.num_queried, table.num_hit = len(token_ids), num_cached
         return num_cached
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
@@ -84,6 +88,9 @@ class KVBlockAllocator:
         if self._cache is None:
             return
         table = self._tables[request_id]
+        self.num_queried_tokens += table.num_queried
+        self.num_hit_tokens += table.num_hit
+        table.num_queried = table.num_hit = 0
         while len(table.keys) * self._block_size <= num_computed:
             index = len(table.keys) - 1
             begin = index * self._block_size

@@ -38,6 +38,10 @@ class ParallelLinear:
         assert plan is None or not plan.num_segments, f"{self.target.name} has no LoRA and got a plan with adapters"
         return self.ops.linear(x, self.weight, self.bias)
 
+    def prepare(self) -> None:
+        """Once all parts are loaded: the weight in the form that the kernels read fastest. Parts cannot be loaded any more."""
+        self.weight = self.ops.prepare_linear(self.weight)
+
     def weight_parts(self) -> Iterator[WeightPart]:
         """Every tensor of the checkpoint that this layer needs."""
         for index, s in enumerate(self.target.slices):
@@ -222,6 +226,10 @@ class ParallelLMHead:
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the model's dtype, then widened."""
         return self.ops.linear(hidden, self.weight, None).float()
+
+    def prepare(self) -> None:
+        """As `ParallelLinear.prepare`; a tied head gets a form of its own, the embedding keeps the rows."""
+        self.weight = self.ops.prepare_linear(self.weight)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         if not self.is_tied:

@@ -152,7 +152,7 @@ class LoRAModelManager:
 
         `is_new` is False for a known id with the same content. Raises AdapterConflictError for another content, AdapterTooLargeError,
         AdapterNoRoomError, what `open_weights` raises, and AdapterContentChangedError when that gives another digest; the
-        adapter is unknown then.
+        adapter is unknown then. A load that began without this adapter's source and fails is followed by one with it.
         """
         spec, opener = self._spec_of(adapter)
         with self._lock:
@@ -160,11 +160,11 @@ class LoRAModelManager:
             stored = known or self._attach(spec, opener)
             job, is_mine = self._load_of(stored, is_new=known is None)
         try:
-            if job is not None and is_mine:
-                self._store.run_load(job)
+            while job is not None and not self._has_loaded(job, is_mine, stored):
+                with self._lock:
+                    stored.check_not_removed()
+                    job, is_mine = self._load_of(stored, is_new=known is None)
             with self._lock:
-                if job is not None:
-                    self._store.join(job)
                 stored.check_not_removed()
         except BaseException:
             with self._lock:
@@ -172,6 +172,14 @@ class LoRAModelManager:
                     self._remove(stored)
             raise
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
+
+    def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
+        """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error otherwise."""
+        if is_mine:
+            self._store.run_load(job)
+        with self._lock:
+            self._store.join(job, is_error_raised=adapter in job.sources)
+        return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory is freed."""

@@ -167,11 +167,11 @@ class WeightStore:
         weights.state = WeightState.LOADING
         return self._begin(weights, demand)
 
-    def join(self, job: LoadJob) -> None:
-        """Wait for a job; raises its error."""
+    def join(self, job: LoadJob, is_error_raised: bool = True) -> None:
+        """Wait for a job; raises its error if it failed."""
         while not job.is_done:
             self._wait()
-        if job.error is not None:
+        if job.error is not None and is_error_raised:
             raise_again(job.error)
 
     def run_load(self, job: LoadJob) -> None:

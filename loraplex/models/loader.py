@@ -60,6 +60,7 @@ def load_model(
     parts = {part.name: part for part in model.weight_parts()}
     source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config)
     source.load_into(parts, progress or _no_progress)
+    model.prepare()
     return model
 
 

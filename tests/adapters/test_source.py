@@ -321,3 +321,9 @@ def test_local_paths_import_no_hub(root: Path) -> None:
 def test_errors_of_fetching_are_load_errors() -> None:
     assert AdapterFetchError.http_status == 502
     assert AdapterFetchTimeoutError.http_status == 504
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/adapter", "http://example.org/adapter", "file:///adapter"])
+def test_sources_of_other_kinds_are_refused_as_such(given: str) -> None:
+    with pytest.raises(AdapterPathNotFoundError, match="this kind of source is not supported"):
+        AdapterSource().fetch(given)

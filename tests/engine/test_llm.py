@@ -701,6 +701,17 @@ def test_stats(base: Path, one: LoRARequest) -> None:
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
 
 
+def test_prompts_that_wait_for_kv_are_looked_up_once(base: Path) -> None:
+    """In the counters of the prefix cache: a request that cannot be admitted asks in every step."""
+    with LLM(str(base), max_model_len=64, kv_cache_memory_bytes=4 * 8192) as llm:
+        assert llm.engine.info.num_kv_blocks == 4
+        prompts = [{"prompt_token_ids": ids(40, seed)} for seed in (20, 21, 21)]
+        llm.generate(prompts, GREEDY)
+        stats = llm.stats()
+        assert stats.num_preemptions == 0
+        assert (stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens) == (120, 32)
+
+
 def test_the_end_of_a_context_manager_ends_the_loaders(base: Path, one: LoRARequest, two: LoRARequest) -> None:
     with LLM(str(base), max_model_len=64) as llm:
         llm.add_lora(one)

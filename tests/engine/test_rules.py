@@ -1,6 +1,6 @@
 """The rules of adapters in use, each one test or a few named after it, on a whole engine in this process.
 
-Rule 2 (all loads of one adapter are one load) is the registry's and the memory's: tests/adapters/test_registry_concurrency.py,
+Rule 2 (all loads of one adapter are one load) is mostly the registry's and the memory's: tests/adapters/test_registry_concurrency.py,
 tests/memory/test_loads.py. Rule 11 is checked after every test here: whatever was taken has returned.
 """
 
@@ -168,6 +168,52 @@ def test_rule_1_residue_of_a_victim_never_shows(open_driver: OpenDriver, bench: 
         assert driver.tokens(request_id) == case.output_token_ids[:NUM_TOKENS]
         assert driver.tokens(base_id) == base_case.output_token_ids[:NUM_TOKENS]
     assert driver.stats.adapter_evictions["host_room"] >= len(paths)
+
+
+# --------------------------------------------------------------------------------------------------------------- rule 2
+
+
+def test_rule_2_a_load_does_not_share_a_failure_that_is_not_its_own(
+    driver: Driver, bench: Bench, own_copy: Path, tmp_path: Path
+) -> None:
+    """The same content is loaded from a good source while a request's load from a vanished one is under way, and fails."""
+    store = driver.engine.adapters._store
+    evict_to_source(driver, "mine")
+    shutil.rmtree(own_copy)
+    jobs, loader = HeldJobs(), store._loader
+    store._loader = jobs
+    request_id, expected = ask_mine(driver, bench)
+    driver.step()
+    twin = shutil.copytree(bench.versions[0], tmp_path / "twin")
+    results: list[Any] = []
+    load = threading.Thread(target=lambda: results.append(driver.registry.load("twin", str(twin))))
+    load.start()
+    digest = driver.registry.resolve("mine").adapter_digest
+    while len(store.weights[digest].adapters) < 2:
+        load.join(0.01)
+    jobs.run()
+    load.join()
+    store._loader = loader
+    assert [result.status for result in results] == [LoadStatus.LOADED]
+    driver.finish()
+    assert driver.tokens(request_id) == expected, "the content is in memory again, wherever it came from"
+
+
+class HeldJobs:
+    """A loader that begins nothing before `run`."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Callable[[], None]] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.append(job)
+
+    def run(self) -> None:
+        for job in self._jobs:
+            job()
+
+    def close(self) -> None:
+        pass
 
 
 # --------------------------------------------------------------------------------------------------------------- rule 3

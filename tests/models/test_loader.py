@@ -39,7 +39,7 @@ def save(path: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_every_weight_is_the_checkpoints(zoo: ModelZoo, family: str, dtype: torch.dtype) -> None:
     base = zoo.base(family)
-    got, want = values(load_decoder(base, dtype=dtype)), load_file(base / "model.safetensors")
+    got, want = values(load_decoder(base, backend="reference", dtype=dtype)), load_file(base / "model.safetensors")
     assert set(got) == set(want)
     for name, tensor in want.items():
         assert got[name].dtype == dtype
@@ -48,7 +48,7 @@ def test_every_weight_is_the_checkpoints(zoo: ModelZoo, family: str, dtype: torc
 
 def test_slices_of_a_fused_weight_share_one_tensor(zoo: ModelZoo) -> None:
     """Nothing is read to be concatenated."""
-    got = values(load_decoder(zoo.base("qwen2")))
+    got = values(load_decoder(zoo.base("qwen2"), backend="reference"))
     for modules in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         parts = [got[f"model.layers.1.{module}.weight"] for module in modules]
         for before, after in itertools.pairwise(parts):
@@ -70,9 +70,9 @@ def test_sharded_files_and_progress(zoo: ModelZoo) -> None:
     base = zoo.base("qwen3", options={"max_shard_size": "500KB"})
     assert len(list(base.glob("model-*.safetensors"))) > 1
     calls: list[tuple[int, int]] = []
-    config, ops = ModelConfig.from_dir(base), get_backend("torch", CPU)
+    config, ops = ModelConfig.from_dir(base), get_backend("reference", CPU)
     decoder = load_model(base, config, torch.float32, CPU, "auto", 0, ops, False, lambda *call: calls.append(call))
-    whole = values(load_decoder(zoo.base("qwen3")))
+    whole = values(load_decoder(zoo.base("qwen3"), backend="reference"))
     assert all(torch.equal(tensor, whole[name]) for name, tensor in values(decoder).items())
     total = sum(tensor.nbytes for tensor in whole.values())
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
@@ -162,7 +162,7 @@ def test_a_bad_index_is_named(zoo: ModelZoo, tmp_path: Path) -> None:
 
 def load_dummy(zoo: ModelZoo, seed: int, dtype: torch.dtype = torch.float32) -> Decoder:
     config = ModelConfig.from_dir(zoo.base("qwen2"))
-    return load_model("nowhere", config, dtype, CPU, "dummy", seed, get_backend("torch", CPU), False)
+    return load_model("nowhere", config, dtype, CPU, "dummy", seed, get_backend("reference", CPU), False)
 
 
 def test_dummy_weights_come_from_the_seed(zoo: ModelZoo) -> None:
@@ -189,7 +189,9 @@ def test_dummy_matrices_have_their_deviation_and_no_equal_rows(zoo: ModelZoo) ->
 def test_an_unknown_load_format_is_refused(zoo: ModelZoo) -> None:
     base = zoo.base("llama")
     with pytest.raises(ConfigError, match="load_format must be auto or dummy, got 'gguf'"):
-        load_model(base, ModelConfig.from_dir(base), torch.float32, CPU, "gguf", 0, get_backend("torch", CPU), False)
+        load_model(
+            base, ModelConfig.from_dir(base), torch.float32, CPU, "gguf", 0, get_backend("reference", CPU), False
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ the place

@@ -83,8 +83,11 @@ class Drain:
     def leave_device(self, version: AdapterVersion) -> bool:
         """Off the device, but no farther down: its weights stay on the host. False when it was not on the device."""
         self._lift_pin(version)
+        return self.is_on_device(version) and self._store.evict_adapter(version.adapter_id)
+
+    def is_on_device(self, version: AdapterVersion) -> bool:
         tiers = {where.adapter_id: where.tier for where in self._store.list_adapters()}
-        return tiers.get(version.adapter_id) is Tier.DEVICE and self._store.evict_adapter(version.adapter_id)
+        return tiers.get(version.adapter_id) is Tier.DEVICE
 
     def _lift_pin(self, version: AdapterVersion) -> bool:
         if not version.is_pinned:

@@ -31,6 +31,7 @@ class AdapterSwitch:
         """`new` is loaded; `old` need not be. When `new` cannot be promoted, `old` answers on."""
         began_s = time.monotonic()
         with self._turns.verb_on(new) as version:
+            was_on_device = self._is_on_device(old)
             evicted, has_made_room = self._promote(version, old)
             with self._lock:
                 parting = self._table.redirect(old, version)
@@ -43,7 +44,7 @@ class AdapterSwitch:
         return SwitchResult(
             old=old,
             ref=version.ref,
-            is_old_active=is_in_use or is_evicted,
+            is_old_active=was_on_device or is_in_use or is_evicted,
             load_s=0.0,
             promote_s=switched_s - began_s,
             evict_s=time.monotonic() - switched_s if is_gone else None,
@@ -51,6 +52,12 @@ class AdapterSwitch:
             num_references=sum(each.version.num_references for each in partings),
             num_aborted=num_aborted,
         )
+
+    def _is_on_device(self, name: str) -> bool:
+        """Whether the version under a name of its own is there; the weights may be shared, and stay when it leaves."""
+        with self._lock:
+            version = self._table.current.get(name)
+        return version is not None and self._drain.is_on_device(version)
 
     def _promote(self, version: AdapterVersion, old: str) -> tuple[tuple[str, ...], bool]:
         """Whom the promotion evicted, and whether `old` made room first: it does when nobody uses it and there is none beside it."""
