@@ -51,9 +51,7 @@ class TorchBackend(StockPacking, LoraOperators):
 
     def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
         """oneDNN's own layout on a CPU in float32: 1.6 times as fast for 16 rows, and not slower for one or many (docs/performance.md)."""
-        is_packable = (
-            weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
-        )
+        is_packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
         if not is_packable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return weight
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), USUAL_ROWS)

@@ -132,7 +132,10 @@ async def test_too_many_deaths_are_the_end(stage: Stage) -> None:
     for _ in range(MAX_DEATHS):
         stage.clients[-1].die()
         await stage.settle()
-    assert str(stage.supervisor.death) == "killed; it died 3 times in 60 s and stays down; see the log, then restart the server"
+    assert (
+        str(stage.supervisor.death)
+        == "killed; it died 3 times in 60 s and stays down; see the log, then restart the server"
+    )
     assert stage.told[-1] == str(stage.supervisor.death)
     assert len(stage.clients) == MAX_DEATHS
 
@@ -141,7 +144,10 @@ async def test_deaths_at_the_start_count(stage: Stage) -> None:
     stage.failures = [EngineDeadError("no memory")] * 10
     stage.clients[0].die()
     await stage.settle()
-    assert str(stage.supervisor.death) == "no memory; it died 3 times in 60 s and stays down; see the log, then restart the server"
+    assert (
+        str(stage.supervisor.death)
+        == "no memory; it died 3 times in 60 s and stays down; see the log, then restart the server"
+    )
     assert len(stage.clients) == MAX_DEATHS
 
 
