@@ -363,12 +363,16 @@ def test_a_damaged_bin_is_an_adapter_error(adapter: PeftAdapter) -> None:
     to_bin(adapter.path)
     file = adapter.path / "adapter_model.bin"
     data = file.read_bytes()
+    num_refused = 0
     for position in range(0, 3000, 97):
         file.write_bytes(
             data[:position] + bytes(255 - byte for byte in data[position : position + 8]) + data[position + 8 :]
         )
-        with contextlib.suppress(AdapterError):
+        try:
             load(adapter.path, adapter.targets)
+        except AdapterError:  # any other error fails the test
+            num_refused += 1
+    assert num_refused > 0
 
 
 def test_the_config_can_be_read_back(saved: PeftAdapter) -> None:

@@ -248,8 +248,9 @@ def test_shards_and_bin_are_the_same_adapter(adapter: PeftAdapter, tmp_path: Pat
 
 
 def test_safetensors_comes_before_bin(adapter: PeftAdapter) -> None:
+    alone = load(adapter.path, adapter.targets)
     (adapter.path / "adapter_model.bin").write_bytes(b"rubbish")
-    load(adapter.path, adapter.targets)
+    assert load(adapter.path, adapter.targets).adapter_digest == alone.adapter_digest
 
 
 # ---------------------------------------------------------------------------------------------------------------- digest

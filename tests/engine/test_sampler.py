@@ -464,8 +464,11 @@ def test_state_and_lists_give_the_same_draw(prompt: list[int], output: list[int]
 
 
 def test_ids_beyond_the_vocabulary_are_passed_over_in_penalties() -> None:
-    rows = [row(repetition_penalty=2.0, prompt_token_ids=[0, V, 10**9], output_token_ids=[V + 1])] * 2
-    sample(normal_logits(2), rows)
+    with_unknown = row(repetition_penalty=2.0, prompt_token_ids=[0, V, 10**9], output_token_ids=[V + 1])
+    known_only = row(repetition_penalty=2.0, prompt_token_ids=[0])
+    logits = normal_logits(1).repeat(2, 1)
+    token_ids = sample(logits, [with_unknown, known_only]).token_ids
+    assert token_ids[0] == token_ids[1]
 
 
 def test_logprobs_are_of_the_logits_as_they_came() -> None:

@@ -189,4 +189,6 @@ async def test_stop_while_a_process_is_being_replaced(stage: Stage) -> None:
 
 
 async def test_stop_before_a_start_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    await Stage(monkeypatch).supervisor.stop()
+    supervisor = Stage(monkeypatch).supervisor
+    await supervisor.stop()
+    assert supervisor.death is None

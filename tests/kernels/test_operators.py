@@ -231,6 +231,7 @@ def test_a_single_result_row_goes_to_all_output_rows(backend: Backend, index: in
 def test_no_rows_is_no_error(backend: Backend) -> None:
     output = torch.zeros(0, 4)
     backend.bgmv_expand(torch.zeros(0, 2), torch.zeros(1, 4, 2), output, torch.zeros(0, dtype=torch.long))
+    assert output.shape == (0, 4)
 
 
 A, B = torch.zeros(2, 4, 6), torch.zeros(2, 5, 4)
