@@ -222,7 +222,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     )
     memory = _Memory.plan(config, model_config, model, dtype, device)
     blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
-    adapters = None if config.lora is None else _build_manager(config.lora, model, backend, dtype, memory.arena, blocks)
+    adapters = None if config.lora is None else _build_manager(config.lora, model, backend, memory.arena, blocks)
     scheduler = Scheduler(
         blocks,
         adapters,
@@ -312,7 +312,6 @@ def _build_manager(
     lora: LoRAConfig,
     model: Decoder,
     backend: KernelBackend,
-    dtype: torch.dtype,
     arena: Arena,
     blocks: KVBlockAllocator,
 ) -> LoRAModelManager:
@@ -325,7 +324,7 @@ def _build_manager(
         lora,
         targets,
         backend,
-        dtype,
+        model.activation_dtype,
         arena,
         open_weights=lambda spec: read_spec(spec, targets, lora),
         base_bias=model.base_bias,

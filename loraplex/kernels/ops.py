@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError
+from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.reference import ReferenceBackend
 from loraplex.kernels.torch_ops import TorchBackend
 
-BACKENDS = ("auto", "torch", "reference")
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "native", "torch", "reference")
+
+LinearWeight = Any
+"""A weight as `prepare_linear` gave it: a tensor, or a backend's own packed form."""
 
 
 class KernelBackend(Protocol):
@@ -52,11 +60,15 @@ class KernelBackend(Protocol):
 
     # ---------------------------------------------------------------------------------------------------------- layers
 
-    def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of x, y, biases, norms and angles in a model whose weights have `weight_dtype`."""
+        ...
+
+    def prepare_linear(self, weight: torch.Tensor) -> LinearWeight:
         """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + bias; weight [out, in], prepared or not."""
         ...
 
@@ -170,9 +182,20 @@ class KernelBackend(Protocol):
 
 
 def get_backend(name: str, device: torch.device) -> KernelBackend:
-    """The backend of that name for a device; `auto` is the fastest one that covers it (today stock torch everywhere)."""
-    if name in ("auto", "torch"):
-        return TorchBackend()
+    """The backend of that name for a device; `auto` is the fastest one that covers it: native on a CPU where it is built.
+
+    CPU kernels run on torch's number of threads at this moment. Raises ConfigError: no such backend, or not here.
+    """
     if name == "reference":
         return ReferenceBackend()
-    raise ConfigError(f"lora_backend must be one of {BACKENDS}, got {name!r} for device {device}")
+    if name == "torch" or (name == "auto" and device.type != "cpu"):
+        return TorchBackend()
+    if name not in BACKENDS or device.type != "cpu":
+        raise ConfigError(f"lora_backend must be one of {BACKENDS}, got {name!r} for device {device}")
+    library = open_library()
+    if isinstance(library, NativeLibrary):
+        return NativeBackend(library, torch.get_num_threads())
+    if name == "native":
+        raise ConfigError(f"there are no native kernels here: {library.reason}")
+    logger.warning("no native kernels, stock torch runs: %s", library.reason)
+    return TorchBackend()

@@ -115,6 +115,9 @@ class ReferenceBackend(StockPacking, LoraOperators):
                 wide = wide + segment.weight * view.bias.to(wide.dtype)
             rows.copy_(wide)
 
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return weight_dtype
+
     def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 

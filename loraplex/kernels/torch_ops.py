@@ -49,6 +49,9 @@ class TorchBackend(StockPacking, LoraOperators):
             for delta in deltas:
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
 
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return weight_dtype
+
     def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
         """oneDNN's own layout on a CPU in float32: 1.6 times as fast for 16 rows, and not slower for one or many (docs/performance.md)."""
         is_packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn

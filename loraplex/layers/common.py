@@ -27,6 +27,11 @@ class LayerSetup:
     device: torch.device
     shard: Shard = field(default_factory=Shard)
 
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """Of hidden states, norms, biases and angles; the backend decides."""
+        return self.ops.activation_dtype(self.dtype)
+
 
 CHECKPOINT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -175,10 +180,10 @@ class RotaryEmbedding:
     def __init__(self, head_dim: int, rope: RopeParameters, setup: LayerSetup) -> None:
         self.inv_freq = ROPE_RULES[rope.rope_type](head_dim, rope).to(setup.device)
         self.attention_factor = rope_attention_factor(rope)
-        self.dtype = setup.dtype
+        self.dtype = setup.activation_dtype
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the model's dtype; the halves are equal (`rotate_half`)."""
+        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the dtype of the activations; the halves are equal (`rotate_half`)."""
         angles = positions[:, None].float() * self.inv_freq
         return self._both_halves(angles.cos()), self._both_halves(angles.sin())
 
@@ -192,7 +197,7 @@ class RMSNorm:
 
     def __init__(self, name: str, size: int, eps: float, setup: LayerSetup) -> None:
         self.name = name
-        self.weight = torch.empty(size, dtype=setup.dtype, device=setup.device)
+        self.weight = torch.empty(size, dtype=setup.activation_dtype, device=setup.device)
         self.eps = eps
         self.ops = setup.ops
 

@@ -31,7 +31,7 @@ class ParallelLinear:
         self.target = target
         self.ops = setup.ops
         self.weight = torch.empty(out_features, target.in_features, dtype=setup.dtype, device=setup.device)
-        self.bias = torch.empty(out_features, dtype=setup.dtype, device=setup.device) if has_bias else None
+        self.bias = torch.empty(out_features, dtype=setup.activation_dtype, device=setup.device) if has_bias else None
 
     def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
         """x [T, in] -> [T, out]. The call of a layer with LoRA; a plan with adapters is an error here, not ignored."""
@@ -189,9 +189,13 @@ class VocabParallelEmbedding:
         self.shard = setup.shard
         self.full_shape = (vocab_size, hidden_size)
         self.weight = _empty_vocab_share(vocab_size, hidden_size, setup)
+        self.activation_dtype = setup.activation_dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [T] -> [T, hidden]"""
+        return self._lookup(token_ids).to(self.activation_dtype)
+
+    def _lookup(self, token_ids: Tensor) -> Tensor:
         if self.shard.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.shard.rank * len(self.weight)
@@ -224,7 +228,7 @@ class ParallelLMHead:
         self.weight = _empty_vocab_share(vocab_size, hidden_size, setup) if tied_to is None else tied_to.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the model's dtype, then widened."""
+        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then widened."""
         return self.ops.linear(hidden, self.weight, None).float()
 
     def prepare(self) -> None:

@@ -156,6 +156,7 @@ class Decoder:
             raise ModelConfigError(f"tensor parallelism over {shard.size} ranks is not supported yet; use one")
         setup = LayerSetup(ops, dtype, device, shard)
         self.config, self.dtype, self.device = config, dtype, device
+        self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
         self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", config.vocab_size, config.hidden_size, setup)
         self.layers = [DecoderLayer(i, config, setup, self._linears) for i in range(config.num_hidden_layers)]

@@ -1,0 +1,137 @@
+// y = x W^T + bias. x [T, in] fp32, W in panels (panels.h), y [T, out] fp32.
+//
+// BATCH INVARIANCE. Every element of y is one chain of fused multiply-adds over k in order from 0, and then its bias. Its bits depend
+// on its own row of x and column of W alone: not on T, the tile, the chunk of k, the number of threads or the width of a vector.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "api.h"
+#include "quantize.h"
+#include "tile.h"
+
+namespace loraplex {
+namespace {
+
+constexpr long kAheadBytes = 2048;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
+constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
+
+// All T rows of `count` neighbouring panels; w, y and columns are those of the first.
+template <class Math>
+void panel_group(const typename Math::Input* x, long T, long x_stride, const typename Math::Weight* w, long steps, long count,
+                 float* y, long y_stride, long columns) {
+  constexpr long kStep = kPanel * Math::kPerStep, kStepBytes = kStep * sizeof(*w);
+  const long blocks = (T + kMaxRows - 1) / kMaxRows;  // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
+  const long chunks = blocks == 1 && !Math::kChunkIsExact ? 1 : (steps + Math::kMaxChunk - 1) / Math::kMaxChunk;
+  for (long chunk = 0; chunk < chunks; chunk++) {
+    const long s0 = Math::kChunkIsExact ? chunk * Math::kMaxChunk : steps * chunk / chunks;
+    const long s1 = Math::kChunkIsExact ? std::min(steps, s0 + Math::kMaxChunk) : steps * (chunk + 1) / chunks;
+    for (long b = 0; b < blocks; b++) {
+      const long t0 = T * b / blocks, t1 = T * (b + 1) / blocks;
+      const auto* from = w + s0 * kStep;
+      Ahead ahead = {(const char*)from + kAheadBytes, kStepBytes};
+      if (blocks > 1) {  // the first row blocks share the prefetch of the next chunk (after the last: of the next group's first)
+        const long sharers = std::min(blocks, 4L), share = b < sharers ? kStepBytes / sharers : 0;
+        const long skipped = chunk + 1 < chunks ? 0 : (count - 1) * steps * kStepBytes;
+        ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), share};
+      }
+      with_constant(t1 - t0, [&](auto rows) {
+        with_constant(count, [&](auto panels) {
+          if constexpr (rows() <= kMaxRows && panels() <= max_panels(rows()))
+            tile<Math, rows(), panels()>(x + t0 * x_stride + s0 * Math::kPerStep, x_stride, from, steps * kStep, s1 - s0,
+                                         y + t0 * y_stride, y_stride, columns, chunk > 0, ahead);
+        });
+      });
+    }
+  }
+}
+
+// In a parallel region: f(first panel, count) for this thread's share in balanced groups of at most `limit` panels. The split is
+// static: with a dynamic one the prefetch of the next group went to the other core.
+template <class F>
+void for_own_panels(long out, long limit, F f) {
+  const long panels = panels_of(out), thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  const long begin = panels * thread / threads, end = panels * (thread + 1) / threads;
+  const long groups = (end - begin + limit - 1) / limit;
+  for (long g = 0; g < groups; g++) {
+    const long first = begin + (end - begin) * g / groups, last = begin + (end - begin) * (g + 1) / groups;
+    f(first, last - first);
+  }
+}
+
+// This thread's part of y = x W^T, in slabs of rows; finish(row, rows, first column, columns) does the rest of each element.
+template <class Math, class Finish>
+void own_share(const typename Math::Input* x, long T, long x_stride, const typename Math::Weight* w, long steps, long out, float* y,
+               Finish finish) {
+  const long in_l2 = std::max<long>(8 * kMaxRows, kRowsBytes / (steps * Math::kPerStep * sizeof(*x)));
+  const long slabs = (T + in_l2 - 1) / in_l2;
+  for (long slab = 0; slab < slabs; slab++) {
+    const long t0 = T * slab / slabs, rows = T * (slab + 1) / slabs - t0;
+    const long blocks = (rows + kMaxRows - 1) / kMaxRows;
+    for_own_panels(out, max_panels((rows + blocks - 1) / blocks), [&](long first, long count) {
+      const long n0 = first * kPanel;
+      panel_group<Math>(x + t0 * x_stride, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
+                        out - n0);
+      finish(t0, rows, n0, std::min(out - n0, count * kPanel));
+    });
+  }
+}
+
+void add_bias(const float* bias, float* y, long out, long row, long rows, long column, long columns) {
+  for (long t = row; t < row + rows; t++)
+    for (long n = column; n < column + columns; n += kPanel) {
+      const long count = column + columns - n;
+      store_first(y + t * out + n, add(load_first(y + t * out + n, count), load_first(bias + n, count)), count);
+    }
+}
+
+template <class Math>
+void float_linear(const float* x, long x_stride, long T, long in, const void* w, long out, const float* bias, float* y, int threads) {
+#pragma omp parallel num_threads(threads)
+  own_share<Math>(x, T, x_stride, (const typename Math::Weight*)w, in, out, y, [&](long row, long rows, long column, long columns) {
+    if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
+  });
+}
+
+// y[t, n] = sum of integers * (x_scale[t] * w_scale[n]) + bias[n].
+void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w, const float* w_scale, long out, const float* bias,
+                 float* y, int threads) {
+  const long steps = (in + 1) / 2, q_stride = (in + kPanel - 1) / kPanel * kPanel;
+  static thread_local std::vector<int16_t> q_buffer;  // the calling thread's, kept for its next call
+  static thread_local std::vector<float> scale_buffer;
+  q_buffer.resize(T * q_stride);
+  scale_buffer.resize(T);
+  int16_t* q = q_buffer.data();
+  float* x_scale = scale_buffer.data();
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for
+    for (long t = 0; t < T; t++) x_scale[t] = quantize_row(x + t * x_stride, in, q + t * q_stride);
+    own_share<Int8>(q, T, q_stride, w, steps, out, y, [&](long row, long rows, long column, long columns) {
+      for (long t = row; t < row + rows; t++) {
+        const Vec16 of_row = set1(x_scale[t]);
+        for (long n = column; n < column + columns; n += kPanel) {
+          const long count = column + columns - n;
+          const Vec16 scaled = mul(load_first(y + t * out + n, count), mul(of_row, load_first(w_scale + n, count)));
+          store_first(y + t * out + n, bias == nullptr ? scaled : add(scaled, load_first(bias + n, count)), count);
+        }
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace loraplex
+
+using namespace loraplex;
+
+LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
+                                  const float* weight_scale, int64_t out, const float* bias, float* y, int32_t threads) {
+  switch (format) {
+    case kF32: return float_linear<F32>(x, x_stride, rows, in, weight, out, bias, y, threads);
+    case kF16: return float_linear<F16>(x, x_stride, rows, in, weight, out, bias, y, threads);
+    case kBF16: return float_linear<BF16>(x, x_stride, rows, in, weight, out, bias, y, threads);
+    case kInt8: return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, threads);
+  }
+}

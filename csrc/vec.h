@@ -1,0 +1,38 @@
+// Sixteen floats: the one vector type that every kernel is written in, and the width of a panel.
+//
+// Each instruction set has its own file with the same functions. What they compute is the same bit for bit where the set has a
+// fused multiply-add (AVX2, AVX-512, NEON): the lanes are independent, and `sum_lanes` and `max_lanes` fix the order of a reduction.
+//
+//   load, load_first(p, n), load_f16, load_bf16, ...   store, store_first(p, v, n), store_f16, store_bf16
+//   zero, set1, fma(a, b, c) = a b + c (one rounding), add, sub, mul, div, max, min, round_even, pow2(n) = 2^n, select_less
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#include "vec_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "vec_avx2.h"
+#else
+#include "vec_portable.h"
+#endif
+
+namespace loraplex {
+
+// e^x. |error| < 2e-7 relative for x in [-87, 88]; 0 for x < -87 (also -inf), e^88 for x > 88, NaN for NaN. Cephes' polynomial.
+inline Vec16 exp(Vec16 x) {
+  const Vec16 clamped = max(set1(-87.f), min(set1(88.f), x));  // min and max give their second argument for a NaN: it goes through
+  const Vec16 n = round_even(mul(clamped, set1(1.44269504f)));
+  Vec16 r = fma(n, set1(-0.693359375f), clamped);
+  r = fma(n, set1(2.12194440e-4f), r);
+  Vec16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, set1(1.f)));
+  return select_less(x, set1(-87.f), zero(), mul(p, pow2(n)));
+}
+
+}  // namespace loraplex

@@ -1,0 +1,36 @@
+"""The native CPU backend: activations in float32, weights in any of float32, float16, bfloat16 and int8.
+
+Every result row is a function of that row's own inputs, bit for bit: not of its neighbours in the batch, the chunking of a prompt or the
+number of threads (csrc/linear.cpp and its siblings say how).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.native.linear import PanelWeight, linear, pack_linear
+from loraplex.kernels.torch_ops import TorchBackend
+
+
+class NativeBackend(TorchBackend):
+    """C++ kernels on `num_threads` threads."""
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary, num_threads: int) -> None:
+        self.library = library
+        self.num_threads = num_threads
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def prepare_linear(self, weight: torch.Tensor) -> Any:
+        return pack_linear(self.library, weight, weight.dtype, self.num_threads)
+
+    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, PanelWeight):
+            weight = self.prepare_linear(weight)
+        return linear(self.library, x, weight, bias, self.num_threads)

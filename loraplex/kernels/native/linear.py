@@ -1,0 +1,82 @@
+"""Linears on panels of 16 output columns (csrc/panels.h): packing once after the load, the product in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.kernels.native.library import NativeLibrary
+
+PANEL = 16
+FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+"""Dtype of the stored weight -> csrc/api.h's Format."""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """A weight [out, in] in panels. `scale` [out] float32 for int8, else None. The addresses are those of the two tensors."""
+
+    panels: torch.Tensor
+    scale: torch.Tensor | None
+    out_features: int
+    in_features: int
+    format: int
+    address: int
+    scale_address: int
+
+    @classmethod
+    def over(cls, panels: torch.Tensor, scale: torch.Tensor | None, out_features: int, in_features: int) -> PanelWeight:
+        """Panels that were packed before, of the dtype of `panels`."""
+        return cls(
+            panels,
+            scale,
+            out_features,
+            in_features,
+            FORMATS[panels.dtype],
+            panels.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+        )
+
+
+def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype, num_threads: int) -> PanelWeight:
+    """Pack `weight` [out, in] as `dtype`: its own, or int8 (W8A16, one scale per output column)."""
+    out_features, in_features = weight.shape
+    is_int8 = dtype == torch.int8
+    source = weight.to(torch.float32 if is_int8 else dtype).contiguous()
+    depth = -(-in_features // 2) * 2 if is_int8 else in_features
+    panels = torch.empty(-(-out_features // PANEL), depth, PANEL, dtype=dtype)
+    scale = torch.empty(out_features) if is_int8 else None
+    packed = PanelWeight.over(panels, scale, out_features, in_features)
+    library.functions.loraplex_pack_linear(
+        packed.format,
+        source.data_ptr(),
+        out_features,
+        in_features,
+        packed.address,
+        packed.scale_address,
+        num_threads,
+    )
+    return packed
+
+
+def linear(
+    library: NativeLibrary, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, num_threads: int
+) -> torch.Tensor:
+    """x W^T + bias; x [T, in] float32, its rows dense; -> [T, out] float32."""
+    assert x.dtype == torch.float32 and x.shape[1] == weight.in_features and x.stride(1) == 1
+    y = torch.empty(x.shape[0], weight.out_features)
+    library.functions.loraplex_linear(
+        weight.format,
+        x.data_ptr(),
+        x.stride(0),
+        x.shape[0],
+        weight.in_features,
+        weight.address,
+        weight.scale_address,
+        weight.out_features,
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        num_threads,
+    )
+    return y
