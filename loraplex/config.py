@@ -99,7 +99,14 @@ class EngineSettings:
     tokenizer: str | None = setting(None, "directory of the tokenizer when it is not the model's")
     dtype: str = setting("auto", "auto (the checkpoint's), float32, float16 or bfloat16")
     device: str = setting("cpu", "any torch device")
-    lora_backend: str = setting("auto", "auto, torch or reference: which kernels run")
+    lora_backend: str = setting("auto", "auto, native, torch or reference: which kernels run")
+    quantization: str | None = setting(
+        None, "int8: linears keep 8 bits a weight, one scale per output (W8A16; native and reference kernels)"
+    )
+    packed_cache_dir: str | None = setting(
+        None,
+        "folder of packed weights for fast starts (default: $LORAPLEX_CACHE or ~/.cache/loraplex; none: keep none)",
+    )
     load_format: str = setting("auto", "auto (safetensors) or dummy (seeded random weights)")
     seed: int = setting(0, "seed of dummy weights, and of what `loraplex generate` draws")
     max_model_len: int | None = setting(
@@ -115,6 +122,7 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")
+        _require(self.quantization in (None, "int8"), f"quantization must be int8 or unset, got {self.quantization!r}")
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
         for name in (
             "max_num_seqs",

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,7 @@ from loraplex.metrics import EngineStats, StepTimes
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model, resolve_model
+from loraplex.models.packed_cache import PackedCache, default_folder
 
 logger = logging.getLogger(__name__)
 
@@ -216,9 +218,23 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     dtype_name = model_config.effective_dtype(config.dtype)
     dtype = getattr(torch, dtype_name)
     backend = get_backend(config.lora_backend, device)
+    if config.quantization is not None and config.quantization not in backend.quantizations:
+        raise ConfigError(
+            f"quantization {config.quantization} is not in the {backend.name} kernels; use lora_backend native, or drop it"
+        )
     on_weights = None if progress is None else lambda done, total: progress("weights", done, total)
     model = load_model(
-        path, model_config, dtype, device, config.load_format, config.seed, backend, config.lora is not None, on_weights
+        path,
+        model_config,
+        dtype,
+        device,
+        config.load_format,
+        config.seed,
+        backend,
+        config.lora is not None,
+        on_weights,
+        config.quantization,
+        _packed_cache(config, path, dtype_name, backend),
     )
     memory = _Memory.plan(config, model_config, model, dtype, device)
     blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
@@ -246,6 +262,14 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         targets=model.lora_targets() if config.lora is not None else (),
     )
     return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests)
+
+
+def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend) -> PackedCache | None:
+    if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
+        return None
+    folder = default_folder() if config.packed_cache_dir is None else Path(config.packed_cache_dir)
+    form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
+    return PackedCache(folder, path, form)
 
 
 def _device(name: str) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +64,26 @@ class KernelBackend(Protocol):
         """The dtype of x, y, biases, norms and angles in a model whose weights have `weight_dtype`."""
         ...
 
-    def prepare_linear(self, weight: torch.Tensor) -> LinearWeight:
+    @property
+    def quantizations(self) -> tuple[str, ...]:
+        """What `prepare_linear` can make of a weight beside keeping its dtype."""
+        ...
+
+    @property
+    def packed_format(self) -> str | None:
+        """Names the layout of prepared weights, for a cache of them on disk; None: they cannot be kept."""
+        ...
+
+    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> LinearWeight:
         """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
+        ...
+
+    def linear_tensors(self, weight: LinearWeight) -> dict[str, torch.Tensor]:
+        """A prepared weight as named tensors."""
+        ...
+
+    def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> LinearWeight:
+        """The prepared weight of `shape` (out, in) over tensors that `linear_tensors` gave; they are not copied."""
         ...
 
     def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

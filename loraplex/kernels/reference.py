@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,10 +89,46 @@ def _copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtyp
     out[end : offset + align(end - offset)].zero_()
 
 
-class ReferenceBackend(StockPacking, LoraOperators):
+class StockWeights:
+    """Weights of linears as the checkpoint has them, shared by the backends of stock torch."""
+
+    quantizations: tuple[str, ...] = ()
+    packed_format: str | None = None
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        return weight_dtype
+
+    def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
+        return {"weight": weight}
+
+    def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> Any:
+        return tensors["weight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """W8A16: weight [out, in] = q * scale[:, None], q int8, scale float32 [out] := max |row| / 127."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int8Weight:
+        scale = weight.float().abs().amax(-1).clamp_min(1e-30) / 127
+        return cls((weight.float() / scale[:, None]).round().to(torch.int8), scale)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] is rounded to int16 row by row, scale := max |row| / 32767; the sum of integers is exact."""
+        x_scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32767
+        x_q = (x.float() / x_scale).round().double()
+        return (x_q @ self.q.double().T * x_scale * self.scale).to(x.dtype)
+
+
+class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
     """Every operator as its formula."""
 
     name = "reference"
+    quantizations = ("int8",)
 
     def add_lora(
         self,
@@ -115,13 +153,14 @@ class ReferenceBackend(StockPacking, LoraOperators):
                 wide = wide + segment.weight * view.bias.to(wide.dtype)
             rows.copy_(wide)
 
-    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        return weight_dtype
+    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor | Int8Weight:
+        return weight if quantization is None else Int8Weight.of(weight)
 
-    def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(weight, Int8Weight):
+            return weight.linear(x) if bias is None else weight.linear(x) + bias
         wide = _accumulator(x.dtype)
         return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
 

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
-from loraplex.kernels.reference import StockPacking, check_rows
+from loraplex.kernels.reference import StockPacking, StockWeights, check_rows
 from loraplex.kernels.torch_attention import kv_rows, paged_attention
 
 USUAL_ROWS = 16
 """Rows of a usual decode step, for which oneDNN chooses a layout; other numbers of rows work with it."""
 
 
-class TorchBackend(StockPacking, LoraOperators):
+class TorchBackend(StockPacking, StockWeights, LoraOperators):
     """Stock torch, as few calls as its operators allow."""
 
     name = "torch"
@@ -49,10 +49,7 @@ class TorchBackend(StockPacking, LoraOperators):
             for delta in deltas:
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
 
-    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        return weight_dtype
-
-    def prepare_linear(self, weight: torch.Tensor) -> torch.Tensor:
+    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor:
         """oneDNN's own layout on a CPU in float32: 1.6 times as fast for 16 rows, and not slower for one or many (docs/performance.md)."""
         is_packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
         if not is_packable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):

@@ -6,8 +6,9 @@ Every layer gets its kernels as `ops` and the batch as an argument; nothing here
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,12 +21,16 @@ from loraplex.kernels.plan import AttentionPlan
 
 @dataclass(frozen=True, slots=True)
 class LayerSetup:
-    """What all layers of a model are built with: kernels, dtype and device of the weights, and this rank's share."""
+    """What all layers of a model are built with: kernels, dtype and device of the weights, and this rank's share.
+
+    quantization: None or "int8": how linears keep their weights once they are loaded.
+    """
 
     ops: KernelBackend
     dtype: torch.dtype
     device: torch.device
     shard: Shard = field(default_factory=Shard)
+    quantization: str | None = None
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -59,6 +64,29 @@ class WeightPart:
                 f"weight {self.name} has dtype {tensor.dtype}; quantized checkpoints are not supported"
             )
         self.destination.copy_(self.cut(tensor))
+
+
+class WeightedLayer(Protocol):
+    """A layer that a checkpoint fills: its parts, then `prepare` once they are loaded. Or `restore`, from what `prepared` gave."""
+
+    @property
+    def name(self) -> str: ...
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        """Every tensor of the checkpoint that this layer needs."""
+        ...
+
+    def prepare(self) -> None:
+        """Once all parts are loaded: weights in the form that the kernels read fastest. Parts cannot be loaded any more."""
+        ...
+
+    def prepared(self) -> dict[str, Tensor]:
+        """The prepared weights as tensors, by names of the layer's own."""
+        ...
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors of `prepared` in place of parts and `prepare`; they are used where they are, not copied."""
+        ...
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -210,6 +238,15 @@ class RMSNorm:
 
     def weight_parts(self) -> Iterator[WeightPart]:
         yield WeightPart(f"{self.name}.weight", tuple(self.weight.shape), self.weight, whole)
+
+    def prepare(self) -> None:
+        pass
+
+    def prepared(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = tensors["weight"]
 
 
 @dataclass(frozen=True, slots=True)

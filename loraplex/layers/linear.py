@@ -11,7 +11,7 @@ row-parallel layer is not here (one rank today).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_bias, shard_columns, shard_rows
+from loraplex.kernels.ops import LinearWeight
 from loraplex.kernels.plan import LoraPlan
 from loraplex.layers.common import LayerSetup, WeightPart
 
@@ -29,8 +30,12 @@ class ParallelLinear:
     def __init__(self, target: LoraTarget, has_bias: bool, setup: LayerSetup) -> None:
         out_features = sum(s.out_features for s in target.slices)
         self.target = target
+        self.name = target.name
         self.ops = setup.ops
-        self.weight = torch.empty(out_features, target.in_features, dtype=setup.dtype, device=setup.device)
+        self.quantization = setup.quantization
+        self.weight: LinearWeight = torch.empty(
+            out_features, target.in_features, dtype=setup.dtype, device=setup.device
+        )
         self.bias = torch.empty(out_features, dtype=setup.activation_dtype, device=setup.device) if has_bias else None
 
     def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
@@ -39,11 +44,17 @@ class ParallelLinear:
         return self.ops.linear(x, self.weight, self.bias)
 
     def prepare(self) -> None:
-        """Once all parts are loaded: the weight in the form that the kernels read fastest. Parts cannot be loaded any more."""
-        self.weight = self.ops.prepare_linear(self.weight)
+        self.weight = self.ops.prepare_linear(self.weight, self.quantization)
+
+    def prepared(self) -> dict[str, Tensor]:
+        return self.ops.linear_tensors(self.weight) | ({} if self.bias is None else {"bias": self.bias})
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.bias is not None:
+            self.bias = tensors["bias"]
+        self.weight = self.ops.restore_linear(tensors, (len(self.weight), self.target.in_features))
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        """Every tensor of the checkpoint that this layer needs."""
         for index, s in enumerate(self.target.slices):
             full = (s.full_out_features, self.target.full_in_features)
             yield WeightPart(f"{s.module_name}.weight", full, self._rows_of(self.weight, s), self._weight_cut(s))
@@ -205,6 +216,15 @@ class VocabParallelEmbedding:
     def weight_parts(self) -> Iterator[WeightPart]:
         yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
 
+    def prepare(self) -> None:
+        pass
+
+    def prepared(self) -> dict[str, Tensor]:
+        return {"weight": self.weight}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = tensors["weight"]
+
 
 class ParallelLMHead:
     """logits_i = hidden W_i^T in float32, the vocabulary cut over the ranks: parts side by side are the logits.
@@ -223,20 +243,28 @@ class ParallelLMHead:
         self.name = name
         self.shard = setup.shard
         self.ops = setup.ops
-        self.is_tied = tied_to is not None
+        self.quantization = setup.quantization
+        self.tied_to = tied_to
         self.full_shape = (vocab_size, hidden_size)
-        self.weight = _empty_vocab_share(vocab_size, hidden_size, setup) if tied_to is None else tied_to.weight
+        self.weight: LinearWeight = _empty_vocab_share(vocab_size, hidden_size, setup)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then widened."""
         return self.ops.linear(hidden, self.weight, None).float()
 
     def prepare(self) -> None:
-        """As `ParallelLinear.prepare`; a tied head gets a form of its own, the embedding keeps the rows."""
-        self.weight = self.ops.prepare_linear(self.weight)
+        """A tied head gets a form of its own; the embedding, which has to be loaded before, keeps the rows."""
+        weight = self.weight if self.tied_to is None else self.tied_to.weight
+        self.weight = self.ops.prepare_linear(weight, self.quantization)
+
+    def prepared(self) -> dict[str, Tensor]:
+        return self.ops.linear_tensors(self.weight)
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        self.weight = self.ops.restore_linear(tensors, self.weight.shape)
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        if not self.is_tied:
+        if self.tied_to is None:
             yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
 
 

@@ -18,7 +18,7 @@ from loraplex.core import LoraTarget, Shard
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
-from loraplex.layers.common import Attention, LayerSetup, RMSNorm, RotaryEmbedding, WeightPart
+from loraplex.layers.common import Attention, LayerSetup, RMSNorm, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLinear,
@@ -151,10 +151,11 @@ class Decoder:
         device: torch.device,
         enable_lora: bool,
         shard: Shard = WHOLE,
+        quantization: str | None = None,
     ) -> None:
         if shard.size != 1:
             raise ModelConfigError(f"tensor parallelism over {shard.size} ranks is not supported yet; use one")
-        setup = LayerSetup(ops, dtype, device, shard)
+        setup = LayerSetup(ops, dtype, device, shard, quantization)
         self.config, self.dtype, self.device = config, dtype, device
         self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
@@ -204,18 +205,12 @@ class Decoder:
         """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""
         return self._linear_of[module_name].base_bias(module_name)
 
-    def prepare(self) -> None:
-        """Once, after the load: every linear's weight in the form that the kernels read fastest."""
-        for linear in self._linears.bare:
-            linear.prepare()
-        self.lm_head.prepare()
+    def weighted_layers(self) -> tuple[WeightedLayer, ...]:
+        """Every layer with weights, in the order in which they are to be loaded."""
+        norms = [norm for layer in self.layers for norm in layer.norms()]
+        return (self.embed_tokens, *self._linears.bare, *norms, self.norm, self.lm_head)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Every tensor that the checkpoint has to have, and where it goes."""
-        norms = [norm for layer in self.layers for norm in layer.norms()]
-        yield from self.embed_tokens.weight_parts()
-        for linear in self._linears.bare:
-            yield from linear.weight_parts()
-        for norm in (*norms, self.norm):
-            yield from norm.weight_parts()
-        yield from self.lm_head.weight_parts()
+        for layer in self.weighted_layers():
+            yield from layer.weight_parts()

@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from loraplex.errors import ConfigError, ModelNotFoundError, ModelWeightError
 from loraplex.kernels.ops import KernelBackend
-from loraplex.layers.common import WeightPart
+from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
+from loraplex.models.packed_cache import PackedCache
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,7 +37,9 @@ Progress = Callable[[int, int], None]
 class WeightSource(Protocol):
     """Where weights come from: a checkpoint, or a seed."""
 
-    def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None: ...
+    def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
+        """Fill and prepare layer after layer, so that little is in memory twice."""
+        ...
 
 
 def load_model(
@@ -49,18 +52,26 @@ def load_model(
     ops: KernelBackend,
     enable_lora: bool,
     progress: Progress | None = None,
+    quantization: str | None = None,
+    packed_cache: PackedCache | None = None,
 ) -> Decoder:
     """Build the decoder and fill it. load_format: "auto" (safetensors in `path`) or "dummy" (random, from `seed`).
 
+    With a cache, weights that an earlier start packed are mapped as they are, and others are kept for the next start.
     Raises ModelWeightError for a missing, unused, misshapen or unreadable weight.
     """
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
-    model = Decoder(config, ops, dtype, device, enable_lora)
-    parts = {part.name: part for part in model.weight_parts()}
-    source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config)
-    source.load_into(parts, progress or _no_progress)
-    model.prepare()
+    model = Decoder(config, ops, dtype, device, enable_lora, quantization=quantization)
+    layers = model.weighted_layers()
+    if load_format == "dummy":
+        DummyWeights(seed, device).load_into(layers, progress or _no_progress)
+        return model
+    if packed_cache is not None and packed_cache.restore(layers):
+        return model
+    Checkpoint(Path(path), config).load_into(layers, progress or _no_progress)
+    if packed_cache is not None:
+        packed_cache.save_soon(layers)
     return model
 
 
@@ -68,8 +79,16 @@ def _no_progress(_done: int, _total: int) -> None:
     pass
 
 
-def _nbytes(parts: Mapping[str, WeightPart]) -> int:
-    return sum(part.destination.nbytes for part in parts.values())
+class _Counted:
+    """Progress in bytes of weights over all layers."""
+
+    def __init__(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
+        self._done, self._total = 0, sum(p.destination.nbytes for layer in layers for p in layer.weight_parts())
+        self._progress = progress
+
+    def add(self, part: WeightPart) -> None:
+        self._done += part.destination.nbytes
+        self._progress(self._done, self._total)
 
 
 # ----------------------------------------------------------------------------------------------------------- checkpoint
@@ -82,18 +101,18 @@ class Checkpoint:
         self.path = path
         self.config = config
 
-    def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None:
-        """Fill every part; all names are checked before the first byte is copied."""
+    def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
+        """As WeightSource; all names are checked before the first byte is copied."""
         with contextlib.ExitStack() as stack:
             files = {name: stack.enter_context(_open(self.path / name)) for name in self._file_names()}
             where = {key: file for file in files.values() for key in list(file.keys())}
-            self._check_names(parts, where)
-            done, total = 0, _nbytes(parts)
-            for key in where:
-                if key in parts:
-                    parts[key].load(where[key].get_tensor(key))
-                    done += parts[key].destination.nbytes
-                    progress(done, total)
+            self._check_names([part.name for layer in layers for part in layer.weight_parts()], where)
+            counted = _Counted(layers, progress)
+            for layer in layers:
+                for part in layer.weight_parts():
+                    part.load(where[part.name].get_tensor(part.name))
+                    counted.add(part)
+                layer.prepare()
             self._check_tied_head(where)
 
     def _file_names(self) -> list[str]:
@@ -106,7 +125,7 @@ class Checkpoint:
         hint = f"; {pickles[0]} is not read, convert it to safetensors" if pickles else ""
         raise ModelWeightError(f"{self.path} has no {WEIGHTS_FILE} and no {INDEX_FILE}{hint}")
 
-    def _check_names(self, parts: Mapping[str, WeightPart], found: Mapping[str, Any]) -> None:
+    def _check_names(self, parts: Sequence[str], found: Mapping[str, Any]) -> None:
         missing = [name for name in parts if name not in found]
         unused = [name for name in found if name not in parts and not self._is_ignored(name)]
         problems = [
@@ -185,12 +204,13 @@ class DummyWeights:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._table = torch.randn(self.TABLE_SIZE, generator=torch.Generator().manual_seed(seed)).to(device)
 
-    def load_into(self, parts: Mapping[str, WeightPart], progress: Progress) -> None:
-        done, total = 0, _nbytes(parts)
-        for part in parts.values():
-            self._fill(part)
-            done += part.destination.nbytes
-            progress(done, total)
+    def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
+        counted = _Counted(layers, progress)
+        for layer in layers:
+            for part in layer.weight_parts():
+                self._fill(part)
+                counted.add(part)
+            layer.prepare()
 
     def _fill(self, part: WeightPart) -> None:
         """destination[i] = deviation * table[(start + i) mod TABLE_SIZE] in row-major order."""

@@ -6,12 +6,13 @@ number of threads (csrc/linear.cpp and its siblings say how).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import PanelWeight, linear, pack_linear
+from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
 from loraplex.kernels.torch_ops import TorchBackend
 
 
@@ -19,6 +20,8 @@ class NativeBackend(TorchBackend):
     """C++ kernels on `num_threads` threads."""
 
     name = "native"
+    quantizations = ("int8",)
+    packed_format = PACKED_FORMAT
 
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         self.library = library
@@ -27,8 +30,15 @@ class NativeBackend(TorchBackend):
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return torch.float32
 
-    def prepare_linear(self, weight: torch.Tensor) -> Any:
-        return pack_linear(self.library, weight, weight.dtype, self.num_threads)
+    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
+        dtype = torch.int8 if quantization == "int8" else weight.dtype
+        return pack_linear(self.library, weight, dtype, self.num_threads)
+
+    def linear_tensors(self, weight: PanelWeight) -> dict[str, torch.Tensor]:
+        return {"panels": weight.panels} | ({} if weight.scale is None else {"scale": weight.scale})
+
+    def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> PanelWeight:
+        return PanelWeight.over(tensors["panels"], tensors.get("scale"), *shape)
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, PanelWeight):

@@ -1,0 +1,144 @@
+"""Prepared weights on disk, so that a later start maps them instead of reading and packing a checkpoint.
+
+One safetensors file per (checkpoint, dtype, quantization, packed format) in a folder of the user's. It is used where it lies: the
+processes of one machine share its pages. A file that cannot be read, or that is of another checkpoint, is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from loraplex.layers.common import WeightedLayer
+
+logger = logging.getLogger(__name__)
+
+MIN_BYTES = 64 * 2**20
+"""Smaller models are packed faster than a file is worth."""
+
+ALIGNMENT = 64
+"""Bytes to which panels are aligned in the file, so that no vector crosses a cache line."""
+
+DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
+"""As safetensors writes them."""
+
+
+class PackedCache:
+    """The file of one checkpoint in one form. `form` names dtype, quantization and packed format."""
+
+    def __init__(self, folder: Path, checkpoint: Path, form: Sequence[str]) -> None:
+        place = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:16]
+        self._prefix = "-".join((place, *form))
+        self.file = folder / f"{self._prefix}-{_fingerprint(checkpoint)}.safetensors"
+
+    def restore(self, layers: Sequence[WeightedLayer]) -> bool:
+        """Map the weights of every layer from the file; False, and nothing changed, when there is no such file."""
+        if not self.file.exists():
+            return False
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                tensors = {key: opened.get_tensor(key) for key in list(opened.keys())}
+        except (SafetensorError, OSError) as error:
+            logger.warning("the packed weights in %s cannot be read and are made again: %s", self.file, error)
+            return False
+        by_layer: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            layer_name, _, name = key.rpartition("|")
+            by_layer.setdefault(layer_name, {})[name] = tensor
+        if {layer.name for layer in layers} != set(by_layer):
+            logger.warning("the packed weights in %s are of another model and are made again", self.file)
+            return False
+        for layer in layers:
+            layer.restore(by_layer[layer.name])
+        logger.info("mapped packed weights from %s", self.file)
+        return True
+
+    def save_soon(self, layers: Sequence[WeightedLayer]) -> threading.Thread | None:
+        """Write the file in a thread of its own; a small model's is not written. A failure is logged, nothing more."""
+        tensors = {f"{layer.name}|{name}": tensor for layer in layers for name, tensor in layer.prepared().items()}
+        if sum(t.nbytes for t in tensors.values()) < MIN_BYTES:
+            return None
+        thread = threading.Thread(target=self._save, args=(tensors,), name="packed-cache", daemon=True)
+        thread.start()
+        return thread
+
+    def _save(self, tensors: dict[str, torch.Tensor]) -> None:
+        unfinished = self.file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write(unfinished, tensors)
+            self._forget_others(unfinished)
+            unfinished.rename(self.file)
+        except OSError as error:
+            logger.warning("packed weights are not kept, the next start packs them again: %s", error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+
+    def _forget_others(self, unfinished: Path) -> None:
+        """Files of this model in this form whose checkpoint has changed, and what killed processes left."""
+        for file in self.file.parent.glob(f"{self._prefix}-*"):
+            is_being_written = file.suffix == ".tmp" and _is_running(int(file.suffixes[-2][1:]))
+            if file != unfinished and not is_being_written:
+                file.unlink(missing_ok=True)
+
+
+def default_folder() -> Path:
+    """$LORAPLEX_CACHE, or loraplex in the user's cache folder."""
+    own = os.environ.get("LORAPLEX_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
+
+
+def _fingerprint(checkpoint: Path) -> str:
+    """Changes when a file of the checkpoint does: names, sizes and times of the weights, the content of config.json."""
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.glob("*.safetensors*")):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    digest.update((checkpoint / "config.json").read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _write(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file, large tensors first, each on a multiple of ALIGNMENT; the format allows no gaps."""
+    order = sorted(tensors, key=lambda key: tensors[key].nbytes % ALIGNMENT != 0)
+    header, offset = {}, 0
+    for key in order:
+        end = offset + tensors[key].nbytes
+        shape = list(tensors[key].shape)
+        header[key] = {"dtype": DTYPE_NAMES[tensors[key].dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for key in order:
+            for piece in _pieces(tensors[key]):
+                out.write(piece)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, without a copy, few at a time: writing lets go of the interpreter's lock between them."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(flat), 1 << 22):
+        yield flat[start : start + (1 << 22)]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

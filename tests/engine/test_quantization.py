@@ -1,0 +1,79 @@
+"""--quantization int8 and 16-bit weights: the demo's answers stay, a random model's logits move little, stock torch refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraplex.demo.run import ask, base_path, questions
+from loraplex.engine.llm import LLM
+from loraplex.errors import ConfigError
+from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.ops import get_backend
+from loraplex.models.config import ModelConfig
+from loraplex.models.decoder import Decoder
+from loraplex.models.loader import load_model
+from tests.fixtures import ModelZoo
+from tests.models.paged_runner import PagedRunner
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not isinstance(open_library(), NativeLibrary), reason="no native kernels are built")
+TOKENS = list(range(3, 43))
+
+
+def load(zoo: ModelZoo, backend: str, dtype: torch.dtype, quantization: str | None) -> Decoder:
+    base = zoo.base("qwen2")
+    config = ModelConfig.from_dir(base)
+    ops = get_backend(backend, CPU)
+    return load_model(base, config, dtype, CPU, "auto", 0, ops, False, quantization=quantization)
+
+
+def logits_of(model: Decoder) -> torch.Tensor:
+    return PagedRunner(model, block_size=16).step([("a", TOKENS)])[0].float()
+
+
+def perplexity(logits: torch.Tensor) -> float:
+    """Of the model's own input, in which every next token is as good as any: what matters is that it does not move."""
+    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(TOKENS[1:])).exp().item()
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("auto", "int8"), ("bfloat16", None), ("float16", None), ("bfloat16", "int8")]
+)
+def test_the_demo_answers_as_before(dtype: str, quantization: str | None) -> None:
+    with LLM(base_path(), dtype=dtype, quantization=quantization) as llm:
+        answers = ask(llm, questions(each=2, seed=0))
+    assert [a.text for a in answers if not a.is_right] == []
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "allowed"),
+    [(torch.float32, "int8", 0.05), (torch.bfloat16, None, 0.02), (torch.float16, None, 0.003)],
+)
+def test_a_random_models_logits_move_little(
+    zoo: ModelZoo, dtype: torch.dtype, quantization: str | None, allowed: float
+) -> None:
+    exact = logits_of(load(zoo, "reference", torch.float32, None))
+    got = logits_of(load(zoo, "native", dtype, quantization))
+    assert (got - exact).square().mean().sqrt() <= allowed * exact.std()
+    assert perplexity(got) == pytest.approx(perplexity(exact), rel=allowed)
+
+
+@needs_native
+def test_native_int8_is_the_references(zoo: ModelZoo) -> None:
+    """Integers are summed exactly by both; a rounding of an activation to its int16 may fall to the other side."""
+    native, reference = (logits_of(load(zoo, backend, torch.float32, "int8")) for backend in ("native", "reference"))
+    assert (native - reference).abs().max() <= 2e-3 * reference.abs().max()
+    assert not torch.equal(reference, logits_of(load(zoo, "reference", torch.float32, None)))
+
+
+def test_stock_torch_refuses_int8() -> None:
+    with pytest.raises(ConfigError, match="quantization int8 is not in the torch kernels"):
+        LLM(base_path(), quantization="int8", lora_backend="torch")
+
+
+def test_another_quantization_is_refused() -> None:
+    with pytest.raises(ConfigError, match="quantization must be int8 or unset, got 'awq'"):
+        LLM(base_path(), quantization="awq")
