@@ -14,7 +14,7 @@
 namespace loraplex {
 namespace {
 
-constexpr long kAheadBytes = 2048;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
+constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
 constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
 
 // All T rows of `count` neighbouring panels; w, y and columns are those of the first.

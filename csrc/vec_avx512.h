@@ -94,7 +94,9 @@ inline Int16Sums broadcast_pair(const int16_t* p) {
 inline Int16Sums load_int8_pairs(const int8_t* p) {  // 32 int8, widened to 16 pairs of int16
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))};
 }
-inline void multiply_add(Int16Sums& acc, Int16Sums a, Int16Sums b) { acc.v = _mm512_dpwssd_epi32(acc.v, a.v, b.v); }
+inline void multiply_add(Int16Sums& acc, Int16Sums a, Int16Sums b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(b.v));  // the intrinsic: GCC 12 puts the sums on the stack
+}
 inline Vec16 to_float(Int16Sums v) { return {_mm512_cvtepi32_ps(v.v)}; }
 inline void store_int16(int16_t* p, Vec16 v) {  // rounded to nearest even, saturated
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v.v)));
