@@ -94,12 +94,8 @@ def measure(
 ) -> list[Measurement]:
     """Run the workload `num_runs` times after a warm-up that loads the adapters. Prompts are token ids; nothing is sampled."""
     prompts = workload.prompts(llm.engine.info.vocab_size)
-    indices = workload.adapters(pattern, len(adapter_paths))
-    requests = [
-        None if i is None else LoRARequest(f"{i + 1}-{adapter_paths[i].name}", i + 1, str(adapter_paths[i]))
-        for i in indices
-    ]
-    num_adapters = len({index for index in indices if index is not None})
+    requests = lora_requests(adapter_paths, workload, pattern)
+    num_adapters = len(set(requests) - {None})
     _generate(llm, prompts, requests, 2)
     runs = []
     for _ in range(num_runs):
@@ -109,6 +105,14 @@ def measure(
         rate = workload.num_requests * workload.output_len / seconds
         runs.append(Measurement(pattern, num_adapters, rate, first_s, step_ms))
     return runs
+
+
+def lora_requests(adapter_paths: Sequence[Path], workload: Workload, pattern: str) -> list[LoRARequest | None]:
+    """The adapter of each request of the workload."""
+    return [
+        None if i is None else LoRARequest(f"{i + 1}-{adapter_paths[i].name}", i + 1, str(adapter_paths[i]))
+        for i in workload.adapters(pattern, len(adapter_paths))
+    ]
 
 
 def _generate(

@@ -210,6 +210,43 @@ def bench(
     )
 
 
+@app.command
+def profile(
+    model: str,
+    adapters: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    /,
+    *,
+    pattern: str = "base",
+    requests: int = 16,
+    prompt_len: int = 64,
+    output_len: int = 64,
+    engine: Annotated[EngineSettings | None, Flat] = None,
+    lora: Annotated[LoRAConfig | None, Flat] = None,
+) -> int:
+    """Say where the time of a prefill and of a decode step goes: schedule, build, GEMM, LoRA, attention, and so on.
+
+    Parameters
+    ----------
+    model
+        Directory or hub id of the base model.
+    adapters
+        Directories of adapters.
+    pattern
+        Which adapters the requests use: base, identical, distinct, uniform or skewed.
+    requests
+        Requests of a batch.
+    prompt_len
+        Tokens of each prompt.
+    output_len
+        Tokens of each completion.
+    """
+    from loraplex.bench import Workload
+    from loraplex.profile import run_profile
+
+    workload = Workload(requests, prompt_len, output_len)
+    return run_profile(_engine_config(model, engine, lora, True), [Path(path) for path in adapters], workload, pattern)
+
+
 @adapter_app.command
 def inspect(
     path: str, /, *, base: str | None = None, json: bool = False, lora: Annotated[LoRAConfig | None, Flat] = None

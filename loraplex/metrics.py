@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds spent since the start, by part of the step, and how many steps ran."""
+    """How many steps ran since the start, and the seconds of each part of them (loraplex/profiler.py, STEP_PARTS)."""
 
     num_steps: int = 0
-    schedule_s: float = 0.0
-    run_s: float = 0.0
-    commit_s: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +48,4 @@ class EngineStats:
     max_lora: int = 0
     running_adapter_ids: tuple[int, ...] = ()
     waiting_adapter_ids: tuple[int, ...] = ()
-    step_times: StepTimes = StepTimes()
+    step_times: StepTimes = field(default_factory=StepTimes)

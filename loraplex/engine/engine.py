@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import ConfigError, EngineError, EngineOverloadedError, LoraDisabledError
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
+from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import Arena, Owner
 from loraplex.memory.manager import LoRAModelManager
@@ -35,6 +35,7 @@ from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model, resolve_model
 from loraplex.models.packed_cache import PackedCache, default_folder
+from loraplex.profiler import STEP_PARTS, Profiler
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class EngineCore:
         blocks: KVBlockAllocator,
         adapters: LoRAModelManager | None,
         max_waiting_requests: int,
+        profiler: Profiler,
     ) -> None:
         self.info = info
         self.is_stalled = False
@@ -66,7 +68,7 @@ class EngineCore:
         self._adapters = adapters
         self._max_waiting_requests = max_waiting_requests
         self._num_steps = 0
-        self._schedule_s = self._run_s = self._commit_s = 0.0
+        self._profiler = profiler
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request."""
@@ -82,27 +84,21 @@ class EngineCore:
         return [*plan.failed, *self._commit(plan, tokens)]
 
     def _schedule(self) -> SchedulePlan:
-        began = time.perf_counter()
-        if self._adapters is not None:
-            self._adapters.poll()
-        plan = self._scheduler.schedule()
+        with self._profiler.part("schedule"):
+            if self._adapters is not None:
+                self._adapters.poll()
+            plan = self._scheduler.schedule()
         self.is_stalled = not plan.sequences
         self._num_steps += not self.is_stalled
-        self._schedule_s += time.perf_counter() - began
         return plan
 
     def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
-        began = time.perf_counter()
         with self._memory_in_use(plan.step_id):
-            tokens = self._runner.launch(plan).result()
-        self._run_s += time.perf_counter() - began
-        return tokens
+            return self._runner.launch(plan).result()
 
     def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        began = time.perf_counter()
-        outputs = self._scheduler.commit(plan, tokens)
-        self._commit_s += time.perf_counter() - began
-        return outputs
+        with self._profiler.part("commit"):
+            return self._scheduler.commit(plan, tokens)
 
     @contextlib.contextmanager
     def _memory_in_use(self, step_id: int) -> Iterator[None]:
@@ -164,9 +160,13 @@ class EngineCore:
             num_finished=dict(scheduler.num_finished),
             running_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.RUNNING))),
             waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
-            step_times=StepTimes(self._num_steps, self._schedule_s, self._run_s, self._commit_s),
+            step_times=self._step_times(),
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
+
+    def _step_times(self) -> StepTimes:
+        seconds = self._profiler.seconds
+        return StepTimes(self._num_steps, {part: seconds.get(part, 0.0) for part in STEP_PARTS})
 
     def check_integrity(self) -> None:
         """Assert that queues, KV blocks and adapter memory are consistent; when idle, that every reference has returned."""
@@ -205,10 +205,12 @@ def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> E
 # ------------------------------------------------------------------------------------------------------------- building
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> EngineCore:
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, profiler: Profiler | None = None
+) -> EngineCore:
     """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
 
-    progress(what, done, total) is called while weights are read.
+    progress(what, done, total) is called while weights are read. With a profiler, kernels are measured one by one.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -217,25 +219,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     model_config = ModelConfig.from_dir(path)
     dtype_name = model_config.effective_dtype(config.dtype)
     dtype = getattr(torch, dtype_name)
-    backend = get_backend(config.lora_backend, device)
-    if config.quantization is not None and config.quantization not in backend.quantizations:
-        raise ConfigError(
-            f"quantization {config.quantization} is not in the {backend.name} kernels; use lora_backend native, or drop it"
-        )
-    on_weights = None if progress is None else lambda done, total: progress("weights", done, total)
-    model = load_model(
-        path,
-        model_config,
-        dtype,
-        device,
-        config.load_format,
-        config.seed,
-        backend,
-        config.lora is not None,
-        on_weights,
-        config.quantization,
-        _packed_cache(config, path, dtype_name, backend),
-    )
+    backend = _backend(config, device, profiler)
+    model = _load_model(config, path, model_config, dtype, backend, device, progress)
     memory = _Memory.plan(config, model_config, model, dtype, device)
     blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
     adapters = None if config.lora is None else _build_manager(config.lora, model, backend, memory.arena, blocks)
@@ -248,7 +233,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         aging_steps=1 if config.lora is None else config.lora.aging_steps,
     )
     builder = BatchBuilder(blocks, config.max_num_seqs, device)
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size))
+    profiler = profiler or Profiler()
+    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size), profiler)
     info = EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
@@ -261,7 +247,40 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         adapter_memory_bytes=0 if config.lora is None else config.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
     )
-    return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests)
+    return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler)
+
+
+def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
+    backend = get_backend(config.lora_backend, device)
+    if config.quantization is not None and config.quantization not in backend.quantizations:
+        raise ConfigError(
+            f"quantization {config.quantization} is not in the {backend.name} kernels; use lora_backend native, or drop it"
+        )
+    return backend if profiler is None else profiled(backend, profiler)
+
+
+def _load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    backend: KernelBackend,
+    device: torch.device,
+    progress: Progress | None,
+) -> Decoder:
+    return load_model(
+        path,
+        model_config,
+        dtype,
+        device,
+        config.load_format,
+        config.seed,
+        backend,
+        config.lora is not None,
+        None if progress is None else lambda done, total: progress("weights", done, total),
+        config.quantization,
+        _packed_cache(config, path, str(dtype).removeprefix("torch."), backend),
+    )
 
 
 def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend) -> PackedCache | None:

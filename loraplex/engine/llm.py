@@ -20,6 +20,7 @@ from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import AdapterNotFoundError, ConfigError, InvalidRequestError
 from loraplex.metrics import EngineStats
+from loraplex.profiler import Profiler
 
 STALLED_WAIT_S = 0.05
 
@@ -39,14 +40,18 @@ class LLM:
         self._start(_config_of(model, enable_lora, settings), None)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, progress: Progress | None = None) -> Self:
+    def from_config(
+        cls, config: EngineConfig, progress: Progress | None = None, profiler: Profiler | None = None
+    ) -> Self:
+        """With a profiler, each kernel is measured too (loraplex/profile.py)."""
         llm = cls.__new__(cls)
-        llm._start(config, progress)
+        llm._start(config, progress, profiler)
         return llm
 
-    def _start(self, config: EngineConfig, progress: Progress | None) -> None:
+    def _start(self, config: EngineConfig, progress: Progress | None, profiler: Profiler | None = None) -> None:
         self.config = config
-        self.engine: EngineCore = build_engine(config, progress)
+        self._profiler = profiler or Profiler()
+        self.engine: EngineCore = build_engine(config, progress, profiler)
         self._front = make_front(
             config,
             self.engine.info,
@@ -181,7 +186,8 @@ class LLM:
                     in_engine += 1
                 for token_output in self.engine.step():
                     in_engine -= token_output.finish_reason is not None
-                    processed = self._front.outputs.process(token_output, is_final_only=True)
+                    with self._profiler.part("detokenise"):
+                        processed = self._front.outputs.process(token_output, is_final_only=True)
                     if processed is None:
                         continue
                     in_engine -= len(self.engine.abort(processed.abort_ids))

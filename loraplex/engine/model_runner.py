@@ -12,6 +12,7 @@ from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import EngineError
 from loraplex.models.decoder import Decoder
+from loraplex.profiler import Profiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +28,30 @@ class StepHandle:
 class ModelRunner:
     """The decoder with its KV memory and its sampler."""
 
-    def __init__(self, model: Decoder, kv: torch.Tensor, builder: BatchBuilder, sampler: Sampler) -> None:
+    def __init__(
+        self, model: Decoder, kv: torch.Tensor, builder: BatchBuilder, sampler: Sampler, profiler: Profiler
+    ) -> None:
         self._model = model
         self._kv = kv
         self._builder = builder
         self._sampler = sampler
+        self._profiler = profiler
 
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
         """Run the plan. On a CPU the tokens are there when this returns."""
         if not plan.sequences:
             return StepHandle({})
-        step = self._builder.build(plan)
-        hidden = self._model.forward(step.batch, self._kv)
-        if len(step.batch.logits_indices) == 0:
-            return StepHandle({})
-        logits = self._model.compute_logits(hidden[step.batch.logits_indices])
-        self._take_prompt_logprobs(step, logits)
-        return StepHandle(self._sample(step, logits))
+        with self._profiler.part("build"):
+            step = self._builder.build(plan)
+        with self._profiler.part("forward"):
+            hidden = self._model.forward(step.batch, self._kv)
+            if len(step.batch.logits_indices) == 0:
+                return StepHandle({})
+            logits = self._model.compute_logits(hidden[step.batch.logits_indices])
+        with self._profiler.part("sample"):
+            self._take_prompt_logprobs(step, logits)
+            return StepHandle(self._sample(step, logits))
 
     def _take_prompt_logprobs(self, step: BuiltStep, logits: torch.Tensor) -> None:
         for rows in step.prompt_rows:

@@ -55,8 +55,7 @@ class MetricsPage:
         yield self._gauges("loraplex:requests_waiting_by_cause", text, "cause", stats.waiting_by_cause)
         times = stats.step_times
         yield self._counter("loraplex:steps", "Steps of the engine.", times.num_steps)
-        parts = {"schedule": times.schedule_s, "run": times.run_s, "commit": times.commit_s}
-        yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", parts)
+        yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", times.seconds)
 
     def _adapter_families(self, stats: EngineStats) -> Iterator[Metric]:
         text = "Adapters loaded to host memory, by what asked for them."

@@ -96,7 +96,7 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("loraplex:adapter_capacity_bytes", {"tier": "device"}, 4096),
         ("loraplex:adapter_pinned_bytes", None, 512),
         ("loraplex:steps_total", None, 100),
-        ("loraplex:step_seconds_total", {"part": "run"}, 2.5),
+        ("loraplex:step_seconds_total", {"part": "forward"}, 2.5),
     ],
 )
 def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expected: float) -> None:
@@ -120,7 +120,7 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         resident_bytes={"device": 1024},
         capacity_bytes={"device": 4096},
         pinned_bytes=512,
-        step_times=StepTimes(100, 0.5, 2.5, 0.5),
+        step_times=StepTimes(100, {"schedule": 0.5, "forward": 2.5, "commit": 0.5}),
     )
     found = parse(MetricsPage("base").render(stats, {}).decode())[name]
     expected_labels = {"model_name": "base", "engine": "0", **(label or {})}

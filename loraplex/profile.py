@@ -1,0 +1,105 @@
+"""`loraplex profile`: where the time of a prefill and of a decode step goes, and what is the largest part of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from loraplex.bench import Workload, lora_requests
+from loraplex.config import EngineConfig
+from loraplex.core import SamplingParams
+from loraplex.engine.llm import LLM
+from loraplex.errors import ConfigError
+from loraplex.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
+
+PARTS = ("schedule", "build", *KERNEL_PARTS, "python", "sample", "commit", "detokenise", "other")
+"""Of the table. python: the rest of `forward`, between kernels; other: what no part claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Milliseconds a step by part, and steps. `total_ms` is the wall time."""
+
+    num_steps: int
+    total_ms: float
+    part_ms: Mapping[str, float]
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, float], wall_s: float, num_steps: int) -> Profile:
+        per_step = {name: 1e3 * value / max(1, num_steps) for name, value in seconds.items()}
+        kernels = sum(per_step.get(name, 0.0) for name in KERNEL_PARTS)
+        total = 1e3 * wall_s / max(1, num_steps)
+        parts = {name: per_step.get(name, 0.0) for name in PARTS}
+        parts["python"] = per_step.get("forward", 0.0) - kernels
+        claimed = sum(per_step.get(name, 0.0) for name in (*STEP_PARTS, "detokenise"))
+        parts["other"] = total - claimed
+        return cls(num_steps, total, parts)
+
+    @property
+    def largest(self) -> str:
+        return max(self.part_ms, key=lambda name: self.part_ms[name])
+
+
+def profile(llm: LLM, profiler: Profiler, adapters: Sequence[Path], workload: Workload, pattern: str) -> list[Profile]:
+    """(the prefill, a decode step): a run of one token each, and the difference that the other tokens make."""
+    prompts: list[str | Sequence[int] | Mapping[str, object]] = [
+        {"prompt_token_ids": prompt} for prompt in workload.prompts(llm.engine.info.vocab_size)
+    ]
+    requests = lora_requests(adapters, workload, pattern)
+
+    def run(output_len: int) -> tuple[dict[str, float], float, int]:
+        params = SamplingParams(
+            temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=llm.tokenizer is not None
+        )
+        before, steps, began = profiler.seconds, llm.stats().step_times.num_steps, time.perf_counter()
+        llm.generate(prompts, params, lora_request=requests)
+        wall = time.perf_counter() - began
+        spent = {name: value - before.get(name, 0.0) for name, value in profiler.seconds.items()}
+        return spent, wall, llm.stats().step_times.num_steps - steps
+
+    run(2)  # loads the adapters
+    first, first_wall, first_steps = run(1)
+    spent, wall, steps = run(workload.output_len)
+    decode = {name: value - first.get(name, 0.0) for name, value in spent.items()}
+    return [Profile.of(first, first_wall, first_steps), Profile.of(decode, wall - first_wall, steps - first_steps)]
+
+
+def run_profile(config: EngineConfig, adapters: Sequence[Path], workload: Workload, pattern: str) -> int:
+    """Print a table: milliseconds and share of each part, the largest one named."""
+    if workload.output_len < 2:
+        raise ConfigError(f"output_len must be >= 2 to have a decode step, got {workload.output_len}")
+    workload.adapters(pattern, len(adapters))  # refuse before the model is loaded
+    profiler = Profiler()
+    with LLM.from_config(config, profiler=profiler) as llm:
+        workload.check_fits(llm.engine.info.max_model_len)
+        profiles = profile(llm, profiler, adapters, workload, pattern)
+    console = Console()
+    console.print(_table(config, workload, pattern, profiles))
+    for name, one in zip(("prefill", "decode"), profiles, strict=True):
+        share = 100 * one.part_ms[one.largest] / one.total_ms
+        console.print(
+            f"{name}: the largest part is [bold]{one.largest}[/], {share:.0f} % of {one.total_ms:.2f} ms a step"
+        )
+    return 0
+
+
+def _table(config: EngineConfig, workload: Workload, pattern: str, profiles: Sequence[Profile]) -> Table:
+    table = Table(
+        title=f"{config.model}, {pattern}: {workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens",
+        title_justify="left",
+    )
+    table.add_column("part")
+    for name, one in zip(("prefill", "decode"), profiles, strict=True):
+        table.add_column(f"{name}\nms/step ({one.num_steps} steps)", justify="right")
+        table.add_column("%", justify="right")
+    for part in PARTS:
+        cells = [f"{one.part_ms[part]:.2f}" for one in profiles]
+        shares = [f"{100 * one.part_ms[part] / one.total_ms:.1f}" for one in profiles]
+        table.add_row(part, cells[0], shares[0], cells[1], shares[1])
+    table.add_row("total", f"{profiles[0].total_ms:.2f}", "", f"{profiles[1].total_ms:.2f}", "", style="bold")
+    return table

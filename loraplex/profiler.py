@@ -1,0 +1,42 @@
+"""Where the time of a step goes: seconds by part, added up by whoever does the part.
+
+The parts of a step are always measured, a few clock readings each. The kernels inside `forward` are measured by
+loraplex/kernels/profiled.py only when a profile is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+STEP_PARTS = ("schedule", "build", "forward", "sample", "commit")
+"""What a step is made of, in order."""
+
+KERNEL_PARTS = ("gemm", "lora", "attention", "glue")
+"""What `forward` is made of, beside the Python between the kernels. glue: norms, rotary with the KV write, SiLU."""
+
+
+class Profiler:
+    """Seconds by part. One thread writes; anyone may read."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - began
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] += seconds
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """So far, by part."""
+        return dict(self._seconds)

@@ -1,0 +1,65 @@
+"""`loraplex profile`: parts add up to the whole, and a run on the demo model has every part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.bench import Workload
+from loraplex.config import EngineConfig
+from loraplex.demo.tasks import adapter_path, assets_path
+from loraplex.engine.llm import LLM
+from loraplex.errors import ConfigError
+from loraplex.profile import PARTS, Profile, profile, run_profile
+from loraplex.profiler import Profiler
+
+BASE = str(assets_path() / "base")
+ADAPTERS = [Path(adapter_path("sort"))]
+
+
+def test_parts_add_up_to_the_total() -> None:
+    seconds = {
+        "schedule": 0.1,
+        "build": 0.2,
+        "forward": 2.0,
+        "gemm": 1.0,
+        "lora": 0.25,
+        "sample": 0.3,
+        "detokenise": 0.1,
+    }
+    one = Profile.of(seconds, wall_s=3.0, num_steps=2)
+    assert one.total_ms == pytest.approx(1500)
+    assert sum(one.part_ms.values()) == pytest.approx(one.total_ms)
+    assert one.part_ms["python"] == pytest.approx(1e3 * (2.0 - 1.25) / 2)
+    assert one.part_ms["other"] == pytest.approx(1e3 * 0.3 / 2)
+    assert one.largest == "gemm"
+
+
+def test_a_run_has_every_part() -> None:
+    profiler = Profiler()
+    workload = Workload(num_requests=3, prompt_len=8, output_len=6)
+    with LLM.from_config(EngineConfig(model=BASE, enable_prefix_caching=False), profiler=profiler) as llm:
+        prefill, decode = profile(llm, profiler, ADAPTERS, workload, "identical")
+    assert (prefill.num_steps, decode.num_steps) == (1, 5)
+    for part in PARTS:
+        assert decode.part_ms[part] > 0 or part in ("other", "python"), part
+
+
+def test_kernels_are_measured_only_on_request() -> None:
+    with LLM(BASE) as llm:
+        llm.generate([[5, 6, 7]])
+        assert set(llm.stats().step_times.seconds) == {"schedule", "build", "forward", "sample", "commit"}
+        assert llm.stats().step_times.seconds["forward"] > 0
+
+
+def test_the_table_names_the_largest_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_profile(EngineConfig(model=BASE), ADAPTERS, Workload(2, 8, 4), "base") == 0
+    out = capsys.readouterr().out
+    assert "decode: the largest part is" in out
+    assert "detokenise" in out
+
+
+def test_one_token_has_no_decode_step() -> None:
+    with pytest.raises(ConfigError, match="output_len must be >= 2"):
+        run_profile(EngineConfig(model=BASE), ADAPTERS, Workload(2, 8, 1), "base")
