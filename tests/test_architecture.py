@@ -50,6 +50,7 @@ TORCH_FREE = (
     "loraplex.engine.scheduler",
     "loraplex.engine.messages",
     "loraplex.engine.client",
+    "loraplex.engine.async_engine",
     "loraplex.server.config",
     "loraplex.cli",
 )

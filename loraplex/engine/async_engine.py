@@ -8,6 +8,7 @@ and its adapters are loaded again under the same ids.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +125,8 @@ class AsyncEngine:
         """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere."""
         engine = cls(config, served_model_name, on_progress)
         try:
-            await engine._supervisor.start()
+            importing = asyncio.to_thread(importlib.import_module, "loraplex.engine.adapter_opener")
+            await asyncio.gather(engine._supervisor.start(), importing)
             engine._make_front(base_names, adapter_roots)
         except BaseException:
             await engine.shutdown()

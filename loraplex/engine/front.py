@@ -11,7 +11,6 @@ from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
 from loraplex.core import AdapterStore, EngineInfo, LoRARequest
-from loraplex.engine.adapter_opener import AdapterOpener
 from loraplex.engine.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.engine.tokenizer import Tokenizer, read_eos_token_ids
 from loraplex.errors import InvalidRequestError, LoraDisabledError
@@ -61,6 +60,8 @@ def make_front(
     adapter_roots: Sequence[str | Path] | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. `adapter_roots` None: adapters may be anywhere."""
+    from loraplex.engine.adapter_opener import AdapterOpener  # brings in torch: a second, spent while an engine process starts
+
     tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
     registry = None
     if config.lora is not None and store is not None:
