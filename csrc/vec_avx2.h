@@ -90,6 +90,16 @@ inline Vec16 load_bf16_pairs(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
           _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xFFFF0000)))};
 }
+// Vector 0 or 1 of two that lie lane by lane in turn: 0.0, 1.0, 0.1, 1.1, ...
+template <int WHICH>
+inline __m256 bf16_half(__m256i both) {
+  // Two shifts, where a mask would take a register that sums need.
+  return _mm256_castsi256_ps(_mm256_slli_epi32(WHICH == 0 ? both : _mm256_srli_epi32(both, 16), 16));
+}
+template <int WHICH>
+inline Vec16 load_bf16_in_turn(const uint16_t* p) {
+  return {bf16_half<WHICH>(_mm256_loadu_si256((const __m256i*)p)), bf16_half<WHICH>(_mm256_loadu_si256((const __m256i*)(p + 16)))};
+}
 inline void store_f16(uint16_t* p, Vec16 v) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v.lo, kNearest));

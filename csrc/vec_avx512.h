@@ -69,6 +69,12 @@ inline Vec16 load_bf16_pairs(const uint16_t* p) {
   return joined(_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
                 _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xFFFF0000))));
 }
+// Vector 0 or 1 of two that lie lane by lane in turn: 0.0, 1.0, 0.1, 1.1, ...
+template <int WHICH>
+inline Vec16 load_bf16_in_turn(const uint16_t* p) {
+  const __m512i both = _mm512_loadu_si512(p);
+  return {_mm512_castsi512_ps(WHICH == 0 ? _mm512_slli_epi32(both, 16) : _mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)))};
+}
 inline void store_f16(uint16_t* p, Vec16 v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }

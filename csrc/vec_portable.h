@@ -151,6 +151,11 @@ inline Vec16 load_bf16(const uint16_t* p) {
 inline Vec16 load_bf16_pairs(const uint16_t* p) {  // columns in the order 0, 8, 1, 9, ...
   return each_lane([&](int i) { return bf16_to_f32(p[i % 8 * 2 + i / 8]); });
 }
+// Vector 0 or 1 of two that lie lane by lane in turn: 0.0, 1.0, 0.1, 1.1, ...
+template <int WHICH>
+inline Vec16 load_bf16_in_turn(const uint16_t* p) {
+  return each_lane([&](int i) { return bf16_to_f32(p[2 * i + WHICH]); });
+}
 inline void store_f16(uint16_t* p, Vec16 v) {
   for (int i = 0; i < 16; i++) p[i] = f16_of(lane(v, i));
 }

@@ -1,0 +1,79 @@
+// Rotary positions of q and k, and the new keys and values into their KV blocks (attention.h), in one go over the fused qkv output.
+//
+// For the halves a, b of a head: a' = a cos - b sin, b' = b cos + a sin. The product with cos is rounded, the other one is fused with the
+// sum, in every instruction set: fma(-b, sin, a cos), fma(a, sin, b cos).
+#include <omp.h>
+
+#include "api.h"
+#include "attention_tile.h"
+
+namespace loraplex {
+namespace {
+
+constexpr long kMaxHeadDim = 256;
+constexpr long kParallelElements = 400000;  // of q, k and v, about 50 us
+
+void rotate(const float* x, const float* cos, const float* sin, long head_dim, float* out) {
+  const long half = head_dim / 2;
+  for (long i = 0; i < half; i += 16) {
+    const long count = half - i;
+    const Vec16 a = load_first(x + i, count), b = load_first(x + half + i, count);
+    const Vec16 to_a = fma(sub(zero(), b), load_first(sin + i, count), mul(a, load_first(cos + i, count)));
+    const Vec16 to_b = fma(a, load_first(sin + half + i, count), mul(b, load_first(cos + half + i, count)));
+    store_first(out + i, to_a, count);
+    store_first(out + half + i, to_b, count);
+  }
+}
+
+template <class Kv>
+void write_token(const RotaryCall& call, long t) {
+  const long head_dim = call.head_dim, head_size = call.block_size * head_dim;
+  const long block = call.kv_slots[t] / call.block_size, offset = call.kv_slots[t] % call.block_size;
+  alignas(64) float rotated[kMaxHeadDim];
+  for (long h = 0; h < call.kv_heads; h++) {
+    auto* keys = (typename Kv::Element*)call.kv + block * call.block_stride + h * head_size;
+    rotate(call.k + t * call.k_stride + h * head_dim, call.cos + t * head_dim, call.sin + t * head_dim, head_dim, rotated);
+    const float* v = call.v + t * call.v_stride + h * head_dim;
+    for (long d = 0; d < head_dim; d += 16) {
+      store_key<Kv>(keys, offset, d, head_dim, load(rotated + d));
+      store_value<Kv>(keys + call.kv_heads * head_size, offset, d, head_dim, load(v + d));
+    }
+  }
+}
+
+// The lines that a token's keys go to, one for each step, are far apart and not in a cache.
+template <class Kv>
+void prefetch_keys(const RotaryCall& call, long t) {
+  const long head_size = (long)call.block_size * call.head_dim;
+  const long block = call.kv_slots[t] / call.block_size, offset = call.kv_slots[t] % call.block_size;
+  auto* step = (const typename Kv::Element*)call.kv + block * call.block_stride + offset / kGroup * kGroup * call.head_dim;
+  for (long h = 0; h < call.kv_heads; h++, step += head_size)
+    for (long at = 0; at < kGroup * call.head_dim; at += kStep) prefetch_step<Kv>(step + at);
+}
+
+template <class Kv>
+void rotary_write_kv(const RotaryCall& call) {
+  const long elements = call.tokens * (call.heads + 2 * call.kv_heads) * call.head_dim;
+#pragma omp parallel for num_threads(call.threads) if (elements > kParallelElements)
+  for (long t = 0; t < call.tokens; t++) {
+    prefetch_keys<Kv>(call, t);
+    for (long h = 0; h < call.heads; h++) {
+      float* head = call.q + t * call.q_stride + h * call.head_dim;
+      rotate(head, call.cos + t * call.head_dim, call.sin + t * call.head_dim, call.head_dim, head);
+    }
+    write_token<Kv>(call, t);
+  }
+}
+
+}  // namespace
+}  // namespace loraplex
+
+using namespace loraplex;
+
+LORAPLEX_API void loraplex_rotary_write_kv(const RotaryCall* call) {
+  switch (call->format) {
+    case kF32: return rotary_write_kv<KvF32>(*call);
+    case kF16: return rotary_write_kv<KvF16>(*call);
+    case kBF16: return rotary_write_kv<KvBF16>(*call);
+  }
+}
