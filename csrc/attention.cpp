@@ -10,7 +10,6 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "api.h"
@@ -19,7 +18,6 @@
 namespace loraplex {
 namespace {
 
-constexpr long kMaxHeadDim = 256;
 constexpr long kItemRows = 48;       // rows that go over the keys together, so that a block is read from memory once
 constexpr long kParallelCost = 400000;  // of all items (Item::cost), about 20 us: less work stays on the calling thread
 
@@ -166,7 +164,7 @@ void attend_tile(const Call& call, long base, long row, long rows, const Pointer
   const long *end = state.end_key + row, keys = std::min(kBlock, end[rows - 1] - base);  // rows are in the order of their queries
   if (keys <= 0 || call.first_key(end[0]) >= base + kBlock) return;
   const long groups = (keys + kGroup - 1) / kGroup;
-  with_rows(rows, [&](auto r) {
+  with_tile_rows(rows, [&](auto r) {
     in_widths<tile_width(r())>(groups, [&](auto width, long g) {
       score_tile<Kv, r(), width()>(state.q + row * head_dim, head_dim, at.keys + g, next.keys + g, state.scores + 16 * g);
     });
@@ -174,7 +172,7 @@ void attend_tile(const Call& call, long base, long row, long rows, const Pointer
   if (end[0] - base < kGroup * groups || call.first_key(end[rows - 1]) > base)
     for (long m = 0; m < rows; m++) hide(state.scores + m * kBlock, groups, call.first_key(end[m]) - base, end[m] - base);
   softmax(state, row, rows, groups);
-  with_rows(rows, [&](auto r) {
+  with_tile_rows(rows, [&](auto r) {
     in_widths<tile_width(r())>(head_dim / 16, [&](auto width, long panel) {
       const typename Kv::Element *values[kGroups], *ahead[kGroups];
       for (long g = 0; g < kGroups; g++) values[g] = at.values[g] + panel * kStep, ahead[g] = next.values[g] + panel * kStep;

@@ -13,6 +13,7 @@ namespace loraplex {
 
 constexpr long kGroup = 16;  // tokens of a key step
 constexpr long kStep = 32;   // elements of a step
+constexpr long kMaxHeadDim = 256;
 
 // load<0> and load<1> give the first and the second vector of a step.
 struct KvF32 {
@@ -36,6 +37,12 @@ struct KvBF16 {
   static void store16(uint16_t* p, Vec16 v) { store_bf16(p, v); }
   static constexpr long place(long lane, long which) { return 2 * lane + which; }
 };
+
+template <class Kv>
+inline void prefetch_step(const typename Kv::Element* step) {
+  prefetch_l2(step);
+  if constexpr (sizeof(*step) == 4) prefetch_l2(step + kStep / 2);
+}
 
 // Sixteen dimensions of the token at `offset` of its block, from `d` on, into the head's keys or values.
 template <class Kv>

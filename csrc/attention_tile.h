@@ -1,8 +1,7 @@
 // The two inner loops of attention: scores = q K^T and out += weights V, for a tile of rows, all sums in registers.
 #pragma once
-#include <type_traits>
-
 #include "attention.h"
+#include "tile.h"
 
 namespace loraplex {
 
@@ -13,17 +12,12 @@ constexpr int kTileRows = kAccumulators < 6 ? kAccumulators : 6;
 // Vectors beside one another that go with so many rows: a power of two, of which four groups and any number of panels are made.
 constexpr int tile_width(int rows) { return kAccumulators / rows >= 4 ? 4 : kAccumulators / rows >= 2 ? 2 : 1; }
 
-// f(constant n) for n in 1..kTileRows.
+// f(constant rows) for rows in 1..kTileRows.
 template <class F>
-inline void with_rows(long n, F f) {
-  switch (n) {
-#define LORAPLEX_CASE(n)                         \
-  case n:                                        \
-    if constexpr (n <= kTileRows) return f(std::integral_constant<int, n>()); \
-    break;
-    LORAPLEX_CASE(1) LORAPLEX_CASE(2) LORAPLEX_CASE(3) LORAPLEX_CASE(4) LORAPLEX_CASE(5) LORAPLEX_CASE(6)
-#undef LORAPLEX_CASE
-  }
+inline void with_tile_rows(long rows, F f) {
+  with_constant(rows, [&](auto n) {
+    if constexpr (n() <= kTileRows) f(n);
+  });
 }
 
 // f(constant width, first) over [0, count) in powers of two, the largest first.
@@ -50,7 +44,7 @@ inline __attribute__((always_inline)) void multiply_add(Vec16 (&sum)[ROWS][WIDTH
 #pragma GCC unroll 4
       for (int p = 0; p < WIDTH; p++) sum[m][p] = fma(xm, held[p], sum[m][p]);
     }
-  } else {  // one step in registers at a time; broadcasts are loaded again for each, for there is no room to keep them
+  } else {  // one step at a time, its broadcasts loaded anew (asm: x may have changed): kept, they would push sums out of registers
 #pragma GCC unroll 4
     for (int p = 0; p < WIDTH; p++) {
       const Vec16 w = Kv::template load<WHICH>(at(p));
@@ -59,12 +53,6 @@ inline __attribute__((always_inline)) void multiply_add(Vec16 (&sum)[ROWS][WIDTH
       for (int m = 0; m < ROWS; m++) sum[m][p] = fma(broadcast(x + m * x_stride), w, sum[m][p]);
     }
   }
-}
-
-template <class Kv>
-inline void prefetch_step(const typename Kv::Element* step) {
-  prefetch_l2(step);
-  if constexpr (sizeof(*step) == 4) prefetch_l2(step + kStep / 2);
 }
 
 // scores[m][16 g + i] = the chain over d of q[m][d] * key i of group g. `next` are groups that are needed soon.

@@ -5,12 +5,11 @@
 #include <omp.h>
 
 #include "api.h"
-#include "attention_tile.h"
+#include "attention.h"
 
 namespace loraplex {
 namespace {
 
-constexpr long kMaxHeadDim = 256;
 constexpr long kParallelElements = 400000;  // of q, k and v, about 50 us
 
 void rotate(const float* x, const float* cos, const float* sin, long head_dim, float* out) {
@@ -41,9 +40,10 @@ void write_token(const RotaryCall& call, long t) {
   }
 }
 
-// The lines that a token's keys go to, one for each step, are far apart and not in a cache.
+// The lines that a token's keys go to, those of each step of its group, are not in a cache in a decode step.
 template <class Kv>
 void prefetch_keys(const RotaryCall& call, long t) {
+  if (t > 0 && call.kv_slots[t] / kGroup == call.kv_slots[t - 1] / kGroup) return;
   const long head_size = (long)call.block_size * call.head_dim;
   const long block = call.kv_slots[t] / call.block_size, offset = call.kv_slots[t] % call.block_size;
   auto* step = (const typename Kv::Element*)call.kv + block * call.block_stride + offset / kGroup * kGroup * call.head_dim;

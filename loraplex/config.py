@@ -117,6 +117,9 @@ class EngineSettings:
     max_waiting_requests: int = setting(4096, "requests beyond this many waiting ones are refused with 429")
     block_size: int = setting(16, "tokens of a KV block")
     kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
+    kv_cache_dtype: str = setting(
+        "auto", "auto (the model's), float32, float16 or bfloat16: how keys and values are kept"
+    )
     enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes of one adapter and tenant")
     num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)")
 
@@ -124,6 +127,10 @@ class EngineSettings:
         _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")
         _require(self.quantization in (None, "int8"), f"quantization must be int8 or unset, got {self.quantization!r}")
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
+        _require(
+            self.kv_cache_dtype in ("auto", *DTYPES),
+            f"kv_cache_dtype must be auto or one of {DTYPES}, got {self.kv_cache_dtype!r}",
+        )
         for name in (
             "max_num_seqs",
             "max_num_batched_tokens",

@@ -313,6 +313,7 @@ class EngineInfo:
     block_size: int
     adapter_memory_bytes: int
     targets: tuple[LoraTarget, ...]
+    kv_cache_dtype: str
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

@@ -221,7 +221,8 @@ def build_engine(
     dtype = getattr(torch, dtype_name)
     backend = _backend(config, device, profiler)
     model = _load_model(config, path, model_config, dtype, backend, device, progress)
-    memory = _Memory.plan(config, model_config, model, dtype, device)
+    kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    memory = _Memory.plan(config, model_config, model, getattr(torch, kv_cache_dtype), device)
     blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
     adapters = None if config.lora is None else _build_manager(config.lora, model, backend, memory.arena, blocks)
     scheduler = Scheduler(
@@ -246,6 +247,7 @@ def build_engine(
         block_size=config.block_size,
         adapter_memory_bytes=0 if config.lora is None else config.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
+        kv_cache_dtype=kv_cache_dtype,
     )
     return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler)
 
@@ -311,10 +313,15 @@ class _Memory:
 
     @classmethod
     def plan(
-        cls, config: EngineConfig, model_config: ModelConfig, model: Decoder, dtype: torch.dtype, device: torch.device
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: Decoder,
+        kv_dtype: torch.dtype,
+        device: torch.device,
     ) -> _Memory:
         """The KV cache takes whole chunks of `kv_cache_memory_bytes`; adapters have the rest."""
-        block_bytes = math.prod(model.kv_shape(1, config.block_size)) * dtype.itemsize
+        block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
         num_blocks = config.kv_cache_memory_bytes // block_bytes
         max_model_len = _max_model_len(config, model_config, num_blocks * config.block_size)
         most = config.max_num_seqs * -(-max_model_len // config.block_size)
@@ -326,7 +333,7 @@ class _Memory:
         chunks = arena.lend(Owner.KV, num_kv_chunks)
         assert chunks is not None
         num_blocks = num_kv_chunks * blocks_per_chunk
-        kv = arena.bytes_of(chunks).view(dtype).view(model.kv_shape(num_blocks, config.block_size))
+        kv = arena.bytes_of(chunks).view(kv_dtype).view(model.kv_shape(num_blocks, config.block_size))
         return cls(arena, kv, num_blocks, min(max_model_len, num_blocks * config.block_size))
 
 

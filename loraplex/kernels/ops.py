@@ -28,7 +28,8 @@ class KernelBackend(Protocol):
     """Pure functions on tensors. `reference.py` says what each computes; T is token rows, dtypes are the model's.
 
     Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor
-    [num_blocks, num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D].
+    [num_blocks, num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D]. Its dtype is float32,
+    float16 or bfloat16, whatever the model's is. How a head's block_size * D numbers lie in a block is the backend's own.
     """
 
     @property
@@ -100,24 +101,30 @@ class KernelBackend(Protocol):
         """(rms_norm(x + residual), x + residual); the inputs may be overwritten."""
         ...
 
-    def rotary(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary positions, Hugging Face's rotate_half; cos and sin [T, D]."""
-        ...
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, gate_up [T, 2 I] -> [T, I]."""
         ...
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
-        """Store k and v of each token at block * block_size + offset = kv_slot_mapping[t]."""
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        kv_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """q with rotary positions (Hugging Face's rotate_half; cos and sin [T, D]); q, k and v may be overwritten.
+
+        k, rotated too, and v of each token go to block * block_size + offset = kv_slot_mapping[t], in the dtype of the cache.
+        """
         ...
 
     def paged_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
     ) -> torch.Tensor:
-        """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D].
+        """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D] in the dtype of q.
 
         With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
         """

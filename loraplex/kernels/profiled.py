@@ -15,8 +15,6 @@ PART_OF = {
     "paged_attention": "attention",
     "rms_norm": "glue",
     "add_rms_norm": "glue",
-    "rotary": "glue",
-    "write_kv": "glue",
     "rotary_write_kv": "glue",
     "silu_mul": "glue",
 }

@@ -175,20 +175,25 @@ class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
-    def rotary(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        kv_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
         block_size = kv_layer.shape[3]
         block, offset = kv_slot_mapping // block_size, kv_slot_mapping % block_size
-        kv_layer[block, 0, :, offset] = k
-        kv_layer[block, 1, :, offset] = v
+        kv_layer[block, 0, :, offset] = _rotate(k, cos, sin).to(kv_layer.dtype)
+        kv_layer[block, 1, :, offset] = v.to(kv_layer.dtype)
+        return _rotate(q, cos, sin)
 
     def paged_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None

@@ -70,6 +70,18 @@ def kv_rows(kv_layer: torch.Tensor, width: int) -> tuple[torch.Tensor, int]:
     return kv_layer.as_strided(((num_blocks - 1) * stride + per_layer, width), (width, 1)), stride
 
 
+def write_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
+    """Store k and v [T, KH, D] of each token where its kv_slot_mapping says, in one call."""
+    _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
+    rows, block_stride = kv_rows(kv_layer, head_dim)
+    block = kv_slot_mapping.div(block_size, rounding_mode="floor")
+    # row of (block, k or v, head, offset) = block * block_stride + (kv * KH + head) * block_size + offset
+    first = torch.add(kv_slot_mapping, block, alpha=block_stride - block_size)
+    heads = torch.arange(0, 2 * num_kv_heads * block_size, block_size, device=kv_layer.device)
+    index = first.unsqueeze(1) + heads
+    rows.index_copy_(0, index.view(-1), torch.cat((k, v), dim=1).view(-1, head_dim).to(kv_layer.dtype))
+
+
 def paged_attention(
     q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
 ) -> torch.Tensor:
@@ -77,7 +89,7 @@ def paged_attention(
     _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
     rows, stride = kv_rows(kv_layer, block_size * head_dim)
     geometry = _Geometry(stride, num_kv_heads, block_size)
-    key = ("attention", geometry, sliding_window)
+    key = ("attention", geometry, sliding_window, q.dtype)
     schedule: _Schedule | None = plan.scratch.get(key)
     if schedule is None:
         schedule = plan.scratch[key] = _make_schedule(plan, geometry, sliding_window, q.dtype)
@@ -100,7 +112,7 @@ def _decode(
     kv = rows.index_select(0, group.blocks)
     if group.bad_rows is not None:
         kv.view(-1, head_dim).index_fill_(0, group.bad_rows, 0.0)
-    kv = kv.view(2, group.num_rows, geometry.num_kv_heads, -1, head_dim)
+    kv = kv.view(2, group.num_rows, geometry.num_kv_heads, -1, head_dim).to(q.dtype)
     grouped = q.reshape(group.num_rows, geometry.num_kv_heads, num_heads // geometry.num_kv_heads, head_dim)
     out = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=group.mask, scale=scale)
     return out.reshape(group.num_rows, num_heads, head_dim)
@@ -109,7 +121,7 @@ def _decode(
 def _prefill(q: torch.Tensor, rows: torch.Tensor, prefill: _Prefill, geometry: _Geometry, scale: float) -> torch.Tensor:
     """q [Q, H, D] of one sequence -> [Q, H, D]"""
     kv = rows.index_select(0, prefill.blocks).view(2, 1, geometry.num_kv_heads, -1, q.shape[2])
-    kv = kv[:, :, :, prefill.first_key : prefill.first_key + prefill.num_keys]
+    kv = kv[:, :, :, prefill.first_key : prefill.first_key + prefill.num_keys].to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         kv[0],

@@ -18,7 +18,7 @@ from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.reference import StockPacking, StockWeights, check_rows
-from loraplex.kernels.torch_attention import kv_rows, paged_attention
+from loraplex.kernels.torch_attention import paged_attention, write_kv
 
 USUAL_ROWS = 16
 """Rows of a usual decode step, for which oneDNN chooses a layout; other numbers of rows work with it."""
@@ -76,26 +76,24 @@ class TorchBackend(StockPacking, StockWeights, LoraOperators):
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
-    def rotary(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        sin_a, sin_b = sin.chunk(2, dim=-1)
-        return _rotate(q, cos, sin_a, sin_b), _rotate(k, cos, sin_a, sin_b)
-
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
-    def write_kv(self, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, kv_slot_mapping: torch.Tensor) -> None:
-        _, _, num_kv_heads, block_size, head_dim = kv_layer.shape
-        rows, block_stride = kv_rows(kv_layer, head_dim)
-        block = kv_slot_mapping.div(block_size, rounding_mode="floor")
-        # row of (block, k or v, head, offset) = block * block_stride + (kv * KH + head) * block_size + offset
-        first = torch.add(kv_slot_mapping, block, alpha=block_stride - block_size)
-        heads = torch.arange(0, 2 * num_kv_heads * block_size, block_size, device=kv_layer.device)
-        index = first.unsqueeze(1) + heads
-        rows.index_copy_(0, index.view(-1), torch.cat((k, v), dim=1).view(-1, head_dim))
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        kv_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        sin_a, sin_b = sin.chunk(2, dim=-1)
+        write_kv(_rotate(k, cos, sin_a, sin_b), v, kv_layer, kv_slot_mapping)
+        return _rotate(q, cos, sin_a, sin_b)
 
     def paged_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None

@@ -249,6 +249,10 @@ class RMSNorm:
         self.weight = tensors["weight"]
 
 
+Rope = tuple[Tensor, Tensor]
+"""cos and sin [T, head_dim] of the step's positions, the same for all layers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Causal attention of one layer over its part of the paged KV cache; grouped queries; `sliding_window` tokens or all."""
@@ -257,11 +261,11 @@ class Attention:
     sliding_window: int | None
     ops: KernelBackend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Writes k and v of the step's tokens to the cache first.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
+        """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Gives q and k their positions; k and v go to the cache.
 
         kv_layer [num_blocks, 2, kv_heads, block_size, D] is this layer's view of the cache; only blocks of the plan are read.
         """
-        self.ops.write_kv(k, v, kv_layer, plan.kv_slot_mapping)
+        q = self.ops.rotary_write_kv(q, k, v, *rope, kv_layer, plan.kv_slot_mapping)
         out = self.ops.paged_attention(q, kv_layer, plan, self.head_dim**-0.5, self.sliding_window)
         return out.flatten(1)

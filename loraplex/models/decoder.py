@@ -18,7 +18,7 @@ from loraplex.core import LoraTarget, Shard
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
-from loraplex.layers.common import Attention, LayerSetup, RMSNorm, RotaryEmbedding, WeightedLayer, WeightPart
+from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLinear,
@@ -34,9 +34,6 @@ Linear = ParallelLinear | BaseLayerWithLoRA
 """A linear as a block calls it: `forward(x, plan)`."""
 
 WHOLE = Shard()
-
-Rope = tuple[Tensor, Tensor]
-"""cos and sin [T, head_dim] of the step's positions, the same for all layers."""
 
 
 class _Linears:
@@ -78,8 +75,7 @@ class SelfAttention:
         self.k_norm = RMSNorm(f"{name}.k_norm", head_dim, config.rms_norm_eps, setup) if config.qk_norm else None
         self.attention = Attention(head_dim, config.sliding_windows[layer], setup.ops)
         self.head_dim = head_dim
-        self.split_sizes = [s.out_features for s in qkv.target.slices]
-        self.ops = setup.ops
+        self.head_counts = [s.out_features // head_dim for s in qkv.target.slices]
 
     def norms(self) -> list[RMSNorm]:
         return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
@@ -87,11 +83,10 @@ class SelfAttention:
     def forward(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, lora: LoraPlan | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]; rope: cos and sin [T, head_dim] of the tokens' positions."""
         qkv = self.qkv_proj.forward(x, lora)
-        q, k, v = (t.view(len(t), -1, self.head_dim) for t in torch.split(qkv, self.split_sizes, dim=-1))
+        q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.head_counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm.forward(q), self.k_norm.forward(k)
-        q, k = self.ops.rotary(q, k, *rope)
-        return self.o_proj.forward(self.attention.forward(q, k, v, kv_layer, plan), lora)
+        return self.o_proj.forward(self.attention.forward(q, k, v, rope, kv_layer, plan), lora)
 
 
 class MLP:
@@ -170,7 +165,7 @@ class Decoder:
     def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
         """Hidden states [T, hidden] after the last norm; keys and values of the step's tokens are written to `kv`.
 
-        kv: `kv_shape(...)` in the model's dtype; blocks that no table of the batch names may hold anything.
+        kv: `kv_shape(...)`, float32, float16 or bfloat16; blocks that no table of the batch names may hold anything.
         """
         rope = self.rotary_emb.forward(batch.positions)
         x, residual = self.embed_tokens.forward(batch.token_ids), None

@@ -633,6 +633,7 @@ def test_every_setting_is_a_keyword(base: Path) -> None:
         ({"max_model_len": 10_000}, "10000.*2048"),
         ({"max_model_len": 512, "kv_cache_memory_bytes": 65_536}, "512 tokens.*65536 bytes.*128 tokens"),
         ({"kv_cache_memory_bytes": 1}, "kv_cache_memory_bytes"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be auto or one of .*'fp8'"),
         ({"adapter_memory_bytes": 0}, "adapter_memory_bytes.*0"),
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras.*2.*max_loras.*4"),
         ({"fully_sharded_loras": True}, "fully_sharded_loras"),

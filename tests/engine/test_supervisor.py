@@ -15,7 +15,7 @@ from loraplex.engine import supervisor as supervisor_module
 from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS, EngineSupervisor
 from loraplex.errors import EngineDeadError, ModelNotFoundError
 
-INFO = EngineInfo("/model", "llama", "float32", "torch", 100, 64, 8, 16, 0, ())
+INFO = EngineInfo("/model", "llama", "float32", "torch", 100, 64, 8, 16, 0, (), "float32")
 
 
 class PlayedClient:

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget
+from loraplex.kernels.native.attention import has_native_layout
+from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
 
@@ -18,7 +21,13 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, FP16: 5e-3, BF16: 3e-2}
 """Largest error allowed, relative to the largest value, by the dtype of the result."""
 
-BACKENDS: tuple[KernelBackend, ...] = tuple(get_backend(name, torch.device("cpu")) for name in ("reference", "torch"))
+NATIVE = open_library()
+"""The kernels of this machine's best instruction set, or why there are none."""
+
+BACKENDS: tuple[KernelBackend, ...] = tuple(
+    get_backend(name, torch.device("cpu"))
+    for name in ("reference", "torch", *(["native"] if isinstance(NATIVE, NativeLibrary) else []))
+)
 
 POISON = 0xFF
 """A byte that makes NaN of every float dtype."""
@@ -45,6 +54,20 @@ def pairwise(dimensions: Mapping[str, Sequence[object]], seed: int = 0) -> list[
         missing -= pairs(best)
         cases.append({name: dimensions[name][best[name]] for name in names})
     return cases
+
+
+def kv_places(backend: KernelBackend, kv_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a backend has dimension d of the key, and of the value, of token `offset` among a head's numbers: [block_size, D] each."""
+    _, _, _, block_size, head_dim = kv_layer.shape
+    offset, d = torch.arange(block_size)[:, None], torch.arange(head_dim)
+    if not isinstance(backend, NativeBackend) or not has_native_layout(kv_layer):
+        return offset * head_dim + d, offset * head_dim + d
+
+    def place(step: torch.Tensor, lane: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return step * 32 + (2 * lane + which if kv_layer.dtype == BF16 else lane + 16 * which)
+
+    keys = place(offset // 16 * (head_dim // 2) + d // 2, offset % 16, d % 2)
+    return keys, place(offset // 2 * (head_dim // 16) + d // 16, d % 16, offset % 2)
 
 
 def case_id(case: Mapping[str, object]) -> str:

@@ -1,8 +1,9 @@
-"""write_kv and paged_attention of every backend: a float64 loop over a KV cache whose every other byte is NaN."""
+"""rotary_write_kv and paged_attention of every backend: a float64 loop over a KV cache whose every other byte is NaN."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.kernels import torch_attention
+from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan
-from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, POISON, assert_close, case_id, pairwise, same_bits
+from tests.kernels.cases import (
+    BACKENDS,
+    BF16,
+    FP16,
+    FP32,
+    POISON,
+    assert_close,
+    case_id,
+    kv_places,
+    pairwise,
+    same_bits,
+)
 
 NUM_LAYERS, LAYER = 3, 1
 UNUSED_BLOCK = 10**6
@@ -52,13 +65,16 @@ def poisoned_kv(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: i
     return torch.full((nbytes,), POISON, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def fill(kv: torch.Tensor, plan: AttentionPlan, context: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put keys and values [C, KH, D] of each sequence where its table says, one token after the other."""
-    for row, (keys, values) in zip(plan.block_tables.tolist(), context, strict=True):
-        for p in range(len(keys)):
-            block, offset = row[p // plan.block_size], p % plan.block_size
-            kv[block, LAYER, 0, :, offset] = keys[p]
-            kv[block, LAYER, 1, :, offset] = values[p]
+def fill(
+    backend: KernelBackend, kv: torch.Tensor, plan: AttentionPlan, context: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Let the backend put keys and values [C, KH, D] of each sequence where its table says; the rotation is by no angle."""
+    for row, (keys, values) in zip(plan.block_tables, context, strict=True):
+        positions = torch.arange(len(keys))
+        slots = row[positions // plan.block_size].long() * plan.block_size + positions % plan.block_size
+        k, v = (t.to(backend.activation_dtype(t.dtype)) for t in (keys, values))
+        ones, zeros = torch.ones_like(k[:, 0]), torch.zeros_like(k[:, 0])
+        backend.rotary_write_kv(torch.zeros_like(k), k, v, ones, zeros, kv[:, LAYER], slots)
 
 
 def expected_attention(
@@ -100,10 +116,11 @@ BATCHES: dict[str, tuple[list[int], list[int]]] = {
 DIMENSIONS: dict[str, list[Any]] = {
     "batch": list(BATCHES),
     "heads": [(9, 3), (4, 4), (8, 1), (14, 2)],
-    "head_dim": [16, 64, 80, 128],
+    "head_dim": [16, 24, 64, 80, 128],
     "block_size": [8, 16, 32],
     "window": [None, 1, 5, 16, 33, 1000],
     "dtype": [FP32, FP16, BF16],
+    "kv_dtype": [None, FP32, FP16, BF16],
 }
 CASES = pairwise(DIMENSIONS)
 
@@ -122,11 +139,19 @@ def test_full_product(batch: str, heads: tuple[int, int], dtype: torch.dtype) ->
     for head_dim in DIMENSIONS["head_dim"]:
         for block_size in DIMENSIONS["block_size"]:
             for window in DIMENSIONS["window"]:
-                check(batch, heads, head_dim, block_size, window, dtype)
+                for kv_dtype in DIMENSIONS["kv_dtype"]:
+                    check(batch, heads, head_dim, block_size, window, dtype, kv_dtype)
 
 
 def check(
-    batch: str, heads: tuple[int, int], head_dim: int, block_size: int, window: int | None, dtype: torch.dtype
+    batch: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    backends: Sequence[KernelBackend] = BACKENDS,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     plan, num_blocks = make_plan(*BATCHES[batch], block_size, seed=0)
@@ -135,18 +160,21 @@ def check(
         (draw(generator, dtype, n, num_kv_heads, head_dim), draw(generator, dtype, n, num_kv_heads, head_dim))
         for n in plan.context_lens_host
     ]
+    kv_dtype = kv_dtype or dtype
+    stored = [(keys.to(kv_dtype), values.to(kv_dtype)) for keys, values in context]
     # q as attention gets it: a slice of a fused projection
     q = draw(generator, dtype, sum(plan.query_lens), num_heads + 2, head_dim)[:, 1:-1]
     scale = head_dim**-0.5
-    kv = poisoned_kv(num_blocks, num_kv_heads, block_size, head_dim, dtype)
-    fill(kv, plan, context)
-    before = kv.clone()
-    expected = expected_attention(q, plan, context, scale, window)
-    for backend in BACKENDS:
-        got = backend.paged_attention(q, kv[:, LAYER], plan, scale, window)
+    expected = expected_attention(q, plan, stored, scale, window)
+    for backend in backends:
+        kv = poisoned_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_dtype)
+        fill(backend, kv, plan, context)
+        before, own_q = kv.clone(), q.to(backend.activation_dtype(dtype))
+        got = backend.paged_attention(own_q, kv[:, LAYER], plan, scale, window)
         assert got.shape == q.shape
+        assert got.dtype == own_q.dtype
         assert_close(got, expected, dtype)
-    assert same_bits(kv, before)
+        assert same_bits(kv, before)
 
 
 def test_cases_are_few() -> None:
@@ -154,12 +182,12 @@ def test_cases_are_few() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-def test_one_plan_serves_layers_with_and_without_a_window(backend: Any) -> None:
+def test_one_plan_serves_layers_with_and_without_a_window(backend: KernelBackend) -> None:
     generator = torch.Generator().manual_seed(1)
     plan, num_blocks = make_plan([1, 3, 1], [40, 20, 7], 16, seed=1)
     context = [(draw(generator, FP32, n, 2, 16), draw(generator, FP32, n, 2, 16)) for n in plan.context_lens_host]
     kv = poisoned_kv(num_blocks, 2, 16, 16, FP32)
-    fill(kv, plan, context)
+    fill(backend, kv, plan, context)
     q = draw(generator, FP32, 5, 4, 16)
     for window in (None, 6, None, 6):
         expected = expected_attention(q, plan, context, 0.25, window)
@@ -167,7 +195,7 @@ def test_one_plan_serves_layers_with_and_without_a_window(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-def test_chunked_prefill_equals_whole(backend: Any) -> None:
+def test_chunked_prefill_equals_whole(backend: KernelBackend) -> None:
     generator = torch.Generator().manual_seed(2)
     keys, values, q = (draw(generator, FP32, 37, heads, 32) for heads in (2, 2, 4))
     whole = None
@@ -177,7 +205,7 @@ def test_chunked_prefill_equals_whole(backend: Any) -> None:
             start, end = end, end + chunk
             plan, num_blocks = make_plan([chunk], [end], 16, seed=2)
             kv = poisoned_kv(num_blocks, 2, 16, 32, FP32)
-            fill(kv, plan, [(keys[:end], values[:end])])
+            fill(backend, kv, plan, [(keys[:end], values[:end])])
             outputs.append(backend.paged_attention(q[start:end], kv[:, LAYER], plan, 0.2, None))
         whole = torch.cat(outputs) if whole is None else whole
         assert_close(torch.cat(outputs), whole)
@@ -185,21 +213,36 @@ def test_chunked_prefill_equals_whole(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 50])
-@pytest.mark.parametrize(("num_kv_heads", "block_size", "head_dim"), [(3, 16, 64), (1, 8, 80), (2, 32, 16)])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "block_size", "head_dim"), [(3, 16, 64), (1, 8, 80), (2, 32, 16), (2, 16, 24)]
+)
 def test_write_kv(
-    backend: Any, dtype: torch.dtype, num_tokens: int, num_kv_heads: int, block_size: int, head_dim: int
+    backend: KernelBackend,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_tokens: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_dim: int,
 ) -> None:
+    """Without an angle: k and v, rounded to the dtype of the cache, go to their places and nothing else is written."""
     generator = torch.Generator().manual_seed(3)
-    fused = draw(generator, dtype, num_tokens, 2 * num_kv_heads, head_dim)
+    fused = draw(generator, dtype, num_tokens, 2 * num_kv_heads, head_dim).to(backend.activation_dtype(dtype))
     k, v = fused.chunk(2, dim=1)
-    kv = poisoned_kv(9, num_kv_heads, block_size, head_dim, dtype)
+    kv = poisoned_kv(9, num_kv_heads, block_size, head_dim, kv_dtype)
     kv_slots = torch.randperm(9 * block_size, generator=generator)[:num_tokens]
     expected = kv.clone()
+    heads = expected.view(9, NUM_LAYERS, 2, num_kv_heads, -1)
+    key_places, value_places = kv_places(backend, kv[:, LAYER])
     for t, kv_slot in enumerate(kv_slots.tolist()):
-        expected[kv_slot // block_size, LAYER, 0, :, kv_slot % block_size] = k[t]
-        expected[kv_slot // block_size, LAYER, 1, :, kv_slot % block_size] = v[t]
-    backend.write_kv(k, v, kv[:, LAYER], kv_slots)
+        block, offset = divmod(kv_slot, block_size)
+        heads[block, LAYER, 0, :, key_places[offset]] = k[t].to(kv_dtype)
+        heads[block, LAYER, 1, :, value_places[offset]] = v[t].to(kv_dtype)
+    ones, zeros = torch.ones_like(k[:, 0]), torch.zeros_like(k[:, 0])
+    q = draw(generator, dtype, num_tokens, 2 * num_kv_heads, head_dim).to(fused.dtype)
+    assert same_bits(backend.rotary_write_kv(q.clone(), k, v, ones, zeros, kv[:, LAYER], kv_slots), q)
     assert same_bits(kv, expected)
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import BACKENDS as NAMES
 from loraplex.kernels.ops import get_backend
-from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, assert_close, same_bits
+from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, assert_close, kv_places, same_bits
 
 pytestmark = [
     pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name),
@@ -34,6 +34,8 @@ def test_linear(
     x, weight = draw(dtype, num_tokens, in_features), draw(dtype, out_features, in_features, seed=1)
     bias = draw(dtype, out_features, seed=2) if has_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    own = backend.activation_dtype(dtype)
+    x, bias = x.to(own), None if bias is None else bias.to(own)
     assert_close(backend.linear(x, weight, bias), expected, dtype)
 
 
@@ -80,17 +82,22 @@ def test_rotary(
     backend: Any, dtype: torch.dtype, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
     sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-    qkv = draw(dtype, num_tokens, sum(sizes))
-    q, k, _ = (t.view(num_tokens, -1, head_dim) for t in qkv.split(sizes, dim=-1))
-    before = qkv.clone()
+    qkv = draw(dtype, num_tokens, sum(sizes)).to(backend.activation_dtype(dtype))
+    q, k, v = (t.view(num_tokens, -1, head_dim) for t in qkv.clone().split(sizes, dim=-1))
     config = LlamaConfig(hidden_size=num_heads * head_dim, num_attention_heads=num_heads, head_dim=head_dim)
-    positions = torch.arange(5, 5 + num_tokens)[None]
-    cos, sin = LlamaRotaryEmbedding(config)(qkv, positions)
-    theirs = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    for got, expected in zip(backend.rotary(q, k, cos[0], sin[0]), theirs, strict=True):
-        assert got.dtype == dtype
-        assert_close(got, expected[0].transpose(0, 1))
-    assert same_bits(qkv, before)
+    cos, sin = LlamaRotaryEmbedding(config)(qkv, torch.arange(5, 5 + num_tokens)[None])
+    theirs = apply_rotary_pos_emb(q.clone().transpose(0, 1)[None], k.clone().transpose(0, 1)[None], cos, sin)
+    kv = torch.zeros(5, 1, 2, num_kv_heads, 16, head_dim, dtype=qkv.dtype)
+    kv_slots = torch.arange(3, 3 + num_tokens)
+    got = backend.rotary_write_kv(q, k, v, cos[0], sin[0], kv[:, 0], kv_slots)
+    assert got.dtype == qkv.dtype
+    assert_close(got, theirs[0][0].transpose(0, 1), dtype)
+    key_places, value_places = kv_places(backend, kv[:, 0])
+    heads = kv.view(5, 2, num_kv_heads, -1)
+    keys = torch.stack([heads[s // 16, 0][:, key_places[s % 16]] for s in kv_slots.tolist()])
+    values = torch.stack([heads[s // 16, 1][:, value_places[s % 16]] for s in kv_slots.tolist()])
+    assert_close(keys, theirs[1][0].transpose(0, 1), dtype)
+    assert same_bits(values.view(num_tokens, -1), qkv[:, sum(sizes[:2]) :])
 
 
 @pytest.mark.parametrize("size", [64, 37])

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
+from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.torch_ops import TorchBackend
 
 
@@ -44,3 +46,24 @@ class NativeBackend(TorchBackend):
         if not isinstance(weight, PanelWeight):
             weight = self.prepare_linear(weight)
         return linear(self.library, x, weight, bias, self.num_threads)
+
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        kv_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        if not has_native_layout(kv_layer):
+            return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping)
+        return rotary_write_kv(self.library, q, k, v, cos, sin, kv_layer, kv_slot_mapping, self.num_threads)
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        if not has_native_layout(kv_layer):
+            return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
+        return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)

@@ -1,0 +1,149 @@
+"""Rotary positions with the KV write, and paged attention, over KV blocks in the layout of csrc/attention.h."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.plan import AttentionPlan
+
+KV_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""Dtype of the KV cache -> csrc/api.h's Format."""
+
+GROUP = 16
+MAX_HEAD_DIM = 256
+NO_WINDOW = 1 << 40
+
+
+class AttentionStep(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q_indptr", "context_lens", "block_tables")),
+        *((name, ctypes.c_int64) for name in ("sequences", "table_stride", "block_stride")),
+        *((name, ctypes.c_int32) for name in ("format", "block_size", "heads", "kv_heads", "head_dim", "threads")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class RotaryCall(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos", "sin", "kv_slots", "kv")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "block_stride", "tokens")),
+        *((name, ctypes.c_int32) for name in ("format", "block_size", "heads", "kv_heads", "head_dim", "threads")),
+    )
+
+
+def has_native_layout(kv_layer: torch.Tensor) -> bool:
+    """Whether these kernels write and read this cache; if not, both are stock torch's."""
+    _, _, _, block_size, head_dim = kv_layer.shape
+    return (
+        block_size % GROUP == 0 and head_dim % GROUP == 0 and head_dim <= MAX_HEAD_DIM and kv_layer.dtype in KV_FORMATS
+    )
+
+
+def rotary_write_kv(
+    library: NativeLibrary,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_layer: torch.Tensor,
+    kv_slot_mapping: torch.Tensor,
+    num_threads: int,
+) -> torch.Tensor:
+    """See KernelBackend.rotary_write_kv; q is rotated in place."""
+    num_tokens, num_heads, head_dim = q.shape
+    dense = (head_dim, 1)
+    assert q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype == torch.float32
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == dense
+    assert cos.is_contiguous()
+    assert sin.is_contiguous()
+    assert kv_slot_mapping.dtype == torch.int64
+    assert kv_slot_mapping.is_contiguous()
+    block_stride, _, _, _, _ = kv_layer.stride()
+    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    call = RotaryCall(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        kv_slot_mapping.data_ptr(),
+        kv_layer.data_ptr(),
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        block_stride,
+        num_tokens,
+        KV_FORMATS[kv_layer.dtype],
+        block_size,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        num_threads,
+    )
+    library.functions.loraplex_rotary_write_kv(ctypes.byref(call))
+    return q
+
+
+def paged_attention(
+    library: NativeLibrary,
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding_window: int | None,
+    num_threads: int,
+) -> torch.Tensor:
+    """See KernelBackend.paged_attention; q [T, H, D] float32, its heads dense; -> [T, H, D] float32."""
+    key = ("native attention", q.shape, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, scale, num_threads)
+    step: _Step | None = plan.scratch.get(key)
+    if step is None:
+        step = plan.scratch[key] = _Step(q, kv_layer, plan, scale, num_threads)
+    assert q.dtype == torch.float32
+    assert q.stride()[1:] == step.head_strides
+    out = torch.empty_like(q)  # its heads are dense, so this is too
+    library.functions.loraplex_paged_attention(
+        step.address, q.data_ptr(), q.stride(0), kv_layer.data_ptr(), sliding_window or NO_WINDOW, out.data_ptr()
+    )
+    return out
+
+
+class _Step:
+    """What all layers of a step share, made once; the plan that it is kept in keeps its tensors alive."""
+
+    def __init__(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, num_threads: int
+    ) -> None:
+        (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_layer.shape
+        tables = plan.block_tables
+        assert plan.q_indptr.dtype == plan.context_lens.dtype == tables.dtype == torch.int32
+        assert plan.q_indptr.is_contiguous()
+        assert plan.context_lens.is_contiguous()
+        assert tables.stride(1) == 1
+        assert kv_layer[0].is_contiguous(), "a KV layer is dense inside a block"
+        assert sum(plan.query_lens) == num_tokens
+        assert num_heads % num_kv_heads == 0
+        self.head_strides = (head_dim, 1)
+        self._arguments = AttentionStep(
+            plan.q_indptr.data_ptr(),
+            plan.context_lens.data_ptr(),
+            tables.data_ptr(),
+            len(plan.query_lens),
+            tables.stride(0),
+            kv_layer.stride(0),
+            KV_FORMATS[kv_layer.dtype],
+            block_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            num_threads,
+            scale,
+        )
+        self.address = ctypes.addressof(self._arguments)
