@@ -55,10 +55,13 @@ template <class Element>
 void copy_columns(const Element* from, long from_stride, long columns, long depth, Element* to, long to_stride) {
   constexpr long kLine = 64 / sizeof(Element);
   const long whole_columns = columns / 8 * 8, whole_depth = depth / 8 * 8;
+  const long ahead = depth > columns ? 4 * kLine : 32 * from_stride;  // along long rows, or over to rows further down
   for (long line = 0; line < whole_depth; line += kLine)
-    for (long c = 0; c < whole_columns; c += 8)
+    for (long c = 0; c < whole_columns; c += 8) {
+      for (long i = 0; i < 8; i++) prefetch(from + (c + i) * from_stride + line + ahead);
       for (long k = line; k < std::min(line + kLine, whole_depth); k += 8)
         transpose(from + c * from_stride + k, from_stride, to + k * to_stride + c, to_stride);
+    }
   for (long c = 0; c < columns; c++)
     for (long k = c < whole_columns ? whole_depth : 0; k < depth; k++) to[k * to_stride + c] = from[c * from_stride + k];
 }
