@@ -15,7 +15,7 @@
 namespace loraplex {
 namespace {
 
-constexpr int64_t kWorthAThread = 1 << 19;  // of cost, see below: about 10 us
+constexpr int64_t kWorthThreads = 1 << 20;  // of cost, see below: about 25 us
 
 // Cost of a product: weights times (rows + 4), because reading a weight takes as long as multiplying some rows by it.
 int64_t cost_of(int64_t weights, long rows) { return weights * (rows + 4); }
@@ -263,8 +263,7 @@ LORAPLEX_API void loraplex_add_lora(const LoraTable* table, const LoraSegments* 
   if (h_buffer.size() < h_size) h_buffer.resize(h_size);
   float* h = h_buffer.data();
   for (Work& w : work) w.h = h, h += w.rows * w.h_stride;
-  const int64_t worth = (call.shrink_cost + call.expand_cost) / kWorthAThread;
-  if (threads == 1 || worth < 2) return run_share(call, 0, 1);
-#pragma omp parallel num_threads(int(std::min<int64_t>(threads, worth)))
+  if (threads == 1 || call.shrink_cost + call.expand_cost < kWorthThreads) return run_share(call, 0, 1);
+#pragma omp parallel num_threads(threads)  // all or one: OpenMP ends the threads that a smaller team has no use for
   run_share(call, omp_get_thread_num(), omp_get_num_threads());
 }

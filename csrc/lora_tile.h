@@ -22,8 +22,9 @@ struct LoraProduct {
 
 constexpr int max_vectors(int rows) { return kAccumulators / rows < kLoraVectors ? kAccumulators / rows : (int)kLoraVectors; }
 
-constexpr long kLoraChunk = 512;          // steps of k that all rows go through together
-constexpr long kLoraAheadBytes = 4096;    // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
+constexpr long kLoraChunk = 512;           // steps of k that all rows go through together
+constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows go through together
+constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
 
 // Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on from what y holds.
 // noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the disassembly.
@@ -35,11 +36,11 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
   for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
     for (int v = 0; v < VECTORS; v++) sum[m][v] = resumes ? load(y + m * y_stride + kPanel * v) : zero();
-  if (adds) {
+  if (adds && ROWS > 4) {  // what the next tile but one adds to; a few rows are still in the cache
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
-      for (int v = 0; v < VECTORS; v++) prefetch(y + m * y_stride + kPanel * (v + 2 * VECTORS));  // what the next tile but one adds to
+      for (int v = 0; v < VECTORS; v++) prefetch(y + m * y_stride + kPanel * (v + 2 * VECTORS));
   }
   for (long k = 0; k < depth; k++) {
 #pragma GCC unroll 12
@@ -101,32 +102,43 @@ __attribute__((noinline)) void run_narrow(const LoraProduct<Math> (&p)[kNarrow])
   for (int i = 0; i < kNarrow; i++) store(p[i].y, sum[i]);
 }
 
+// Blocks of rows, of balanced sizes, for which rows x vectors take the fewest tiles: on AVX-512 16 = 6+5+5 with four vectors, 8+8 with three.
+inline long row_blocks(long rows, long vectors) {
+  long best = rows, best_tiles = rows * ceil_div(vectors, max_vectors(1));
+  for (int of = 2; of <= kMaxRows; of++) {
+    const long blocks = ceil_div(rows, of), tiles = blocks * ceil_div(vectors, max_vectors(of));
+    if (tiles <= best_tiles) best = blocks, best_tiles = tiles;
+  }
+  return best;
+}
+
 // Vectors [begin, end) of all columns of a product, all its rows.
 template <class Math>
 void run_product(const LoraProduct<Math>& p, long begin, long end) {
-  const long blocks = (p.rows + kMaxRows - 1) / kMaxRows;  // of balanced sizes: 7 = 4+3, 16 = 8+8, never 12+4
+  const long blocks = p.rows <= 1 ? p.rows : row_blocks(p.rows, std::min(kLoraVectors, end - begin));
   if (blocks == 0) return;
-  const long limit = max_vectors((p.rows + blocks - 1) / blocks);
-  for (long first = begin / kLoraVectors * kLoraVectors; first < end; first += kLoraVectors) {
-    const long width = panel_width(first * kPanel, p.width);
-    const long v0 = std::max(begin - first, 0L), v1 = std::min(end - first, kLoraVectors), groups = (v1 - v0 + limit - 1) / limit;
-    const long chunk = blocks > 1 && !p.adds ? kLoraChunk : p.depth;
-    const auto* panel = p.w + first * kPanel * p.depth;
+  const long limit = max_vectors(ceil_div(p.rows, blocks)), chunk = blocks > 1 && !p.adds ? kLoraChunk : p.depth;
+  auto run_tile = [&](long t0, long t1, long k, long v, long count) {
+    const long first = v / kLoraVectors * kLoraPanel, width = panel_width(first, p.width), column = v * kPanel;
+    const auto* w = p.w + first * p.depth + k * width + column - first;
+    with_constant(t1 - t0, [&](auto rows) {
+      with_constant(count, [&](auto vectors) {
+        if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
+          lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width, std::min(chunk, p.depth - k),
+                                             p.y + t0 * p.y_stride + column, p.y_stride, p.columns - column, k > 0, p.adds, p.scale);
+      });
+    });
+  };
+  for (long span = begin / kSpan * kSpan; span < end; span += kSpan)
     for (long k = 0; k < p.depth; k += chunk)
-      for (long b = 0; b < blocks; b++)
-        for (long g = 0; g < groups; g++) {
-          const long t0 = p.rows * b / blocks, t1 = p.rows * (b + 1) / blocks;
-          const long g0 = v0 + (v1 - v0) * g / groups, g1 = v0 + (v1 - v0) * (g + 1) / groups, column = (first + g0) * kPanel;
-          with_constant(t1 - t0, [&](auto rows) {
-            with_constant(g1 - g0, [&](auto vectors) {
-              if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
-                lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, panel + k * width + g0 * kPanel, width,
-                                                   std::min(chunk, p.depth - k), p.y + t0 * p.y_stride + column, p.y_stride,
-                                                   p.columns - column, k > 0, p.adds, p.scale);
-            });
-          });
+      for (long b = 0; b < blocks; b++) {
+        const long last = std::min(span + kSpan, end);
+        for (long v = std::max(span, begin), count; v < last; v += count) {  // balanced groups of vectors of one panel
+          const long left = std::min(last, v / kLoraVectors * kLoraVectors + kLoraVectors) - v;
+          count = ceil_div(left, ceil_div(left, limit));
+          run_tile(p.rows * b / blocks, p.rows * (b + 1) / blocks, k, v, count);
         }
-  }
+      }
 }
 
 }  // namespace loraplex
