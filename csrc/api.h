@@ -29,4 +29,28 @@ struct RotaryCall {
   int32_t format, block_size, heads, kv_heads, head_dim, threads;
 };
 
+// The rows of one linear in the slot table (loraplex/kernels/plan.py), each of `capacity` slots; one row and one output slice per slice.
+struct LoraTable {
+  const int64_t *a_addr, *b_addr, *bias_addr;  // 0: no such part. a_addr is that of the A of all slices
+  const int32_t *rank;
+  const float* scale;
+  const int32_t* format;
+  int64_t capacity, num_slices, in;
+  const int64_t *out_offset, *out;  // [num_slices]
+};
+
+// Rows [start, end) of x go through the adapter in `slot`, times `weight`, in this order.
+struct LoraSegments {
+  const int32_t *start, *end, *slot;
+  const float* weight;
+  int64_t count;
+};
+
+// One slice of an adapter, row-major: a [rank, in], b [out, rank], bias [out] fp32 or null. Strides are those of rows, in elements.
+struct LoraSource {
+  const void *a, *b;
+  const float* bias;
+  int64_t a_stride, b_stride, a_format, b_format, rank, out;
+};
+
 }  // namespace loraplex

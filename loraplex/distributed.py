@@ -28,32 +28,36 @@ def _part(full: int, here: int, shard: Shard) -> tuple[int, int]:
 
 
 def shard_rows(full: torch.Tensor, num_rows: int, shard: Shard) -> torch.Tensor:
-    """This shard's `num_rows` rows of `full` [rows, ...], as a view. num_rows == rows is a replica."""
+    """This shard's `num_rows` rows of `full` [rows, ...], as a view. num_rows == rows is a replica: `full` itself."""
+    if num_rows == full.size(0):
+        return full
     start, end = _part(full.shape[0], num_rows, shard)
     return full[start:end]
 
 
 def shard_columns(full: torch.Tensor, num_columns: int, shard: Shard) -> torch.Tensor:
-    """This shard's `num_columns` columns of `full` [rows, columns], as a view."""
+    """This shard's `num_columns` columns of `full` [rows, columns], as a view; all of them: `full` itself."""
+    if num_columns == full.size(1):
+        return full
     start, end = _part(full.shape[1], num_columns, shard)
     return full[:, start:end]
 
 
 def shard_lora_a(target: LoraTarget, slice_index: int, a: torch.Tensor) -> torch.Tensor:
     """This shard's A [rank, in_features] of the checkpoint's A [rank, full_in_features]. ValueError names both shapes."""
-    _expect(target, slice_index, "lora_a", a.shape[1], target.full_in_features)
+    _expect(target, slice_index, "lora_a", a.size(1), target.full_in_features)
     return shard_columns(a, target.in_features, target.shard)
 
 
 def shard_lora_b(target: LoraTarget, slice_index: int, b: torch.Tensor) -> torch.Tensor:
     """This shard's B [out_features, rank] of the checkpoint's B [full_out_features, rank]."""
-    _expect(target, slice_index, "lora_b", b.shape[0], target.slices[slice_index].full_out_features)
+    _expect(target, slice_index, "lora_b", b.size(0), target.slices[slice_index].full_out_features)
     return shard_rows(b, target.slices[slice_index].out_features, target.shard)
 
 
 def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torch.Tensor | None:
     """This shard's additive bias [out_features]; None on the ranks of a row-parallel layer that must not add it again."""
-    _expect(target, slice_index, "bias", bias.shape[0], target.slices[slice_index].full_out_features)
+    _expect(target, slice_index, "bias", bias.size(0), target.slices[slice_index].full_out_features)
     if target.kind is ShardKind.ROW and target.shard.rank > 0:
         return None
     return shard_rows(bias, target.slices[slice_index].out_features, target.shard)

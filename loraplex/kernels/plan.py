@@ -60,7 +60,7 @@ class LoraPlan:
         self.num_segments = 0
         self.num_tokens = 0
         self.segments: tuple[LoraSegment, ...] = ()
-        self.scratch: dict[str, Any] = {}
+        self.scratch: dict[Any, Any] = {}
         """What a backend derives from these segments once for all layers; emptied by `rewrite`."""
         self._ranges = torch.zeros(3, capacity, dtype=torch.int32, device=device)
         self.seg_starts, self.seg_ends, self.seg_slots = self._ranges.unbind()
@@ -187,6 +187,8 @@ class SlotTable:
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
         """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block changes."""
+        self.scratch: dict[int, Any] = {}
+        """First row of a target -> what a backend derives from the place of its rows, which never changes."""
 
     def _allocate_columns(self) -> None:
         shape, on_cpu = (self.num_rows, self.capacity), self.buffer.device.type == "cpu"

@@ -71,9 +71,12 @@ def _check(
         for i in range(num_adapters)
     ]
     segments = segments_of(draw_slots(popularity, batch, num_adapters, rng))
-    problem = make_problem(target, adapters, segments, batch, compute_dtype, generator)
-    expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
+    problems = {}
+    for dtype in {backend.activation_dtype(compute_dtype) for backend in BACKENDS}:
+        problem = make_problem(target, adapters, segments, batch, dtype, torch.Generator().manual_seed(batch))
+        problems[dtype] = problem, expected_lora(problem.y, problem.x, segments, adapters, target.slices)
     for backend in BACKENDS:
+        problem, expected = problems[backend.activation_dtype(compute_dtype)]
         got = run(problem, backend, make_table(target, adapters, compute_dtype, backend, capacity=num_adapters + 2))
         assert_close(got[~problem.is_base], expected[~problem.is_base])
 
@@ -114,7 +117,7 @@ def test_rows_in_several_segments_are_a_weighted_mix(backend: Any, dtype: torch.
     target = make_target(40, (24, 9))
     adapters = [make_weights(target, ranks, dtype, True, generator) for ranks in ((4, 6), (5, None), (16, 3))]
     segments = [LoraSegment(1, 7, 0, 0.25), LoraSegment(3, 5, 1, -1.5), LoraSegment(0, 4, 2, 2.0)]
-    problem = make_problem(target, adapters, segments, 9, dtype, generator)
+    problem = make_problem(target, adapters, segments, 9, backend.activation_dtype(dtype), generator)
     expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
     got = run(problem, backend, make_table(target, adapters, dtype, backend))
     assert_close(got[~problem.is_base], expected[~problem.is_base])

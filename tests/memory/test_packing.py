@@ -12,9 +12,10 @@ from loraplex.core import LoraTarget, Shard, ShardKind
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.memory.packing import PackedLayout, Packer
+from tests.kernels.cases import BACKENDS as KERNELS
 from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model
 
-BACKENDS = ("reference", "torch")
+BACKENDS = tuple(backend.name for backend in KERNELS)
 
 
 def pack(

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from loraplex.core import LoraSlice
+from loraplex.kernels.native import lora
 from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.torch_ops import TorchBackend
 
 
@@ -31,6 +33,25 @@ class NativeBackend(TorchBackend):
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return torch.float32
+
+    def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
+        return lora.layout_block(slices)[0]
+
+    def pack(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
+    ) -> tuple[SliceLayout | None, ...]:
+        return lora.pack(self.library, slices, out)
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None:
+        lora.add_lora(self.library, y, x, plan, table, first_row, slices, self.num_threads)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
         dtype = torch.int8 if quantization == "int8" else weight.dtype

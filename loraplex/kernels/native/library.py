@@ -32,6 +32,8 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_pack_linear": (_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
     "loraplex_rotary_write_kv": (_POINTER,),
+    "loraplex_add_lora": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
+    "loraplex_pack_lora": (_INT, _POINTER, _LONG, _LONG, _POINTER),
 }  # fmt: skip
 """Arguments of every function of csrc/; all return nothing and release the interpreter's lock."""
 

@@ -1,0 +1,190 @@
+"""LoRA: the packed block of csrc/lora_layout.h, and one call per linear for all segments and slices of a step."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.core import LoraSlice
+from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.plan import ABSENT, DTYPE_CODES, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
+from loraplex.kernels.reference import check_rows
+
+PART_WIDTH = 8
+"""Columns of A and B are rounded up to this."""
+
+OVERREAD_WIDTH = 16
+"""A width that is no multiple of this has room for PART_WIDTH more elements behind it."""
+
+NO_SLICE = (0,) * 9
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+_SliceShape = tuple[int, int, bool, float]
+"""What decides the layout of a slice: rank, out_features, whether it has a bias, scaling."""
+
+
+def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
+    """The adapter's own dtype: the widest of its A's and B's here, float32 at most. Biases are float32 beside any."""
+    dtypes = {t.dtype for s in slices if s is not None for t in (s.lora_a, s.lora_b) if t is not None}
+    if len(dtypes) == 1:
+        (dtype,) = dtypes
+    else:
+        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[SliceLayout | None, ...]]:
+    """(bytes of the block, where each slice lies in it). The A's of all slices are one part: they have the same offset."""
+    in_features, shapes = 0, []
+    for s in slices:
+        if s is None:
+            shapes.append(None)
+        elif s.lora_a is None or s.lora_b is None:
+            shapes.append((0, 0 if s.bias is None else s.bias.numel(), s.bias is not None, s.scaling))
+        else:
+            rank, in_features = s.lora_a.shape
+            shapes.append((rank, s.lora_b.size(0), s.bias is not None, s.scaling))
+    return _layout(block_dtype(slices), in_features, tuple(shapes))
+
+
+@functools.lru_cache(maxsize=1024)  # the same for the linears of all layers
+def _layout(
+    dtype: torch.dtype, in_features: int, shapes: tuple[_SliceShape | None, ...]
+) -> tuple[int, tuple[SliceLayout | None, ...]]:
+    cursor = _part_bytes(in_features, sum(shape[0] for shape in shapes if shape), dtype)
+    layouts: list[SliceLayout | None] = []
+    for shape in shapes:
+        if shape is None:
+            layouts.append(None)
+            continue
+        rank, out_features, has_bias, scaling = shape
+        b_offset, cursor = cursor, cursor + _part_bytes(rank, out_features, dtype)
+        bias_offset, cursor = cursor, cursor + (align(4 * out_features) if has_bias else 0)
+        layouts.append(
+            SliceLayout(
+                a_offset=0 if rank else ABSENT,
+                b_offset=b_offset if rank else ABSENT,
+                bias_offset=bias_offset if has_bias else ABSENT,
+                rank=rank,
+                scale=float(scaling),
+                dtype=dtype,
+            )
+        )
+    return cursor, tuple(layouts)
+
+
+def _part_bytes(depth: int, columns: int, dtype: torch.dtype) -> int:
+    if depth == 0 or columns == 0:
+        return 0
+    width = -(-columns // PART_WIDTH) * PART_WIDTH
+    return align((depth * width + width % OVERREAD_WIDTH) * dtype.itemsize)
+
+
+def pack(
+    library: NativeLibrary, slices: Sequence[SliceWeights | None], out: torch.Tensor
+) -> tuple[SliceLayout | None, ...]:
+    """Write the block to the start of `out`, on the calling thread. ValueError when it does not fit."""
+    nbytes, layouts = layout_block(slices)
+    if out.numel() < nbytes:
+        raise ValueError(f"a packed block of {nbytes} bytes does not fit in {out.numel()}")
+    if nbytes == 0:
+        return layouts
+    sources, alive, in_features, dtype = array("q"), [], 0, torch.float32
+    for s, layout in zip(slices, layouts, strict=True):
+        if s is None or layout is None:
+            sources.extend(NO_SLICE)
+            continue
+        dtype = layout.dtype
+        bias = None if s.bias is None else s.bias.to(torch.float32).contiguous()
+        bias_address = 0 if bias is None else bias.data_ptr()
+        if s.lora_a is None or s.lora_b is None:
+            sources.extend((0, 0, bias_address, 0, 0, 0, 0, 0, 0 if bias is None else bias.numel()))
+            alive.append((None, None, bias))
+            continue
+        a, b = _rows(s.lora_a), _rows(s.lora_b)
+        in_features = a.size(1)
+        codes = DTYPE_CODES[a.dtype], DTYPE_CODES[b.dtype]
+        strides = a.stride(0), b.stride(0)
+        sources.extend((a.data_ptr(), b.data_ptr(), bias_address, *strides, *codes, layout.rank, b.size(0)))
+        alive.append((a, b, bias))
+    library.functions.loraplex_pack_lora(
+        DTYPE_CODES[dtype], sources.buffer_info()[0], len(slices), in_features, out.data_ptr()
+    )
+    return layouts
+
+
+def _rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The same matrix with dense rows, in a dtype that the kernels read."""
+    if matrix.dtype == torch.float64:
+        matrix = matrix.to(torch.float32)
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------------ the call
+
+
+class _TableRows(ctypes.Structure):
+    """csrc/api.h's LoraTable: the rows of one target. They never move, so it is made once per table and target."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a_addr", "b_addr", "bias_addr", "rank", "scale", "format")),
+        *((name, ctypes.c_int64) for name in ("capacity", "num_slices", "in_features")),
+        *((name, ctypes.c_void_p) for name in ("out_offset", "out")),
+    )
+
+    @classmethod
+    def of(cls, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> _TableRows:
+        columns = (table.a_addr, table.b_addr, table.bias_addr, table.rank, table.scale, table.dtype)
+        outs = [array("q", (s.out_offset for s in slices)), array("q", (s.out_features for s in slices))]
+        addresses = (column[first_row].data_ptr() for column in columns)
+        rows = cls(*addresses, table.capacity, len(slices), in_features, *(out.buffer_info()[0] for out in outs))
+        rows.outs = outs  # kept alive
+        rows.address = ctypes.addressof(rows)
+        return rows
+
+
+class _Segments(ctypes.Structure):
+    """csrc/api.h's LoraSegments: a plan's buffers, made once per step."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("start", "end", "slot", "weight")),
+        ("count", ctypes.c_int64),
+    )
+
+    @classmethod
+    def of(cls, plan: LoraPlan) -> _Segments:
+        buffers = (plan.seg_starts, plan.seg_ends, plan.seg_slots, plan.seg_weights)
+        segments = cls(*(buffer.data_ptr() for buffer in buffers), plan.num_segments)
+        segments.max_slot = max((segment.lora_slot for segment in plan.segments), default=-1)
+        segments.address = ctypes.addressof(segments)
+        return segments
+
+
+def add_lora(
+    library: NativeLibrary,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    plan: LoraPlan,
+    table: SlotTable,
+    first_row: int,
+    slices: tuple[LoraSlice, ...],
+    num_threads: int,
+) -> None:
+    """As KernelBackend.add_lora. x [T, in] and y [T, out] float32, their rows dense."""
+    check_rows(y, x, plan)
+    rows = table.scratch.get(first_row)
+    if rows is None:
+        rows = table.scratch[first_row] = _TableRows.of(table, first_row, x.shape[1], slices)
+    segments = plan.scratch.get(_Segments)
+    if segments is None:
+        segments = plan.scratch[_Segments] = _Segments.of(plan)
+    assert x.dtype == y.dtype == torch.float32 and x.stride(1) == y.stride(1) == 1
+    assert segments.max_slot < table.capacity
+    library.functions.loraplex_add_lora(
+        rows.address, segments.address, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), num_threads
+    )
