@@ -14,6 +14,7 @@ from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,41 @@ class KernelBackend(Protocol):
 
         With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
         """
+        ...
+
+    # -------------------------------------------------------------------------------------- sampling (token_ranking.py)
+
+    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest."""
+        ...
+
+    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first k tokens of each row of x [m, V] in the order (value, descending; id, ascending): values and ids [m, k]."""
+        ...
+
+    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the weights [m, V] of all tokens, a new tensor; their sums float64 [m, 1])"""
+        ...
+
+    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count as 0.
+
+        weights [m, V] are whole numbers and may be overwritten; u float64 [m, 1].
+        """
+        ...
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place."""
+        ...
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        """log(sum(exp(logits))) of each row, float64 [m, 1]."""
+        ...
+
+    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """1 + the number of tokens before `token_ids` [m] in the order, int64 [m]."""
         ...
 
     # ------------------------------------------------------------------------- the field's operators (operators.py)

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
+from loraplex.kernels.native import sampling
+from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
+from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 
 
@@ -44,3 +47,41 @@ class NativeBackend(TorchBackend):
         if not isinstance(weight, PanelWeight):
             weight = self.prepare_linear(weight)
         return linear(self.library, x, weight, bias, self.num_threads)
+
+    # ---------------------------------------------------------------------------------------------------- glue of a layer
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(self.library, x, weight, eps, self.num_threads)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(self.library, x, residual, weight, eps, self.num_threads)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul(self.library, gate_up, self.num_threads)
+
+    # ----------------------------------------------------------------------------------------------------------- sampling
+
+    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.row_argmax(self.library, x, self.num_threads)
+
+    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.ordered_top_k(self.library, x, k, self.num_threads)
+
+    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.token_weights(self.library, logits, rule, self.num_threads)
+
+    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+        return sampling.invert_cdf(self.library, weights, least, uniform, self.num_threads)
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        return sampling.keep_nucleus(self.library, logits, weights, wanted, self.num_threads)
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        return sampling.log_sum_exp(self.library, logits, self.num_threads)
+
+    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return sampling.token_ranks(self.library, logits, token_ids, self.num_threads)

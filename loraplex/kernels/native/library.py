@@ -30,6 +30,17 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
         _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT,
     ),
     "loraplex_pack_linear": (_INT, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
+    "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _INT),
+    "loraplex_silu_mul": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_argmax": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "loraplex_top_k": (_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "loraplex_scale_logits": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+    "loraplex_floor_weights": (_POINTER, _LONG, _LONG, _FLOAT, _POINTER, _INT),
+    "loraplex_invert_cdf": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+    "loraplex_keep_prefix": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_log_sum_exp": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_ranks": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
 }  # fmt: skip
 """Arguments of every function of csrc/; all return nothing and release the interpreter's lock."""
 
