@@ -8,10 +8,10 @@
 namespace loraplex {
 namespace {
 
-// g / (1 + e^-g). Below -87 the divisor is infinite: -0, and NaN for -inf as in the formula.
+// g / (1 + e^-g). Below -88 the divisor is infinite: -0, and NaN for -inf, as where e^-g overflows (at -88.7).
 inline Vec16 silu(Vec16 g) {
   const Vec16 divisor = add(set1(1.f), exp(sub(zero(), g)));
-  return div(g, select_less(g, set1(-87.f), set1(INFINITY), divisor));
+  return div(g, select_less(g, set1(-88.f), set1(INFINITY), divisor));
 }
 
 }  // namespace

@@ -301,7 +301,10 @@ class AdapterStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens."""
+    """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
+
+    backend: which kernels run, and why no faster ones, in words.
+    """
 
     model_path: str
     architecture: str

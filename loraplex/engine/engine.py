@@ -234,12 +234,12 @@ def build_engine(
     )
     builder = BatchBuilder(blocks, config.max_num_seqs, device)
     profiler = profiler or Profiler()
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size), profiler)
+    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler)
     info = EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
         dtype=dtype_name,
-        backend=backend.name,
+        backend=backend.description,
         vocab_size=model_config.vocab_size,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_blocks,
@@ -252,6 +252,7 @@ def build_engine(
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
     backend = get_backend(config.lora_backend, device)
+    logger.info("kernels: %s", backend.description)
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
             f"quantization {config.quantization} is not in the {backend.name} kernels; use lora_backend native, or drop it"

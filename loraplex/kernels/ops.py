@@ -35,6 +35,11 @@ class KernelBackend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def description(self) -> str:
+        """What runs, for people: the instruction set and threads, or why there are no native kernels."""
+        ...
+
     # ------------------------------------------------------------------------------------------------------- adapters
 
     def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
@@ -242,8 +247,10 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
     """
     if name == "reference":
         return ReferenceBackend()
-    if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchBackend()
+    if name == "torch":
+        return TorchBackend("asked for with lora_backend torch")
+    if name == "auto" and device.type != "cpu":
+        return TorchBackend(f"native kernels run on a CPU only, not on {device}")
     if name not in BACKENDS or device.type != "cpu":
         raise ConfigError(f"lora_backend must be one of {BACKENDS}, got {name!r} for device {device}")
     library = open_library()
@@ -251,5 +258,6 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
         return NativeBackend(library, torch.get_num_threads())
     if name == "native":
         raise ConfigError(f"there are no native kernels here: {library.reason}")
-    logger.warning("no native kernels, stock torch runs: %s", library.reason)
-    return TorchBackend()
+    if not library.is_wanted:
+        logger.warning("no native kernels, stock torch runs: %s", library.reason)
+    return TorchBackend(library.reason)

@@ -128,7 +128,7 @@ class Int8Weight:
 class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
     """Every operator as its formula."""
 
-    name = "reference"
+    name = description = "reference"
     quantizations = ("int8",)
 
     def add_lora(

@@ -30,6 +30,10 @@ class TorchBackend(StockPacking, StockWeights, StockSampling, LoraOperators):
 
     name = "torch"
 
+    def __init__(self, reason: str = "") -> None:
+        """`reason`: why it is not native kernels."""
+        self.description = f"stock torch ({reason})" if reason else "stock torch"
+
     def add_lora(
         self,
         y: torch.Tensor,

@@ -29,6 +29,9 @@ class NativeBackend(TorchBackend):
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
+        self.description = f"native {library.isa}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+        if library.note:
+            self.description += f" ({library.note})"
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return torch.float32
