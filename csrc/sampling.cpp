@@ -127,20 +127,21 @@ double floor_weights(float* w, long size, float scale) {  // w = floor(scale * w
   return sum_lanes(total);
 }
 
-// The first id whose inclusive prefix sum exceeds floor(u * total), over the weights that are at least `least`.
+// The first id whose inclusive prefix sum exceeds floor(u * total), over the weights that are at least `least`; some id where a weight
+// is NaN.
 long invert_cdf(const float* w, long size, float least, double uniform) {
   static thread_local std::vector<double> blocks;
   blocks.clear();
   double total = 0, before = 0;
   for (long k = 0; k < size; k += kBlock) blocks.push_back(sum(w + k, std::min(kBlock, size - k), least)), total += blocks.back();
   const double target = std::min(std::floor(uniform * total), total - 1);
-  long block = 0;
-  while (before + blocks[block] <= target) before += blocks[block++];
-  long k = block * kBlock;
-  for (;; k++) {
+  size_t block = 0;
+  while (block + 1 < blocks.size() && before + blocks[block] <= target) before += blocks[block++];
+  for (long k = block * kBlock; k < size; k++) {
     if (w[k] >= least) before += w[k];
     if (before > target) return k;
   }
+  return size - 1;
 }
 
 // ---- the shortest prefix of the order with a mass

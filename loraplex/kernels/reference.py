@@ -207,7 +207,7 @@ class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
         return ids[:, 0], values[:, 0]
 
     def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, ids = x.sort(-1, descending=True, stable=True)
+        values, ids = torch.sort(x, dim=-1, descending=True, stable=True)
         return values[:, :k], ids[:, :k]
 
     def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:

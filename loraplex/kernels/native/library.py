@@ -9,6 +9,7 @@ import ctypes
 import functools
 import logging
 import os
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +29,9 @@ ISA_VARIABLE = "LORAPLEX_ISA"
 
 LOAD_ERRORS = (OSError, ValueError)
 """What `load` raises: no such file or not a library; one of another version."""
+
+_ELF64 = struct.Struct("<5s35xQ10xHH2x")
+"""Magic and class; offset of the section headers, size and number of them."""
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -135,6 +139,7 @@ def _difference(library: NativeLibrary) -> str:
 def load(isa: str) -> NativeLibrary:
     """Open one library, which the processor must be able to run. Raises one of LOAD_ERRORS: not there, damaged, not this version's."""
     path = _find(f"libloraplex_{isa}.so")
+    _check_whole(path)
     functions = ctypes.CDLL(str(path))
     try:
         version = functions.loraplex_abi_version()
@@ -147,6 +152,18 @@ def load(isa: str) -> NativeLibrary:
     if version != ABI_VERSION:
         raise ValueError(f"{path} has version {version}, this package needs {ABI_VERSION}; install loraplex again")
     return NativeLibrary(isa, path, functions)
+
+
+def _check_whole(path: Path) -> None:
+    """Raises ValueError for a file that was cut off: opening it would end the process. An ELF file ends with its section headers."""
+    with path.open("rb") as file:
+        header = file.read(_ELF64.size)
+    is_whole = False
+    if len(header) == _ELF64.size:
+        magic, offset, entry_size, num_entries = _ELF64.unpack(header)
+        is_whole = magic == b"\x7fELF\x02" and path.stat().st_size >= offset + entry_size * num_entries > 0
+    if not is_whole:
+        raise ValueError(f"{path} is damaged; install loraplex again")
 
 
 def _folders() -> Iterator[Path]:
