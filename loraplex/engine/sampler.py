@@ -105,9 +105,7 @@ class Sampler:
             chosen = torch.as_tensor(next_ids, dtype=torch.int64, device=logits.device)
             result: list[TokenLogprobs] = []
             for rows in self._chunks(np.arange(len(chosen))):
-                result += token_logprobs(
-                    self.ops, _take(logits, rows).float(), _take(chosen, rows), [k] * len(rows)
-                )
+                result += token_logprobs(self.ops, _take(logits, rows).float(), _take(chosen, rows), [k] * len(rows))
         return tuple(result)
 
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Bools]:

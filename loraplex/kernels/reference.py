@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
-from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.kernels.plan import ABSENT, AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
+from loraplex.kernels.token_ranking import WeightRule, target_mass
 
 
 def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:

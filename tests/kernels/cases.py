@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget
+from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
 
@@ -18,7 +19,13 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FP32: 1e-5, FP16: 5e-3, BF16: 3e-2}
 """Largest error allowed, relative to the largest value, by the dtype of the result."""
 
-BACKENDS: tuple[KernelBackend, ...] = tuple(get_backend(name, torch.device("cpu")) for name in ("reference", "torch"))
+NATIVE = open_library()
+"""The kernels of this machine's best instruction set, or why there are none."""
+
+BACKENDS: tuple[KernelBackend, ...] = tuple(
+    get_backend(name, torch.device("cpu"))
+    for name in ("reference", "torch", *(["native"] if isinstance(NATIVE, NativeLibrary) else []))
+)
 
 POISON = 0xFF
 """A byte that makes NaN of every float dtype."""

@@ -16,8 +16,11 @@ from loraplex.kernels.ops import get_backend
 from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, assert_close, same_bits
 
 pytestmark = [
-    pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name),
-    pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str),
+    pytest.mark.parametrize(
+        ("backend", "dtype"),  # of activations
+        [(b, dtype) for b in BACKENDS for dtype in (FP32, FP16, BF16) if b.activation_dtype(dtype) == dtype],
+        ids=lambda v: getattr(v, "name", str(v)),
+    ),
     pytest.mark.parametrize("num_tokens", [1, 2, 7, 64]),
 ]
 
@@ -68,10 +71,8 @@ def test_rms_norm_of_small_and_large_rows(backend: Any, dtype: torch.dtype, num_
 def test_add_rms_norm(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
     x, residual, weight = draw(dtype, num_tokens, 96), draw(dtype, num_tokens, 96, seed=1), draw(dtype, 96, seed=2)
     expected_total = x + residual
-    before = residual.clone()
-    normed, total = backend.add_rms_norm(x.clone(), residual, weight, 1e-5)
+    normed, total = backend.add_rms_norm(x, residual, weight, 1e-5)  # which may overwrite both
     assert same_bits(total, expected_total)
-    assert same_bits(residual, before)
     assert_close(normed, backend.rms_norm(expected_total, weight, 1e-5))
 
 

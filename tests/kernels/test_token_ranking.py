@@ -105,9 +105,7 @@ def test_invert_cdf_is_exact(ops: KernelBackend, seed: int, vocab_size: int, u: 
     generator = np.random.default_rng(seed)
     weights = generator.integers(0, 5, size=(4, vocab_size)) * (generator.random((4, vocab_size)) < 0.2)
     weights[:, generator.integers(vocab_size)] += 1
-    ids = ops.invert_cdf(
-        torch.from_numpy(weights.astype(np.float32)), None, torch.full((4, 1), u, dtype=torch.float64)
-    )
+    ids = ops.invert_cdf(torch.from_numpy(weights.astype(np.float32)), None, torch.full((4, 1), u, dtype=torch.float64))
     for row, token_id in zip(weights, ids.tolist(), strict=True):
         target = min(math.floor(u * row.sum()), row.sum() - 1)
         assert token_id == int(np.searchsorted(row.cumsum(), target, side="right"))

@@ -130,7 +130,9 @@ def test_rms_norm_of_extremes_is_the_reference(native: NativeBackend) -> None:
 
 @pytest.mark.parametrize("size", [1, 5, 16, 37])
 def test_silu_mul_of_extremes_is_the_reference(native: NativeBackend, size: int) -> None:
-    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-40, -90.0, -87.5, 200.0])
+    values = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 1e-40, -90.0, -87.5, 200.0]
+    )
     for gate in values:
         for up in values:
             gate_up = torch.cat((gate.expand(size), up.expand(size)))[None]
@@ -148,7 +150,9 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeBackend, size: in
     neighbours = torch.full_like(x, torch.nan)
     for i in (0, 13, 32):
         neighbours[i] = x[i]
-        for alone, poisoned, row in zip(all_ops(native, x[i : i + 1]), all_ops(native, neighbours), together, strict=True):
+        for alone, poisoned, row in zip(
+            all_ops(native, x[i : i + 1]), all_ops(native, neighbours), together, strict=True
+        ):
             assert same_bits(alone[0], row[i])
             assert same_bits(poisoned[i], row[i])
         neighbours[i] = torch.nan

@@ -216,7 +216,9 @@ def test_description_of_the_native_backend() -> None:
     assert get_backend("native", CPU).description == get_backend("auto", CPU).description == expected
 
 
-def test_descriptions_of_stock_torch(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_descriptions_of_stock_torch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert get_backend("torch", CPU).description == "stock torch (asked for with lora_backend torch)"
     assert get_backend("auto", torch.device("meta")).description == (
         "stock torch (native kernels run on a CPU only, not on meta)"
@@ -233,5 +235,5 @@ def test_descriptions_of_stock_torch(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_native_kernels_that_are_asked_for_and_missing(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="no native kernels here: libloraplex_portable.so is not installed"):
+    with pytest.raises(ConfigError, match="no native kernels here: libloraplex_portable"):
         get_backend("native", CPU)
