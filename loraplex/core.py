@@ -303,7 +303,7 @@ class AdapterStore(Protocol):
 class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
-    backend: which kernels run, and why no faster ones, in words.
+    backend_description: which kernels run, and why no faster ones, in words.
     """
 
     model_path: str
@@ -316,6 +316,7 @@ class EngineInfo:
     block_size: int
     adapter_memory_bytes: int
     targets: tuple[LoraTarget, ...]
+    backend_description: str = ""
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

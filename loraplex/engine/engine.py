@@ -239,13 +239,14 @@ def build_engine(
         model_path=str(path),
         architecture=model_config.model_type,
         dtype=dtype_name,
-        backend=backend.description,
+        backend=backend.name,
         vocab_size=model_config.vocab_size,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_blocks,
         block_size=config.block_size,
         adapter_memory_bytes=0 if config.lora is None else config.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
+        backend_description=backend.description,
     )
     return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler)
 

@@ -60,9 +60,7 @@ def make_front(
     adapter_roots: Sequence[str | Path] | None = None,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. `adapter_roots` None: adapters may be anywhere."""
-    from loraplex.engine.adapter_opener import (
-        AdapterOpener,  # brings in torch: a second, spent while an engine process starts
-    )
+    from loraplex.engine.adapter_opener import AdapterOpener  # brings in torch: a second, spent while an engine process starts
 
     tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
     registry = None
