@@ -4,7 +4,8 @@
 // fused multiply-add (AVX2, AVX-512, NEON): the lanes are independent, and `sum_lanes` and `max_lanes` fix the order of a reduction.
 //
 //   load, load_first(p, n), load_f16, load_bf16, ...   store, store_first(p, v, n), store_f16, store_bf16
-//   zero, set1, fma(a, b, c) = a b + c (one rounding), add, sub, mul, div, max, min, round_even, pow2(n) = 2^n, select_less
+//   zero, set1, fma(a, b, c) = a b + c (one rounding), add, sub, mul, div, max, min, round_even, pow2(n) = 2^n, select_less,
+//   less_lanes (a bit a lane); Wide16, 16 sums of float64: wide_zero, accumulate, sum_lanes
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -62,6 +62,10 @@ inline Vec16 select_less(Vec16 a, Vec16 b, Vec16 yes, Vec16 no) {  // a < b ? ye
           _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
 }
 
+inline uint32_t less_lanes(Vec16 a, Vec16 b) {  // bit i: a[i] < b[i]
+  return (uint32_t)(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)) | _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)) << 8);
+}
+
 // Pairs (i, i+8), then (i, i+4), (i, i+2), (i, i+1): the same tree in every file.
 inline float sum_lanes(Vec16 v) {
   const __m256 eight = _mm256_add_ps(v.lo, v.hi);
@@ -74,6 +78,23 @@ inline float max_lanes(Vec16 v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// ---- 16 sums of float64
+struct Wide16 {
+  __m256d part[4];
+};
+inline Wide16 wide_zero() { return {{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}}; }
+inline void accumulate(Wide16& sum, Vec16 v) {
+  sum.part[0] = _mm256_add_pd(sum.part[0], _mm256_cvtps_pd(_mm256_castps256_ps128(v.lo)));
+  sum.part[1] = _mm256_add_pd(sum.part[1], _mm256_cvtps_pd(_mm256_extractf128_ps(v.lo, 1)));
+  sum.part[2] = _mm256_add_pd(sum.part[2], _mm256_cvtps_pd(_mm256_castps256_ps128(v.hi)));
+  sum.part[3] = _mm256_add_pd(sum.part[3], _mm256_cvtps_pd(_mm256_extractf128_ps(v.hi, 1)));
+}
+inline double sum_lanes(const Wide16& v) {  // the tree of the floats
+  const __m256d four = _mm256_add_pd(_mm256_add_pd(v.part[0], v.part[2]), _mm256_add_pd(v.part[1], v.part[3]));
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
 
 // ---- 16-bit floats

@@ -40,6 +40,8 @@ inline Vec16 select_less(Vec16 a, Vec16 b, Vec16 yes, Vec16 no) {  // a < b ? ye
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
 
+inline uint32_t less_lanes(Vec16 a, Vec16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }  // bit i: a[i] < b[i]
+
 inline __m256 low(Vec16 v) { return _mm512_castps512_ps256(v.v); }
 inline __m256 high(Vec16 v) { return _mm512_extractf32x8_ps(v.v, 1); }
 inline Vec16 joined(__m256 lo, __m256 hi) { return {_mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1)}; }
@@ -56,6 +58,22 @@ inline float max_lanes(Vec16 v) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+// ---- 16 sums of float64
+struct Wide16 {
+  __m512d lo, hi;
+};
+inline Wide16 wide_zero() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
+inline void accumulate(Wide16& sum, Vec16 v) {
+  sum.lo = _mm512_add_pd(sum.lo, _mm512_cvtps_pd(low(v)));
+  sum.hi = _mm512_add_pd(sum.hi, _mm512_cvtps_pd(high(v)));
+}
+inline double sum_lanes(const Wide16& v) {  // the tree of the floats
+  const __m512d eight = _mm512_add_pd(v.lo, v.hi);
+  const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
 
 // ---- 16-bit floats

@@ -94,10 +94,16 @@ inline Vec16 pow2(Vec16 n) {  // n whole, in -126..127
   return each4([&](int i) { return (Float4)((__builtin_convertvector(n.part[i], Int4) + 127) << 23); });
 }
 
+inline uint32_t less_lanes(Vec16 a, Vec16 b) {  // bit i: a[i] < b[i]
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; i++) bits |= (uint32_t)(lane(a, i) < lane(b, i)) << i;
+  return bits;
+}
+
 // Pairs (i, i+8), then (i, i+4), (i, i+2), (i, i+1): the same tree in every file.
-template <class F>
-inline float tree(const Vec16& v, F f) {
-  float values[16];
+template <class Value = float, class Lanes, class F>
+inline Value tree(const Lanes& v, F f) {
+  Value values[16];
   memcpy(values, &v, sizeof(values));
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; i++) values[i] = f(values[i], values[i + width]);
@@ -108,6 +114,18 @@ inline float sum_lanes(Vec16 v) {
 }
 inline float max_lanes(Vec16 v) {
   return tree(v, [](float a, float b) { return a > b ? a : b; });
+}
+
+// ---- 16 sums of float64
+struct Wide16 {
+  double lane[16];
+};
+inline Wide16 wide_zero() { return {}; }
+inline void accumulate(Wide16& sum, Vec16 v) {
+  for (int i = 0; i < 16; i++) sum.lane[i] += lane(v, i);
+}
+inline double sum_lanes(const Wide16& v) {  // the tree of the floats
+  return tree<double>(v, [](double a, double b) { return a + b; });
 }
 
 // ---- 16-bit floats

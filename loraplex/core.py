@@ -301,7 +301,10 @@ class AdapterStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens."""
+    """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
+
+    backend_description: which kernels run, and why no faster ones, in words.
+    """
 
     model_path: str
     architecture: str
@@ -314,6 +317,7 @@ class EngineInfo:
     adapter_memory_bytes: int
     targets: tuple[LoraTarget, ...]
     kv_cache_dtype: str
+    backend_description: str = ""
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

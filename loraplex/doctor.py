@@ -66,12 +66,26 @@ def _hardware() -> list[str]:
 
     from loraplex.kernels.ops import get_backend
 
-    lines = [
-        f"CPU: {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, torch uses {torch.get_num_threads()} threads",
-        f"kernels on cpu: {get_backend('auto', torch.device('cpu')).name} (stock torch; native kernels are not built yet)",
-    ]
+    threads = torch.get_num_threads()
+    lines = [f"CPU: {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, torch uses {threads} threads"]
+    lines += _cpu_kernels()
     if torch.cuda.is_available():
-        lines.append(f"GPU: {torch.cuda.get_device_name()}, kernels: {get_backend('auto', torch.device('cuda')).name}")
+        backend = get_backend("auto", torch.device("cuda"))
+        lines.append(f"GPU: {torch.cuda.get_device_name()}, kernels: {backend.description}")
     else:
         lines.append("GPU: none that torch can use")
     return lines
+
+
+def _cpu_kernels() -> list[str]:
+    """Which kernels `auto` takes on a CPU, from where, and why no better ones."""
+    import torch
+
+    from loraplex.kernels.native.library import NoLibrary, open_library
+    from loraplex.kernels.ops import get_backend
+
+    library = open_library()
+    if isinstance(library, NoLibrary):
+        return [f"kernels on cpu: stock torch ({library.reason})"]
+    description = get_backend("auto", torch.device("cpu")).description
+    return [f"kernels on cpu: {description}", f"    from {library.path}"]

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The base model as clients see it."""
+    """The base model as clients see it. backend: which kernels run, in words."""
 
     served_model_name: str
     root: str
@@ -136,7 +136,12 @@ class AsyncEngine:
     def _make_front(self, base_names: Iterable[str], adapter_roots: Sequence[str | Path] | None) -> None:
         info = self.info
         self.model_info = ModelInfo(
-            self._served_model_name, info.model_path, info.max_model_len, info.vocab_size, info.dtype, info.backend
+            self._served_model_name,
+            info.model_path,
+            info.max_model_len,
+            info.vocab_size,
+            info.dtype,
+            info.backend_description,
         )
         self._front = make_front(
             self.config,

@@ -235,7 +235,7 @@ def build_engine(
     )
     builder = BatchBuilder(blocks, config.max_num_seqs, device)
     profiler = profiler or Profiler()
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size), profiler)
+    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler)
     info = EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
@@ -248,12 +248,14 @@ def build_engine(
         adapter_memory_bytes=0 if config.lora is None else config.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
         kv_cache_dtype=kv_cache_dtype,
+        backend_description=backend.description,
     )
     return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler)
 
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
     backend = get_backend(config.lora_backend, device)
+    logger.info("kernels: %s", backend.description)
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
             f"quantization {config.quantization} is not in the {backend.name} kernels; use lora_backend native, or drop it"

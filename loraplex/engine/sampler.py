@@ -37,17 +37,11 @@ from loraplex.engine.sampling_batch import (
     edited_logits,
     uniforms,
 )
-from loraplex.engine.token_ranking import (
-    block_sums,
-    invert_cdf,
-    keep_prefix,
-    ordered_top_k,
-    row_argmax,
-    sort_descending,
-    target_mass,
-    token_logprobs,
-)
+from loraplex.engine.token_logprobs import token_logprobs
 from loraplex.errors import InvalidRequestError
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.token_ranking import WeightRule, target_mass
+from loraplex.kernels.torch_ops import TorchBackend
 
 __all__ = ["Sampler", "SamplerOutput", "SamplingBatch", "SamplingRow", "SamplingState", "validate_against_vocab"]
 
@@ -79,11 +73,15 @@ class SamplerOutput:
 
 
 class Sampler:
-    """Draws one token per row of logits. It holds no state: a call is a function of its arguments."""
+    """Draws one token per row of logits. It holds no state: a call is a function of its arguments.
 
-    def __init__(self, vocab_size: int) -> None:
+    Every backend's `ops` draw the same tokens.
+    """
+
+    def __init__(self, vocab_size: int, ops: KernelBackend | None = None) -> None:
         assert 0 < vocab_size < 2**29, f"vocab_size {vocab_size}"
         self.vocab_size = vocab_size
+        self.ops = ops or TorchBackend()
         self._scale = 2.0 ** (53 - math.ceil(math.log2(vocab_size + 1)))
 
     def sample(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> SamplerOutput:
@@ -107,11 +105,11 @@ class Sampler:
             chosen = torch.as_tensor(next_ids, dtype=torch.int64, device=logits.device)
             result: list[TokenLogprobs] = []
             for rows in self._chunks(np.arange(len(chosen))):
-                result += token_logprobs(_take(logits, rows).float(), _take(chosen, rows), [k] * len(rows))
+                result += token_logprobs(self.ops, _take(logits, rows).float(), _take(chosen, rows), [k] * len(rows))
         return tuple(result)
 
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Bools]:
-        best, top = row_argmax(logits)
+        best, top = self.ops.row_argmax(logits)
         token_ids = best.cpu().numpy().copy()
         is_failed: Bools = ~np.isfinite(top.cpu().numpy())
         token_ids[is_failed] = 0
@@ -137,29 +135,30 @@ class Sampler:
 
     def _draw_free(self, draw: _Draw) -> Tensor:
         """Neither top_k nor top_p: over the vocabulary in the order of ids."""
-        return invert_cdf(draw.above_min_p(draw.weights(draw.logits)), draw.uniform)
+        weights, _ = self.ops.token_weights(draw.logits, draw.rule)
+        return self.ops.invert_cdf(weights, draw.least, draw.uniform)
 
     def _draw_top_k(self, draw: _Draw) -> Tensor:
         """Over the best tokens in their order."""
         top_k = torch.from_numpy(draw.top_k).to(draw.logits.device)[:, None]
-        values, ids = ordered_top_k(draw.logits, int(draw.top_k.max()))
-        weights = draw.weights(values).double()
+        values, ids = self.ops.ordered_top_k(draw.logits, int(draw.top_k.max()))
+        weights = draw.rule.of(values).double()
         weights *= torch.arange(values.shape[1], device=values.device) < top_k
         return _draw_prefix(draw, weights, ids, draw.top_p * weights.sum(-1, keepdim=True))
 
     def _draw_top_p(self, draw: _Draw) -> Tensor:
         """Over the best tokens in their order where 128 of them suffice, else over the vocabulary in the order of ids."""
-        of_vocab = draw.weights(draw.logits)
-        wanted = draw.top_p * block_sums(of_vocab).sum(-1, keepdim=True)
-        values, ids = ordered_top_k(draw.logits, min(_FEW, self.vocab_size))
-        weights = draw.weights(values).double()
+        of_vocab, mass = self.ops.token_weights(draw.logits, draw.rule)
+        wanted = draw.top_p * mass
+        values, ids = self.ops.ordered_top_k(draw.logits, min(_FEW, self.vocab_size))
+        weights = draw.rule.of(values).double()
         token_ids = _draw_prefix(draw, weights, ids, wanted)
         is_open = (weights.sum(-1) < wanted[:, 0]).cpu().numpy()
         if is_open.any():
             rows = np.flatnonzero(is_open)
             part = draw.take(rows)
-            nucleus = _nucleus(part, _take(of_vocab, rows), _take(wanted, rows))
-            token_ids[torch.from_numpy(is_open)] = invert_cdf(part.above_min_p(nucleus), part.uniform)
+            nucleus = self.ops.keep_nucleus(part.logits, _take(of_vocab, rows), _take(wanted, rows), part.rule)
+            token_ids[torch.from_numpy(is_open)] = self.ops.invert_cdf(nucleus, part.least, part.uniform)
         return token_ids
 
     def _row_logprobs(
@@ -169,55 +168,49 @@ class Sampler:
         for rows in self._chunks(np.array([i for i in batch.with_logprobs if not is_failed[i]], np.int64)):
             num_best = [batch.rows[i].params.logprobs or 0 for i in rows]
             chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
-            for i, entries in zip(rows, token_logprobs(_take(logits, rows), chosen, num_best), strict=True):
+            for i, entries in zip(rows, token_logprobs(self.ops, _take(logits, rows), chosen, num_best), strict=True):
                 result[i] = entries
         return tuple(result)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Rows that draw at random: logits [m, V]; their maxima, temperature, uniform number, top_p and min_p [m, 1]."""
+    """Rows that draw at random: logits [m, V], how they become weights; uniform number and top_p float64 [m, 1].
+
+    least [m, 1]: the smallest weight that min_p allows; None where no row has a min_p.
+    """
 
     logits: Tensor
-    top: Tensor
-    temperature: Tensor
+    rule: WeightRule
     uniform: Tensor
     top_p: Tensor
-    min_p: Tensor
+    least: Tensor | None
     top_k: Int64s
-    scale: float
 
     @classmethod
     def of(cls, logits: Tensor, top: Tensor, batch: SamplingBatch, rows: Int64s, scale: float) -> _Draw:
         chosen = [batch.rows[i] for i in rows]
         uniform = uniforms([row.seed for row in chosen], [row.position for row in chosen])
+        min_p = batch.min_p[rows]
 
         def column(values: Float64s | Float32s) -> Tensor:
             return torch.from_numpy(values).to(logits.device)[:, None]
 
         return cls(
             logits=_take(logits, rows),
-            top=_take(top, rows)[:, None],
-            temperature=column(batch.temperature[rows]),
+            rule=WeightRule(_take(top, rows)[:, None], column(batch.temperature[rows]), scale),
             uniform=column(uniform),
             top_p=column(batch.top_p[rows]),
-            min_p=column(batch.min_p[rows]),
+            least=(column(min_p) * scale).floor_() if min_p.any() else None,
             top_k=batch.top_k[rows],
-            scale=scale,
         )
 
     def take(self, rows: Int64s) -> _Draw:
-        tensors = (self.logits, self.top, self.temperature, self.uniform, self.top_p, self.min_p)
-        logits, top, temperature, uniform, top_p, min_p = (_take(tensor, rows) for tensor in tensors)
-        return _Draw(logits, top, temperature, uniform, top_p, min_p, self.top_k[rows], self.scale)
-
-    def weights(self, values: Tensor) -> Tensor:
-        """floor(scale * exp((values - top) / temperature)), float32 like values [m, k]; the best token's is `scale`."""
-        return (values - self.top).div_(self.temperature).exp_().mul_(self.scale).floor_()
-
-    def above_min_p(self, weights: Tensor) -> Tensor:
-        """0 for weights below min_p times the best token's; in place."""
-        return weights.masked_fill_(weights < (self.min_p * self.scale).floor_(), 0)
+        rule = WeightRule(_take(self.rule.top, rows), _take(self.rule.temperature, rows), self.rule.scale)
+        least = None if self.least is None else _take(self.least, rows)
+        return _Draw(
+            _take(self.logits, rows), rule, _take(self.uniform, rows), _take(self.top_p, rows), least, self.top_k[rows]
+        )
 
 
 def _take(tensor: Tensor, rows: Sequence[int] | Int64s) -> Tensor:
@@ -229,15 +222,9 @@ def _take(tensor: Tensor, rows: Sequence[int] | Int64s) -> Tensor:
 def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
     """A token of the shortest prefix of mass `wanted` [m, 1]: weights float64 [m, k] in descending order, of tokens `ids`."""
     mass_before = weights.cumsum(-1) - weights
-    mass = draw.above_min_p(weights * (mass_before < wanted)).cumsum(-1)
+    weights = weights * (mass_before < wanted)
+    if draw.least is not None:
+        weights = weights.masked_fill_(weights < draw.least, 0)
+    mass = weights.cumsum(-1)
     place = torch.searchsorted(mass, target_mass(mass[:, -1:], draw.uniform), right=True)
     return ids.gather(1, place)[:, 0]
-
-
-def _nucleus(draw: _Draw, of_vocab: Tensor, wanted: Tensor) -> Tensor:
-    """`of_vocab` [m, V], the weights of all tokens, with 0 behind the shortest prefix of the order of mass `wanted` [m, 1]."""
-    values = sort_descending(draw.logits)
-    weights = draw.weights(values).double()
-    size = (weights.cumsum(-1) - weights < wanted).sum(-1, keepdim=True)
-    last = values.gather(1, size - 1)
-    return keep_prefix(draw.logits, of_vocab, last, size - (values > last).sum(-1, keepdim=True))

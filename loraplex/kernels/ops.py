@@ -14,6 +14,7 @@ from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.reference import ReferenceBackend
+from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,11 @@ class KernelBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def description(self) -> str:
+        """What runs, for people: the instruction set and threads, or why there are no native kernels."""
+        ...
 
     # ------------------------------------------------------------------------------------------------------- adapters
 
@@ -130,6 +136,41 @@ class KernelBackend(Protocol):
         """
         ...
 
+    # -------------------------------------------------------------------------------------- sampling (token_ranking.py)
+
+    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest."""
+        ...
+
+    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first k tokens of each row of x [m, V] in the order (value, descending; id, ascending): values and ids [m, k]."""
+        ...
+
+    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the weights [m, V] of all tokens, a new tensor; their sums float64 [m, 1])"""
+        ...
+
+    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count as 0.
+
+        weights [m, V] are whole numbers and may be overwritten; u float64 [m, 1].
+        """
+        ...
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place."""
+        ...
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        """log(sum(exp(logits))) of each row, float64 [m, 1]."""
+        ...
+
+    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """1 + the number of tokens before `token_ids` [m] in the order, int64 [m]."""
+        ...
+
     # ------------------------------------------------------------------------- the field's operators (operators.py)
 
     def sgmv_shrink(
@@ -213,8 +254,10 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
     """
     if name == "reference":
         return ReferenceBackend()
-    if name == "torch" or (name == "auto" and device.type != "cpu"):
-        return TorchBackend()
+    if name == "torch":
+        return TorchBackend("asked for with lora_backend torch")
+    if name == "auto" and device.type != "cpu":
+        return TorchBackend(f"native kernels run on a CPU only, not on {device}")
     if name not in BACKENDS or device.type != "cpu":
         raise ConfigError(f"lora_backend must be one of {BACKENDS}, got {name!r} for device {device}")
     library = open_library()
@@ -222,5 +265,6 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
         return NativeBackend(library, torch.get_num_threads())
     if name == "native":
         raise ConfigError(f"there are no native kernels here: {library.reason}")
-    logger.warning("no native kernels, stock torch runs: %s", library.reason)
-    return TorchBackend()
+    if not library.is_wanted:
+        logger.warning("no native kernels, stock torch runs: %s", library.reason)
+    return TorchBackend(library.reason)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import ABSENT, AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
+from loraplex.kernels.token_ranking import WeightRule, target_mass
 
 
 def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:
@@ -127,7 +128,7 @@ class Int8Weight:
 class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
     """Every operator as its formula."""
 
-    name = "reference"
+    name = description = "reference"
     quantizations = ("int8",)
 
     def add_lora(
@@ -205,6 +206,38 @@ class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
             keys, values = _gather_kv(kv_layer, plan.block_tables[i], context_len)
             out[start:end] = _attend(q[start:end], keys, values, scale, sliding_window).to(q.dtype)
         return out
+
+    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = self.ordered_top_k(x, 1)
+        return ids[:, 0], values[:, 0]
+
+    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        values, ids = torch.sort(x, dim=-1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
+
+    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = rule.of(logits)
+        return weights, weights.double().sum(-1, keepdim=True)
+
+    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+        kept = weights if least is None else weights * (weights >= least)
+        mass = kept.double().cumsum(-1)
+        return torch.searchsorted(mass, target_mass(mass[:, -1:], uniform), right=True)[:, 0]
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        _, order = self.ordered_top_k(logits, logits.shape[1])
+        in_order = weights.gather(1, order).double()
+        is_kept = in_order.cumsum(-1) - in_order < wanted
+        return weights.mul_(torch.zeros_like(is_kept).scatter_(1, order, is_kept))
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.double().logsumexp(-1, keepdim=True)
+
+    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        _, order = self.ordered_top_k(logits, logits.shape[1])
+        return 1 + (order == token_ids[:, None]).int().argmax(-1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -18,16 +18,21 @@ from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.reference import StockPacking, StockWeights, check_rows
+from loraplex.kernels.token_ranking import StockSampling
 from loraplex.kernels.torch_attention import paged_attention, write_kv
 
 USUAL_ROWS = 16
 """Rows of a usual decode step, for which oneDNN chooses a layout; other numbers of rows work with it."""
 
 
-class TorchBackend(StockPacking, StockWeights, LoraOperators):
+class TorchBackend(StockPacking, StockWeights, StockSampling, LoraOperators):
     """Stock torch, as few calls as its operators allow."""
 
     name = "torch"
+
+    def __init__(self, reason: str = "") -> None:
+        """`reason`: why it is not native kernels."""
+        self.description = f"stock torch ({reason})" if reason else "stock torch"
 
     def add_lora(
         self,

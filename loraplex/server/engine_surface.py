@@ -45,6 +45,9 @@ class ModelInfoSurface(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def backend(self) -> str: ...
+
 
 class HealthSurface(Protocol):
     @property

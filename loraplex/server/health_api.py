@@ -25,6 +25,7 @@ class Health(msgspec.Struct, frozen=True):
 
 class Version(msgspec.Struct, frozen=True):
     version: str
+    backend: str
 
 
 class HealthRoutes:
@@ -51,7 +52,9 @@ class HealthRoutes:
         return Response(encode(Health()), media_type="application/json")
 
     async def version(self) -> Response:
-        return Response(encode(Version(__version__)), media_type="application/json")
+        """Of Loraplex, and which kernels run."""
+        version = Version(__version__, self._context.engine.model_info.backend)
+        return Response(encode(version), media_type="application/json")
 
     async def metrics(self) -> Response:
         """Prometheus' text. It is there while the engine is not, and says so."""

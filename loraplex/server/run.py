@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import math
 import signal
 import socket
@@ -27,6 +28,8 @@ from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
+
+_log = logging.getLogger("loraplex.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LISTEN_BACKLOG = 2048
@@ -199,6 +202,7 @@ def _announce(sock: socket.socket, context: ServerContext) -> None:
     host, port = sock.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     registry = context.engine.registry
+    _log.info("kernels: %s", context.engine.model_info.backend)
     adapters = "LoRA is off" if registry is None else f"{len(registry.names())} adapters"
     print(
         f"Loraplex is ready: http://{address}:{port} serves {', '.join(context.names.served)} ({adapters})", flush=True

@@ -73,10 +73,8 @@ def test_rms_norm_of_small_and_large_rows(backend: Any, dtype: torch.dtype, num_
 def test_add_rms_norm(backend: Any, dtype: torch.dtype, num_tokens: int) -> None:
     x, residual, weight = draw(dtype, num_tokens, 96), draw(dtype, num_tokens, 96, seed=1), draw(dtype, 96, seed=2)
     expected_total = x + residual
-    before = residual.clone()
-    normed, total = backend.add_rms_norm(x.clone(), residual, weight, 1e-5)
+    normed, total = backend.add_rms_norm(x, residual, weight, 1e-5)  # which may overwrite both
     assert same_bits(total, expected_total)
-    assert same_bits(residual, before)
     assert_close(normed, backend.rms_norm(expected_total, weight, 1e-5))
 
 

@@ -36,7 +36,7 @@ async def test_a_closing_server_is_503(client: httpx.AsyncClient, app: FastAPI) 
 
 
 async def test_version(client: httpx.AsyncClient) -> None:
-    assert (await client.get("/version")).json() == {"version": loraplex.__version__}
+    assert (await client.get("/version")).json() == {"version": loraplex.__version__, "backend": "fake"}
 
 
 async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.native import lora
+from loraplex.kernels.native import lora, sampling
 from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
+from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 
 
@@ -30,6 +32,9 @@ class NativeBackend(TorchBackend):
     def __init__(self, library: NativeLibrary, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
+        self.description = f"native {library.isa}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+        if library.note:
+            self.description += f" ({library.note})"
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return torch.float32
@@ -88,3 +93,41 @@ class NativeBackend(TorchBackend):
         if not has_native_layout(kv_layer):
             return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
         return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)
+
+    # ---------------------------------------------------------------------------------------------------- glue of a layer
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(self.library, x, weight, eps, self.num_threads)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(self.library, x, residual, weight, eps, self.num_threads)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_mul(self.library, gate_up, self.num_threads)
+
+    # ----------------------------------------------------------------------------------------------------------- sampling
+
+    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.row_argmax(self.library, x, self.num_threads)
+
+    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.ordered_top_k(self.library, x, k, self.num_threads)
+
+    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
+        return sampling.token_weights(self.library, logits, rule, self.num_threads)
+
+    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+        return sampling.invert_cdf(self.library, weights, least, uniform, self.num_threads)
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        return sampling.keep_nucleus(self.library, logits, weights, wanted, self.num_threads)
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        return sampling.log_sum_exp(self.library, logits, self.num_threads)
+
+    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        return sampling.token_ranks(self.library, logits, token_ids, self.num_threads)

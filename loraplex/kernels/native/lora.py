@@ -183,7 +183,8 @@ def add_lora(
     segments = plan.scratch.get(_Segments)
     if segments is None:
         segments = plan.scratch[_Segments] = _Segments.of(plan)
-    assert x.dtype == y.dtype == torch.float32 and x.stride(1) == y.stride(1) == 1
+    assert x.dtype == y.dtype == torch.float32
+    assert x.stride(1) == y.stride(1) == 1
     assert segments.max_slot < table.capacity
     library.functions.loraplex_add_lora(
         rows.address, segments.address, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), num_threads

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.library import ISAS, NativeLibrary, _load
+from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, NativeLibrary, best_isa, load
 from tests.kernels.cases import same_bits
 
 __all__ = ["ISAS", "assert_same_on_every_isa", "assert_same_on_threads", "library_or_skip"]
@@ -16,11 +16,11 @@ __all__ = ["ISAS", "assert_same_on_every_isa", "assert_same_on_threads", "librar
 
 def library_or_skip(isa: str) -> NativeLibrary:
     try:
-        best = _load("portable").functions.loraplex_best_isa().decode()
+        best = best_isa()
         if ISAS.index(isa) < ISAS.index(best):
             pytest.skip(f"this processor has {best}, not {isa}")
-        return _load(isa)
-    except (OSError, AttributeError, ValueError) as error:
+        return load(isa)
+    except LOAD_ERRORS as error:
         pytest.skip(str(error))
 
 

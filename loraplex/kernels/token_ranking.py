@@ -1,19 +1,31 @@
-"""Searches in rows of logits that stock torch does slower, or leaves undefined at ties. Pure functions of tensors.
+"""From logits to a token, in stock torch: what the sampler asks of a kernel backend.
 
-Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats with row sums up to 2^53.
+Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats with row sums up to 2^53, so sums of
+them are exact in any order. Searches here are those that stock torch does slower, or leaves undefined at ties.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from loraplex.core import Logprob, TokenLogprobs
-
 _BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """How logits of rows [m, V] become weights: their maxima `top` [m, 1], `temperature` [m, 1], and the best token's weight `scale`."""
+
+    top: Tensor
+    temperature: Tensor
+    scale: float
+
+    def of(self, values: Tensor) -> Tensor:
+        """floor(scale * exp((values - top) / temperature)), float32 like values [m, k]."""
+        return (values - self.top).div_(self.temperature).exp_().mul_(self.scale).floor_()
 
 
 def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,11 +63,20 @@ def target_mass(total: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum((uniform * total).floor_(), total - 1)
 
 
-def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """First id whose inclusive prefix sum exceeds floor(u * total): weights [m, V], u [m, 1] -> int64 [m].
+def token_weights(logits: Tensor, rule: WeightRule) -> tuple[Tensor, Tensor]:
+    """(the weights [m, V] of all tokens, a new tensor; their sums float64 [m, 1])"""
+    weights = rule.of(logits)
+    return weights, block_sums(weights).sum(-1, keepdim=True)
 
-    Finds the block of 128 first, then the id in it. An id of weight 0 is never drawn.
+
+def invert_cdf(weights: Tensor, least: Tensor | None, uniform: Tensor) -> Tensor:
+    """First id whose inclusive prefix sum exceeds floor(u * total): weights [m, V], u float64 [m, 1] -> int64 [m].
+
+    Weights below `least` [m, 1] count as 0 (and may become 0). Finds the block of 128 first, then the id in it. An id of weight 0 is
+    never drawn.
     """
+    if least is not None:
+        weights.masked_fill_(weights < least, 0)
     mass = block_sums(weights).cumsum(-1)
     target = target_mass(mass[:, -1:], uniform)
     block = torch.searchsorted(mass, target, right=True)
@@ -110,32 +131,35 @@ def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> T
     return weights
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, num_best: Sequence[int]) -> list[TokenLogprobs]:
-    """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and of `token_ids` [m] in any case.
+def keep_nucleus(logits: Tensor, weights: Tensor, wanted: Tensor, rule: WeightRule) -> Tensor:
+    """`weights` [m, V] with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place."""
+    values = sort_descending(logits)
+    sorted_weights = rule.of(values).double()
+    size = (sorted_weights.cumsum(-1) - sorted_weights < wanted).sum(-1, keepdim=True)
+    last = values.gather(1, size - 1)
+    return keep_prefix(logits, weights, last, size - (values > last).sum(-1, keepdim=True))
 
-    Rank: 1 + the number of tokens before this one in the order.
-    """
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """log(sum(exp(logits))) of each row, float64 [m, 1]."""
     top = logits.amax(-1, keepdim=True)
-    log_mass = block_sums((logits - top).exp_()).sum(-1, keepdim=True).log() + top.double()
-    k = min(max(num_best, default=0), logits.shape[1])
-    values, ids = ordered_top_k(logits, k) if k else (logits[:, :0], token_ids[:, None][:, :0])
-    best = zip((values - log_mass).tolist(), ids.tolist(), num_best, strict=True)
-    result: list[TokenLogprobs] = []
-    for row_values, row_ids, count in best:
-        ranked = zip(row_ids[:count], row_values[:count], strict=True)
-        result.append({i: Logprob(value, rank) for rank, (i, value) in enumerate(ranked, 1)})
-    chosen = token_ids.tolist()
-    rest = [row for row, entries in enumerate(result) if chosen[row] not in entries]
-    if rest:
-        rows = torch.tensor(rest, device=logits.device)
-        logprobs = (logits[rows, token_ids[rows]] - log_mass[rows, 0]).tolist()
-        for row, logprob, rank in zip(rest, logprobs, _ranks(logits[rows], token_ids[rows]), strict=True):
-            result[row][chosen[row]] = Logprob(logprob, rank)
-    return result
+    return block_sums((logits - top).exp_()).sum(-1, keepdim=True).log() + top.double()
 
 
-def _ranks(x: Tensor, token_ids: Tensor) -> list[int]:
-    chosen = x.gather(1, token_ids[:, None])
-    is_lower_id = torch.arange(x.shape[1], device=x.device) < token_ids[:, None]
-    ranks: list[int] = (1 + ((x > chosen) | ((x == chosen) & is_lower_id)).sum(-1)).tolist()
-    return ranks
+def token_ranks(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """1 + the number of tokens before `token_ids` [m] in the order, int64 [m]."""
+    chosen = logits.gather(1, token_ids[:, None])
+    is_lower_id = torch.arange(logits.shape[1], device=logits.device) < token_ids[:, None]
+    return 1 + ((logits > chosen) | ((logits == chosen) & is_lower_id)).sum(-1)
+
+
+class StockSampling:
+    """The operators of the sampler as a backend has them."""
+
+    row_argmax = staticmethod(row_argmax)
+    ordered_top_k = staticmethod(ordered_top_k)
+    token_weights = staticmethod(token_weights)
+    invert_cdf = staticmethod(invert_cdf)
+    keep_nucleus = staticmethod(keep_nucleus)
+    log_sum_exp = staticmethod(log_sum_exp)
+    token_ranks = staticmethod(token_ranks)

@@ -1,0 +1,70 @@
+// RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, row by row.
+//
+// The sum of squares is four chains of Vec16, the 16 elements at k going to chain (k / 16) mod 4: the same bits for every width of a
+// vector and number of threads.
+#include <cmath>
+
+#include "api.h"
+#include "rows.h"
+#include "vec.h"
+
+namespace loraplex {
+namespace {
+
+constexpr long kChains = 4;  // an FMA takes 4 cycles
+
+// at(k, count) gives 16 elements of the row, of which `count` are real and the others 0.
+template <class At>
+float inverse_rms(long size, float eps, At at) {
+  Vec16 sum[kChains] = {zero(), zero(), zero(), zero()};
+  long k = 0;
+  for (; k + 16 * kChains <= size; k += 16 * kChains)
+#pragma GCC unroll 4
+    for (long c = 0; c < kChains; c++) {
+      const Vec16 v = at(k + 16 * c, 16);
+      sum[c] = fma(v, v, sum[c]);
+    }
+#pragma GCC unroll 4
+  for (long c = 0; c < kChains; c++) {
+    if (k + 16 * c >= size) break;
+    const Vec16 v = at(k + 16 * c, size - k - 16 * c);
+    sum[c] = fma(v, v, sum[c]);
+  }
+  return 1.f / std::sqrt(sum_lanes(add(add(sum[0], sum[1]), add(sum[2], sum[3]))) / (float)size + eps);
+}
+
+void scale_row(const float* x, const float* weight, float factor, long size, float* y) {
+  const Vec16 all = set1(factor);
+  long k = 0;
+  for (; k + 16 <= size; k += 16) store(y + k, mul(mul(load(x + k), all), load(weight + k)));
+  if (k < size) store_first(y + k, mul(mul(load_first(x + k, size - k), all), load_first(weight + k, size - k)), size - k);
+}
+
+}  // namespace
+}  // namespace loraplex
+
+using namespace loraplex;
+
+// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a fused qkv output. y [rows, size] is dense.
+LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t rows, int64_t size,
+                                    const float* weight, float eps, float* y, int32_t threads) {
+  for_rows(rows, rows * size, threads, [=](long r) {
+    const float* row = x + r / inner * outer_stride + r % inner * inner_stride;
+    const float factor = inverse_rms(size, eps, [=](long k, long count) { return load_first(row + k, count); });
+    scale_row(row, weight, factor, size, y + r * size);
+  });
+}
+
+// residual += x, then x = rms_norm(residual): both in place.
+LORAPLEX_API void loraplex_add_rms_norm(float* x, int64_t x_stride, float* residual, int64_t residual_stride, int64_t rows, int64_t size,
+                                        const float* weight, float eps, int32_t threads) {
+  for_rows(rows, 2 * rows * size, threads, [=](long r) {
+    float *row = x + r * x_stride, *total = residual + r * residual_stride;
+    const float factor = inverse_rms(size, eps, [=](long k, long count) {
+      const Vec16 v = add(load_first(row + k, count), load_first(total + k, count));
+      store_first(total + k, v, count);
+      return v;
+    });
+    scale_row(total, weight, factor, size, row);
+  });
+}

@@ -1,0 +1,239 @@
+"""Which library is chosen and why, with folders and environments of every kind; no machine makes it raise."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import loraplex.kernels.native.library as library_module
+from loraplex.errors import ConfigError
+from loraplex.kernels.native.library import ISA_VARIABLE, ISAS, NativeLibrary, NoLibrary, open_library
+from loraplex.kernels.ops import get_backend
+from tests.kernels.native.machine import library_or_skip
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of `open_library` looks anew, and no variable is set."""
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    monkeypatch.setattr("loraplex.kernels.ops.open_library", open_library.__wrapped__)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of libraries; empty."""
+    monkeypatch.setattr(library_module, "_folders", lambda: iter([tmp_path]))
+    return tmp_path
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of libraries, with copies of all three, on a processor with AVX-512."""
+    for isa in ISAS:
+        path = library_or_skip(isa).path
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(library_module, "_folders", lambda: iter([tmp_path]))
+    return tmp_path
+
+
+def opened() -> NativeLibrary | NoLibrary:
+    return open_library.__wrapped__()
+
+
+def library() -> NativeLibrary:
+    result = opened()
+    assert isinstance(result, NativeLibrary), result
+    return result
+
+
+def reason() -> str:
+    result = opened()
+    assert isinstance(result, NoLibrary), result
+    return result.reason
+
+
+def so(folder: Path, isa: str) -> Path:
+    return folder / f"libloraplex_{isa}.so"
+
+
+# ------------------------------------------------------------------------------------------------- nothing to be opened
+
+
+def test_not_built(folder: Path) -> None:
+    text = reason()
+    for word in ("libloraplex_portable.so", "not installed", "C++ compiler", "OpenMP", "install"):
+        assert word in text
+
+
+@pytest.mark.parametrize("content", [b"", b"not a library", b"\x7fELF\x02\x01\x01" + bytes(57)])
+def test_a_file_that_is_no_library(folder: Path, content: bytes) -> None:
+    so(folder, "portable").write_bytes(content)
+    assert "libloraplex_portable.so is damaged; install loraplex again" in reason()
+
+
+@pytest.mark.parametrize("part", [63, 64, 1000, 20_000, -1])
+def test_a_library_that_was_cut_off(libraries: Path, part: int) -> None:
+    """The loader would end the process with a bus error."""
+    path = so(libraries, "portable")
+    path.write_bytes(path.read_bytes()[:part])
+    assert "libloraplex_portable.so is damaged; install loraplex again" in reason()
+
+
+def test_the_library_of_something_else(folder: Path) -> None:
+    import _ctypes
+
+    shutil.copy(_ctypes.__file__, so(folder, "portable"))
+    text = reason()
+    assert "loraplex_abi_version" in text
+    assert "install loraplex again" in text
+
+
+def test_another_version(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "ABI_VERSION", 999)
+    text = reason()
+    assert "this package needs 999" in text
+    assert "install loraplex again" in text
+
+
+def test_a_function_is_missing(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "SIGNATURES", {"loraplex_of_tomorrow": ()})
+    assert "loraplex_of_tomorrow" in reason()
+
+
+def test_folders_are_the_package_and_where_it_was_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    folders = list(library_module._folders())
+    assert folders[0] == Path(library_module.__file__).parent / "lib"
+    assert folders[1:] == [tmp_path / "loraplex/kernels/native/lib"]
+
+
+# ----------------------------------------------------------------------------------------------------- the environment
+
+
+def test_none_turns_native_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    assert opened() == NoLibrary("LORAPLEX_ISA=none; unset it for native kernels", is_wanted=True)
+
+
+def test_an_unknown_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "avx1024")
+    assert "avx1024 is none of avx512, avx2, portable, none" in reason()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_one_can_be_asked_for(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library_or_skip(isa)
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    assert library().isa == isa
+    best = library_module.best_isa()
+    assert library().note == ("" if isa == best else f"LORAPLEX_ISA={isa}; unset it for {best}")
+
+
+def test_more_than_the_processor_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    monkeypatch.setattr(library_module, "best_isa", lambda: "avx2")
+    assert "this processor has avx2 at most" in reason()
+
+
+def test_one_that_is_asked_for_and_missing(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    so(libraries, "avx2").unlink()
+    monkeypatch.setenv(ISA_VARIABLE, "avx2")
+    assert "libloraplex_avx2.so" in reason()
+
+
+# --------------------------------------------------------------------------------------------------- the best that works
+
+
+def test_the_best_is_chosen(libraries: Path) -> None:
+    assert (library().isa, library().note) == ("avx512", "")
+    assert library().path == so(libraries, "avx512")
+
+
+def test_a_missing_or_damaged_one_is_passed_over(libraries: Path) -> None:
+    so(libraries, "avx512").write_bytes(b"damaged")
+    assert library().isa == "avx2"
+    assert "not avx512: " in library().note
+    so(libraries, "avx2").unlink()
+    assert library().isa == "portable"
+    assert "not avx2: " in library().note
+
+
+def test_without_avx2_there_is_nothing_to_compare_with(libraries: Path) -> None:
+    so(libraries, "avx2").unlink()
+    assert library().isa == "portable"
+    assert "nothing to compare with" in library().note
+
+
+@pytest.fixture
+def _differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.kernels.native.self_test.first_difference", lambda library, trusted: "linear int8")
+
+
+@pytest.mark.usefixtures("_differs")
+def test_avx512_that_differs_is_not_used(libraries: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert library().isa == "avx2"
+    assert "linear int8" in library().note
+    assert "avx512 is not used" in caplog.text
+    description = get_backend("auto", CPU).description
+    assert description.startswith("native avx2, ")
+    assert "linear int8" in description
+
+
+@pytest.mark.usefixtures("_differs")
+def test_avx512_that_differs_is_used_when_asked_for(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    assert library().isa == "avx512"
+    assert "linear int8" in caplog.text
+
+
+@pytest.mark.usefixtures("_differs")
+def test_other_instruction_sets_are_not_compared(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa in ("avx2", "portable"):
+        monkeypatch.setattr(library_module, "best_isa", lambda isa=isa: isa)
+        assert (library().isa, library().note) == (isa, "")
+
+
+def test_it_is_opened_once_a_process() -> None:
+    assert open_library() is open_library()
+
+
+# -------------------------------------------------------------------------------------------- what the backend says of it
+
+
+def test_description_of_the_native_backend() -> None:
+    best = library_or_skip(library_module.best_isa())
+    threads = torch.get_num_threads()
+    expected = f"native {best.isa}, {threads} thread{'s' if threads > 1 else ''}"
+    assert get_backend("native", CPU).description == get_backend("auto", CPU).description == expected
+
+
+def test_descriptions_of_stock_torch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert get_backend("torch", CPU).description == "stock torch (asked for with lora_backend torch)"
+    assert get_backend("auto", torch.device("meta")).description == (
+        "stock torch (native kernels run on a CPU only, not on meta)"
+    )
+    assert get_backend("reference", CPU).description == "reference"
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    assert get_backend("auto", CPU).description == "stock torch (LORAPLEX_ISA=none; unset it for native kernels)"
+    assert caplog.text == ""
+    monkeypatch.delenv(ISA_VARIABLE)
+    with caplog.at_level(logging.WARNING):
+        description = get_backend("auto", CPU).description
+    assert description.startswith("stock torch (libloraplex_portable.so is not installed")
+    assert "stock torch runs" in caplog.text
+
+
+def test_native_kernels_that_are_asked_for_and_missing(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no native kernels here: libloraplex_portable"):
+        get_backend("native", CPU)
