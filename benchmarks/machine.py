@@ -105,8 +105,8 @@ def _peaks(functions: ctypes.CDLL, threads: int) -> Peaks:
     start = np.linspace(0, 1, functions.float_operations_per_step() // 2, dtype=np.float32)
     pair, weights = np.ones(2, np.int16), (np.arange(functions.int16_operations_per_step() // 2) % 251).astype(np.int8)
 
-    def read() -> float:
-        functions.read_memory(data.ctypes.data, data.size, threads)
+    def read(is_split: int) -> float:
+        functions.read_memory(data.ctypes.data, data.size, threads, is_split)
         return float(READ_BYTES)
 
     def floats(steps: int = 1 << 20) -> float:
@@ -118,7 +118,8 @@ def _peaks(functions: ctypes.CDLL, threads: int) -> Peaks:
         return float(steps * threads * functions.int16_operations_per_step())
 
     _repeat(floats, WARM_UP_S)  # the processor reaches its speed
-    return Peaks(bandwidth=_best_rate(read), fp32=_best_rate(floats), int16=_best_rate(int16))
+    bandwidth = max(_best_rate(lambda split=split: read(split)) for split in (0, 1))
+    return Peaks(bandwidth=bandwidth, fp32=_best_rate(floats), int16=_best_rate(int16))
 
 
 def _best_rate(work: Callable[[], float]) -> float:
@@ -158,7 +159,7 @@ def _compile(isa: str, folder: Path) -> ctypes.CDLL:
     subprocess.run([*command, str(source), "-o", str(library)], check=True)
     functions = ctypes.CDLL(str(library))
     pointer, long, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
-    functions.read_memory.argtypes = (pointer, long, number)
+    functions.read_memory.argtypes = (pointer, long, number, number)
     functions.multiply_floats.argtypes = (long, number, pointer, ctypes.c_float, ctypes.c_float)
     functions.multiply_int16.argtypes = (long, number, pointer, pointer)
     for name in ("read_memory", "multiply_floats", "multiply_int16"):
