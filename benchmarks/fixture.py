@@ -1,6 +1,8 @@
 """Seeded random models and adapters in the peers' own formats, made once and kept under `fixtures/` (not in git).
 
     python -m benchmarks.fixture --size s --adapters 16
+    python -m benchmarks.fixture --size s --adapters 16 --ranks 64                                    1.3 GB of float32
+    python -m benchmarks.fixture --size s --adapters 1000 --ranks 8 --adapter-dtype bfloat16          4.9 GB
 Sizes: `tiny` for a look, `s` (SmolLM2-135M's shape), `m` (Qwen2.5-0.5B's shape as a Llama with a 32k vocabulary). Adapter i has rank
 8, 16, 32, 64 in turn. Weights are drawn so that greedy output does not fall into one repeated token: the residual stream stays O(1) at
 any depth, attention is sharp, embeddings are small. Needs the `dev` extra.
@@ -22,6 +24,7 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parent.parent / "fixtures"
 RANKS = (8, 16, 32, 64)
+DTYPES = ("float32", "bfloat16", "float16")
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
              "intermediate_size": 160, "vocab_size": 8192},
@@ -42,9 +45,17 @@ class Fixture:
     adapters: tuple[Path, ...]
 
 
-def fixture(size: str, num_adapters: int, *, ranks: Sequence[int] = RANKS, seed: int = 7, root: Path = ROOT) -> Fixture:
+def fixture(
+    size: str,
+    num_adapters: int,
+    *,
+    ranks: Sequence[int] = RANKS,
+    adapter_dtype: str = "float32",
+    seed: int = 7,
+    root: Path = ROOT,
+) -> Fixture:
     """The fixture of these arguments; made if it is not there."""
-    name = f"{size}-r{'-'.join(map(str, ranks))}-{seed}"
+    name = f"{size}-r{'-'.join(map(str, ranks))}-{seed}" + ("" if adapter_dtype == "float32" else f"-{adapter_dtype}")
     folder = root / name
     base = folder / "base"
     if not (base / "model.safetensors").exists():
@@ -52,8 +63,23 @@ def fixture(size: str, num_adapters: int, *, ranks: Sequence[int] = RANKS, seed:
     adapters = tuple(folder / f"a{index:04d}" for index in range(num_adapters))
     missing = [index for index, path in enumerate(adapters) if not (path / "adapter_config.json").exists()]
     for index in track(missing, f"adapters of {name}", disable=not missing):
-        _write_adapter(adapters[index], size, ranks[index % len(ranks)], index, len(ranks), seed)
+        dtype = getattr(torch, adapter_dtype)
+        _write_adapter(adapters[index], size, ranks[index % len(ranks)], index, len(ranks), seed, dtype)
     return Fixture(size, base, adapters)
+
+
+def fixture_of(folder: Path) -> Fixture:
+    """What lies in a folder that somebody made: base/, and a folder per adapter, in the order of their names.
+
+    Its size is the one of the same shape, else the folder's name. Raises ValueError.
+    """
+    base = folder / "base"
+    if not (base / "config.json").exists():
+        raise ValueError(f"{folder} is no fixture: there is no base/config.json in it")
+    config = json.loads((base / "config.json").read_text())
+    sizes = (size for size, dims in SIZES.items() if all(config.get(name) == value for name, value in dims.items()))
+    adapters = sorted(path.parent for path in folder.glob("*/adapter_config.json"))
+    return Fixture(next(sizes, folder.name), base, tuple(adapters))
 
 
 def _write_base(path: Path, size: str, seed: int) -> None:
@@ -83,7 +109,9 @@ def _gain(name: str, depth: float) -> float:
     return 2.0 if "q_proj" in name or "k_proj" in name else 1.0
 
 
-def _write_adapter(path: Path, size: str, rank: int, index: int, num_ranks: int, seed: int) -> None:
+def _write_adapter(
+    path: Path, size: str, rank: int, index: int, num_ranks: int, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
     """Scaling is 1 or 2 in turn, so that a lost alpha shows; the update is 0.3 of the base's output in size."""
     alpha = rank * (1 + index // num_ranks % 2)
     generator = torch.Generator().manual_seed(seed * 100_003 + index)
@@ -95,7 +123,8 @@ def _write_adapter(path: Path, size: str, rank: int, index: int, num_ranks: int,
             0.3 * rank / alpha / math.sqrt(rank)
         )
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(stored, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "r": rank, "lora_alpha": alpha,
         "target_modules": list(TARGET_MODULES), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
@@ -123,9 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--adapters", type=int, default=16)
-    parser.add_argument("--ranks", default="8,16,32,64")
+    parser.add_argument("--ranks", default="8,16,32,64", help="in turn (default: %(default)s)")
+    parser.add_argument("--adapter-dtype", choices=DTYPES, default="float32")
     arguments = parser.parse_args()
-    made = fixture(arguments.size, arguments.adapters, ranks=[int(rank) for rank in arguments.ranks.split(",")])
+    ranks = [int(rank) for rank in arguments.ranks.split(",")]
+    made = fixture(arguments.size, arguments.adapters, ranks=ranks, adapter_dtype=arguments.adapter_dtype)
     print(f"{made.base} and {len(made.adapters)} adapters")
 
 

@@ -1,81 +1,61 @@
-"""transformers + peft on the fixed workload: the peer beside which `throughput.py` measures. One JSON line per run on stdout."""
+"""transformers + peft on the fixed workload, for `throughput.py` (protocol.py). Run by an environment that has both.
+
+Mixed batches are PEFT's own: `generate(adapter_names=[...])`. Until a pattern uses an adapter the model has no LoRA code at all.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from dataclasses import asdict
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+import transformers
 
-from loraplex.bench import Measurement, Workload
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base", required=True)
-    parser.add_argument("--adapters", nargs="*", default=[])
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--pattern", required=True)
-    parser.add_argument("--requests", type=int, required=True)
-    parser.add_argument("--prompt-len", type=int, required=True)
-    parser.add_argument("--output-len", type=int, required=True)
-    parser.add_argument("--runs", type=int, required=True)
-    arguments = parser.parse_args()
-    workload = Workload(arguments.requests, arguments.prompt_len, arguments.output_len)
-    for run in measure_hf(
-        arguments.base,
-        list(map(Path, arguments.adapters)),
-        arguments.dtype,
-        workload,
-        arguments.pattern,
-        arguments.runs,
-    ):
-        print(json.dumps(asdict(run)), flush=True)
+from benchmarks.protocol import Job, serve
 
 
-def measure_hf(
-    base: str, adapter_paths: list[Path], dtype: str, workload: Workload, pattern: str, num_runs: int
-) -> list[Measurement]:
-    """PEFT's own mixed batches: `generate(adapter_names=[...])`; the base pattern runs without any LoRA code."""
-    import transformers
-    from peft import PeftModel
+class HuggingFaceEngine:
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(job.threads)
+        transformers.utils.logging.disable_progress_bar()
+        self.version = f"transformers {transformers.__version__}, peft {peft.__version__}, torch {torch.__version__}"
+        self.job = job
+        self.dtype = getattr(torch, job.dtype)
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(job.base, dtype=self.dtype).eval()
+        self.loaded: set[int] = set()
+        self.prompts = torch.tensor(job.prompts)
 
-    transformers.utils.logging.disable_progress_bar()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype)).eval()
-    indices = workload.adapters(pattern, len(adapter_paths))
-    names = ["__base__" if index is None else adapter_paths[index].name for index in indices]
-    for used in sorted({index for index in indices if index is not None}):
-        path = adapter_paths[used]
-        if isinstance(model, PeftModel):
-            model.load_adapter(path, adapter_name=path.name)
-        else:
-            model = PeftModel.from_pretrained(model, path, adapter_name=path.name)
-    model = model.to(getattr(torch, dtype)).eval()
-    tokens = torch.tensor(workload.prompts(model.config.vocab_size))
-    extra = {} if pattern == "base" else {"adapter_names": names}
-
-    def generate(count: int) -> float:
-        began = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count,
-                do_sample=False, eos_token_id=None, pad_token_id=1, **extra,
+    def generate(self, chosen: Sequence[int | None], output_len: int) -> list[list[int]]:
+        self._load({index for index in chosen if index is not None} - self.loaded)
+        is_base = all(index is None for index in chosen)
+        names = ["__base__" if index is None else _name(index) for index in chosen]
+        mixed = {} if is_base else {"adapter_names": names}
+        without = self.model.disable_adapter() if is_base and self.loaded else contextlib.nullcontext()
+        with without, torch.inference_mode():
+            tokens = self.model.generate(
+                input_ids=self.prompts, attention_mask=torch.ones_like(self.prompts), max_new_tokens=output_len,
+                min_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=1, **mixed,
             )  # fmt: skip
-        return time.perf_counter() - began
+        return [list(output) for output in tokens[:, self.prompts.shape[1] :].tolist()]
 
-    generate(2)
-    runs = []
-    for _ in range(num_runs):
-        first_s, seconds = generate(1), generate(workload.output_len)
-        rate = workload.num_requests * workload.output_len / seconds
-        step_ms = 1e3 * (seconds - first_s) / max(1, workload.output_len - 1)
-        runs.append(Measurement(pattern, len(set(names) - {"__base__"}), rate, first_s, step_ms))
-    return runs
+    def _load(self, missing: set[int]) -> None:
+        for index in sorted(missing):
+            path = Path(self.job.adapters[index])
+            if self.loaded:
+                self.model.load_adapter(path, adapter_name=_name(index))
+            else:
+                self.model = peft.PeftModel.from_pretrained(self.model, path, adapter_name=_name(index))
+            self.loaded.add(index)
+        if missing:
+            self.model = self.model.to(self.dtype).eval()
+
+
+def _name(index: int) -> str:
+    return f"adapter-{index}"
 
 
 if __name__ == "__main__":
-    main()
+    serve(HuggingFaceEngine, __doc__)

@@ -1,7 +1,8 @@
 """A fixed workload, and how fast the offline engine runs it: `loraplex bench`, and `benchmarks/throughput.py` beside its peers.
 
 A closed batch of greedy requests with random prompts; which adapter each one uses follows a popularity pattern (Punica, MLSys'24,
-section 7): base (none), identical (one), distinct (one each), uniform (about sqrt(n) of them), skewed (Zipf, alpha 1.5).
+section 7): base (none), identical (one), distinct (one each), uniform (about sqrt(n) of them), skewed (Zipf, alpha 1.5, over as many as
+there are requests). On request `zipf_all:ALPHA`: Zipf over all adapters, however many.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
 
 PATTERNS = ("base", "identical", "distinct", "uniform", "skewed")
+ZIPF_ALL = "zipf_all"
 FIRST_TOKEN_ID = 3  # below are special tokens
 ZIPF_ALPHA = 1.5
 IDENTICAL_ADAPTER = 3  # of the fixtures' first four ranks the largest
@@ -60,8 +62,9 @@ class Workload:
     def adapters(self, pattern: str, num_adapters: int) -> list[int | None]:
         """The adapter's index for each request, None for the base. Raises ConfigError for a pattern that cannot be."""
         count = self.num_requests
-        if pattern not in PATTERNS:
-            raise ConfigError(f"pattern {pattern!r} is unknown; there are {', '.join(PATTERNS)}")
+        name, _, parameter = pattern.partition(":")
+        if pattern not in PATTERNS and name != ZIPF_ALL:
+            raise ConfigError(f"pattern {pattern!r} is unknown; there are {', '.join(PATTERNS)}, {ZIPF_ALL}:ALPHA")
         if pattern == "base":
             return [None] * count
         if pattern == "identical" and num_adapters:
@@ -72,10 +75,22 @@ class Workload:
         if pattern == "uniform" and num_adapters:
             return [index % num_used for index in range(count)]
         if pattern == "skewed" and num_adapters:
-            popular = range(min(count, num_adapters))
-            weights = [1 / (rank + 1) ** ZIPF_ALPHA for rank in popular]
-            return list(random.Random(self.seed).choices(popular, weights=weights, k=count))
+            return self._zipf(min(count, num_adapters), ZIPF_ALPHA)
+        if name == ZIPF_ALL and num_adapters:
+            return self._zipf(num_adapters, _alpha(parameter))
         raise ConfigError(f"pattern {pattern!r} cannot be run with {num_adapters} adapters and {count} requests")
+
+    def _zipf(self, num_adapters: int, alpha: float) -> list[int | None]:
+        """Adapter i in proportion to (i + 1)^-alpha."""
+        weights = [1 / (rank + 1) ** alpha for rank in range(num_adapters)]
+        return list(random.Random(self.seed).choices(range(num_adapters), weights=weights, k=self.num_requests))
+
+
+def _alpha(text: str) -> float:
+    try:
+        return float(text or ZIPF_ALPHA)
+    except ValueError:
+        raise ConfigError(f"{ZIPF_ALL}:ALPHA needs a number, got {text!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
