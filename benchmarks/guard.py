@@ -68,12 +68,19 @@ def ratios() -> list[Ratio]:
     return [
         _against_read("linear fp32, 1 row / reading the weight", "float32", 1.8),
         _against_read("linear int8, 1 row / reading the weight", "int8", 2.6),
-        _ratio("linear fp32, 16 rows / F.linear", 0.85, linear_case("s", "gate_up", "float32", 16), lambda: stock_linear("s", "gate_up", 16)),
+        _ratio(
+            "linear fp32, 16 rows / F.linear",
+            0.85,
+            linear_case("s", "gate_up", "float32", 16),
+            lambda: stock_linear("s", "gate_up", 16),
+        ),
         _against_storage("linear bf16, 1 row / fp32", "bfloat16", 1, 0.95),
         _against_storage("linear int8, 1 row / fp32", "int8", 1, 0.7),
         _against_storage("linear int8, 16 rows / fp32", "int8", 16, 1.5),
         _lora_against_read(5.0),
-        _against_torch("LoRA, 16 adapters of rank 16 / torch", lora_case("m", 16, (16,) * 16, "bfloat16", "16 x r16"), 0.6),
+        _against_torch(
+            "LoRA, 16 adapters of rank 16 / torch", lora_case("m", 16, (16,) * 16, "bfloat16", "16 x r16"), 0.6
+        ),
         _against_torch("attention, 16 x 256 / torch", attention_case("s", (256,) * 16, 1, "float32"), 0.9),
         _against_torch("attention, prefill of 512 / torch", attention_case("s", (512,), 512, "float32"), 1.0),
         _against_torch("add_rms_norm, 16 rows / torch", add_rms_norm_case("s", 16), 1.0),
@@ -168,7 +175,9 @@ def missing_library(reason: str, is_required: bool) -> tuple[int, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--require-native", action="store_true", help="fail where the library is missing and a compiler is not")
+    parser.add_argument(
+        "--require-native", action="store_true", help="fail where the library is missing and a compiler is not"
+    )
     parser.add_argument("--show", action="store_true", help="only show: one attempt each, exit code 0")
     args = parser.parse_args(arguments)
     library = open_library()

@@ -70,7 +70,12 @@ def cases(sizes: Sequence[str], dtypes: Sequence[str], rows: Sequence[int]) -> I
                     if module != "head" or count <= 64:  # the head sees a row per request
                         yield linear_case(size, module, dtype, count)
     for dtype in ("bfloat16", "float32"):
-        for ranks, label in (((16,), "1 x r16"), ((16,) * 4, "4 x r16"), ((16,) * 16, "16 x r16"), (MIXED_RANKS, "16 x r8-64")):
+        for ranks, label in (
+            ((16,), "1 x r16"),
+            ((16,) * 4, "4 x r16"),
+            ((16,) * 16, "16 x r16"),
+            (MIXED_RANKS, "16 x r8-64"),
+        ):
             yield lora_case("m", 16, ranks, dtype, label)
         yield lora_case("m", 512, (16,) * 8, dtype, "8 x r16")
     for size in sizes:
@@ -86,7 +91,9 @@ def cases(sizes: Sequence[str], dtypes: Sequence[str], rows: Sequence[int]) -> I
     yield greedy_case("s", 16)
 
 
-def time_case(case: Case, native: KernelBackend, torch_backend: KernelBackend, seconds: float, peaks: Peaks | None) -> Timed:
+def time_case(
+    case: Case, native: KernelBackend, torch_backend: KernelBackend, seconds: float, peaks: Peaks | None
+) -> Timed:
     """Native and stock torch in turn."""
     own, stock = case.build(native), case.build(torch_backend)
     if own is None:
@@ -139,7 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert is_torch(stock)
     found = machine()
     peaks = None if found is None else found.peaks.get(args.threads)
-    chosen = [case for case in cases(args.sizes, args.dtypes, args.rows) if case.op in args.only and args.match in case.name]
+    chosen = [
+        case for case in cases(args.sizes, args.dtypes, args.rows) if case.op in args.only and args.match in case.name
+    ]
     title = f"{cpu_name()}, {isa_in_use()}, {args.threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
     console = wide_console()
     timed: list[Timed] = []
@@ -152,7 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         limits = None if peaks is None else asdict(peaks)
-        args.json.write_text(json.dumps({"title": title, "peaks": limits, "timed": [asdict(one) for one in timed]}, indent=1))
+        args.json.write_text(
+            json.dumps({"title": title, "peaks": limits, "timed": [asdict(one) for one in timed]}, indent=1)
+        )
     return 0
 
 

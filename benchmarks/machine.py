@@ -138,7 +138,9 @@ def _repeat(work: Callable[[], float], seconds: float) -> float:
 
 def compiler() -> str | None:
     """The system's C++ compiler, if it has OpenMP."""
-    found = next((path for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    found = next(
+        (path for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if (path := shutil.which(name))), None
+    )
     if found is None:
         return None
     probe = subprocess.run(

@@ -32,6 +32,7 @@ from loraplex.bench import FIRST_TOKEN_ID, Workload
 from loraplex.core import LoRARequest, SamplingParams
 from loraplex.engine.llm import LLM
 from loraplex.metrics import EngineStats
+import itertools
 
 FEW = 5
 BLOCKS = 4
@@ -96,7 +97,7 @@ def draw_adapters(num_adapters: int, alpha: float, num_requests: int, seed: int)
 def blocks_of(chosen: Sequence[int], num_blocks: int) -> list[list[int]]:
     """In order, of nearly equal length."""
     cuts = [len(chosen) * i // num_blocks for i in range(num_blocks + 1)]
-    return [list(chosen[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [list(chosen[start:end]) for start, end in itertools.pairwise(cuts)]
 
 
 class Bench:
@@ -166,7 +167,18 @@ def measure(bench: Bench, num_adapters: int, args: argparse.Namespace) -> tuple[
 
 def table_of(sides: Sequence[Side], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for heading in ("adapters", "used", "tok/s", "min-max", "hit rate", "hits", "misses", "loads", "promotions", "evictions"):
+    for heading in (
+        "adapters",
+        "used",
+        "tok/s",
+        "min-max",
+        "hit rate",
+        "hits",
+        "misses",
+        "loads",
+        "promotions",
+        "evictions",
+    ):
         table.add_column(heading, justify="right")
     for side in sides:
         counted, hit_rate = side.counters, side.counters.hit_rate
@@ -228,7 +240,9 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--adapter-memory-bytes", type=int, help="of these for running ones (default: all)")
     new.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
     new.add_argument("--dtype", default="float32")
-    new.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="any other setting of LLM")
+    new.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="any other setting of LLM"
+    )
     new.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return new
 

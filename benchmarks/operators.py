@@ -45,9 +45,7 @@ class Case:
 
 def is_own(backend: KernelBackend, case: Case) -> bool:
     """Whether the backend has kernels of its own for the case, not stock torch's."""
-    return any(
-        getattr(type(backend), name, None) is not getattr(TorchBackend, name, None) for name in case.operators
-    )
+    return any(getattr(type(backend), name, None) is not getattr(TorchBackend, name, None) for name in case.operators)
 
 
 def is_torch(backend: KernelBackend) -> bool:
@@ -128,7 +126,12 @@ def layer_targets(size: str, layer: int) -> list[LoraTarget]:
     dims = SIZES[size]
     hidden, inner, heads = dims["hidden_size"], dims["intermediate_size"], dims["num_attention_heads"]
     kv = hidden // heads * dims["num_key_value_heads"]
-    fused = {"qkv": (hidden, [hidden, kv, kv]), "o": (hidden, [hidden]), "gate_up": (hidden, [inner, inner]), "down": (inner, [hidden])}
+    fused = {
+        "qkv": (hidden, [hidden, kv, kv]),
+        "o": (hidden, [hidden]),
+        "gate_up": (hidden, [inner, inner]),
+        "down": (inner, [hidden]),
+    }
     return [_target(f"layers.{layer}.{name}", layer, num_in, outs) for name, (num_in, outs) in fused.items()]
 
 
@@ -181,7 +184,9 @@ def _slot_table(
     """Every layer has the same weights at addresses of its own."""
     drawn = {
         (slot, target.name.partition(".")[2].partition(".")[2]): tuple(
-            SliceWeights(_draw(rank, target.in_features, dtype=dtype), _draw(one.out_features, rank, dtype=dtype), None, 1.0)
+            SliceWeights(
+                _draw(rank, target.in_features, dtype=dtype), _draw(one.out_features, rank, dtype=dtype), None, 1.0
+            )
             for one in target.slices
         )
         for slot, rank in enumerate(ranks)
@@ -294,7 +299,9 @@ def rotary_case(size: str, rows: int, kv_dtype: str) -> Case:
         slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(0))[:rows]
         return _write_call(backend, _draw(rows, heads, head_dim), _draw(rows, kv_heads, head_dim), kv[:, 0], slots)
 
-    return Case("glue", f"{size} rotary + KV write T={rows} {kv_dtype} KV", ("rotary", "write_kv", "rotary_write_kv"), build)
+    return Case(
+        "glue", f"{size} rotary + KV write T={rows} {kv_dtype} KV", ("rotary", "write_kv", "rotary_write_kv"), build
+    )
 
 
 # --------------------------------------------------------------------------------------------------- the rest of a layer

@@ -33,7 +33,11 @@ def plot(report: Report, path: Path, title: str) -> None:
             [max(of) - middle for middle, of in zip(medians, rates, strict=True)],
         ]
         axes.bar(places, medians, width, yerr=ranges, label=name, error_kw={"elinewidth": 1, "alpha": 0.6})
-        limits = [(place, result.limits[p].tokens_per_s) for place, (_, p) in zip(places, shown, strict=True) if p in result.limits]
+        limits = [
+            (place, result.limits[p].tokens_per_s)
+            for place, (_, p) in zip(places, shown, strict=True)
+            if p in result.limits
+        ]
         for place, limit in limits if result.is_own else []:
             axes.hlines(limit, place - width / 2, place + width / 2, colors="black", linestyles="dashed", linewidth=1)
     axes.set_xticks(range(len(patterns)), patterns)

@@ -125,13 +125,17 @@ def _check(tokens: Sequence[Sequence[int]], job: Job) -> None:
     """A rate counts tokens that were made."""
     lengths = {len(output) for output in tokens}
     if len(tokens) != len(job.prompts) or lengths != {job.output_len}:
-        raise RuntimeError(f"{len(tokens)} outputs of {sorted(lengths)} tokens, wanted {len(job.prompts)} of {job.output_len}")
+        raise RuntimeError(
+            f"{len(tokens)} outputs of {sorted(lengths)} tokens, wanted {len(job.prompts)} of {job.output_len}"
+        )
 
 
 def serve(start: Callable[[Job], Engine], description: str | None = None) -> None:
     """The main function of every runner."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--job", type=Path, help="file with the job (protocol.py, Job) as JSON; default: standard input")
+    parser.add_argument(
+        "--job", type=Path, help="file with the job (protocol.py, Job) as JSON; default: standard input"
+    )
     arguments = parser.parse_args()
     job = Job.from_json(arguments.job.read_text() if arguments.job else sys.stdin.read())
     events = _own_stdout()

@@ -90,9 +90,7 @@ def median(runs: Sequence[Run]) -> Run:
 # -------------------------------------------------------------------------------------------------------- token identity
 
 
-def matches(
-    tokens: Mapping[str, Mapping[str, list[list[int]]]], first: str
-) -> dict[str, dict[str, tuple[int, int]]]:
+def matches(tokens: Mapping[str, Mapping[str, list[list[int]]]], first: str) -> dict[str, dict[str, tuple[int, int]]]:
     """(equal outputs, outputs) of every other engine and pattern against the same pattern of `first`."""
     own = tokens.get(first, {})
     return {
@@ -189,7 +187,9 @@ def identity_lines(report: Report) -> list[str]:
 def _starts(report: Report) -> Table:
     table = Table(title="start and memory", title_justify="left")
     for heading in ("engine", "version", "start s", "peak RSS MiB", "{first} / it"):
-        table.add_column(heading.format(first=report.first), justify="left" if heading in ("engine", "version") else "right")
+        table.add_column(
+            heading.format(first=report.first), justify="left" if heading in ("engine", "version") else "right"
+        )
     own = report.engines[report.first].peak_rss_bytes
     for name, result in report.engines.items():
         if result.starts_s:

@@ -98,7 +98,9 @@ def _take_turn(
         return
 
     def say(run: Run) -> None:
-        console.print(f"[dim]  {time.strftime('%H:%M:%S')} {run.pattern}: {run.tokens_per_s:.1f} tok/s[/]", highlight=False)
+        console.print(
+            f"[dim]  {time.strftime('%H:%M:%S')} {run.pattern}: {run.tokens_per_s:.1f} tok/s[/]", highlight=False
+        )
 
     job = Job(**{**asdict(job), "runs": num_runs})
     try:
@@ -116,15 +118,21 @@ def _take_turn(
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = new.add_argument_group("what is run")
-    what.add_argument("--size", choices=SIZES, default="s", help="a fixture of this size, made under fixtures/ if it is not there")
-    what.add_argument("--fixture", type=Path, metavar="DIR", help="instead: a folder with base/ and folders of adapters")
+    what.add_argument(
+        "--size", choices=SIZES, default="s", help="a fixture of this size, made under fixtures/ if it is not there"
+    )
+    what.add_argument(
+        "--fixture", type=Path, metavar="DIR", help="instead: a folder with base/ and folders of adapters"
+    )
     what.add_argument("--patterns", default=",".join(PATTERNS), help="comma-separated (default: %(default)s)")
     what.add_argument("--requests", type=int, help="of a batch (default: by size, tiny 4, s 16, m 8)")
     what.add_argument("--prompt-len", type=int, help="tokens (default: by size, tiny 16, s 64, m 64)")
     what.add_argument("--output-len", type=int, help="tokens (default: by size, tiny 64, s 64, m 32)")
     what.add_argument("--runs", type=int, default=3, help="timed runs of each pattern on each engine (default: 3)")
     who = new.add_argument_group("who runs it")
-    who.add_argument("--engines", default=OWN, help="loraplex, loraplex-off (LoRA off); the first is compared with all others")
+    who.add_argument(
+        "--engines", default=OWN, help="loraplex, loraplex-off (LoRA off); the first is compared with all others"
+    )
     who.add_argument(
         "--variant", action="append", default=[], metavar="NAME:SETTING=VALUE,...",
         help="Loraplex once more with these settings of LLM, e.g. int8:quantization=int8; may be repeated",
@@ -134,10 +142,14 @@ def parser() -> argparse.ArgumentParser:
         help=f"{', '.join(PEERS)}, with the environment that runs it (default: this Python); may be repeated; none: no peer",
     )  # fmt: skip
     who.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
-    who.add_argument("--timeout", type=float, default=3000, help="seconds for one turn of an engine (default: %(default)s)")
+    who.add_argument(
+        "--timeout", type=float, default=3000, help="seconds for one turn of an engine (default: %(default)s)"
+    )
     _add_settings(new.add_argument_group("settings (the dtype of all engines, the rest of Loraplex)"))
     out = new.add_argument_group("results")
-    out.add_argument("--json", type=Path, metavar="FILE", help="write measurements and configuration here, after every turn")
+    out.add_argument(
+        "--json", type=Path, metavar="FILE", help="write measurements and configuration here, after every turn"
+    )
     out.add_argument("--plot", type=Path, metavar="FILE", help="write a picture (needs the `bench` extra)")
     out.add_argument("--save-tokens", type=Path, metavar="FILE", help="write every engine's outputs")
     out.add_argument(
@@ -227,7 +239,11 @@ class Limits:
 
 def identity_of(made: Fixture, workload: Workload) -> dict[str, Any]:
     """What outputs depend on: they are compared only if this is equal."""
-    return {**asdict(workload), "base": (made.base / "model.safetensors").stat().st_size, "fixture": made.base.parent.name}
+    return {
+        **asdict(workload),
+        "base": (made.base / "model.safetensors").stat().st_size,
+        "fixture": made.base.parent.name,
+    }
 
 
 def configuration(args: argparse.Namespace, made: Fixture, workload: Workload, job: Job) -> dict[str, Any]:
@@ -261,7 +277,11 @@ def configuration(args: argparse.Namespace, made: Fixture, workload: Workload, j
 def _commit() -> str | None:
     """This checkout's commit, with a plus when files are changed; None when it is not a checkout."""
     said = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return said.stdout.strip() or None
 

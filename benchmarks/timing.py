@@ -15,7 +15,9 @@ MIN_ROUNDS = 3
 MAX_REPEATS = 1000
 
 
-def best_of(calls: Mapping[str, Call], seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
+def best_of(
+    calls: Mapping[str, Call], seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Seconds of one call of each: the best round of as many as fit in `seconds`, at least MIN_ROUNDS.
 
     Calls take turns, so that a slow moment of the machine meets them all, and the best round is the one that it missed.

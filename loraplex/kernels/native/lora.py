@@ -40,7 +40,8 @@ def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
 
 def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[SliceLayout | None, ...]]:
     """(bytes of the block, where each slice lies in it). The A's of all slices are one part: they have the same offset."""
-    in_features, shapes = 0, []
+    in_features = 0
+    shapes: list[_SliceShape | None] = []
     for s in slices:
         if s is None:
             shapes.append(None)
@@ -94,7 +95,8 @@ def pack(
         raise ValueError(f"a packed block of {nbytes} bytes does not fit in {out.numel()}")
     if nbytes == 0:
         return layouts
-    sources, alive, in_features, dtype = array("q"), [], 0, torch.float32
+    alive: list[tuple[torch.Tensor | None, ...]] = []
+    sources, in_features, dtype = array("q"), 0, torch.float32
     for s, layout in zip(slices, layouts, strict=True):
         if s is None or layout is None:
             sources.extend(NO_SLICE)

@@ -10,9 +10,12 @@ from functools import partial
 
 import torch
 
-from loraplex.kernels.native import glue, sampling
+from loraplex.core import LoraSlice, LoraTarget
+from loraplex.kernels.native import glue, lora, sampling
+from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import linear, pack_linear
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
 
 Case = Callable[[NativeLibrary], tuple[torch.Tensor, ...]]
@@ -76,11 +79,59 @@ def _weights(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return weights, total, nucleus, sampling.invert_cdf(library, weights, None, uniform, 1)
 
 
+def _add_lora(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """Two adapters of two slices in two dtypes, one of them with a bias, over five rows."""
+    in_features, outs, ranks = 67, (35, 41), (5, 12)
+    slices = tuple(LoraSlice(f"m.{i}", sum(outs[:i]), n, n) for i, n in enumerate(outs))
+    target = LoraTarget("m", 0, in_features, in_features, slices)
+    buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+    table = SlotTable([target], 2, buffer)
+    for slot, dtype in enumerate((torch.float32, torch.bfloat16)):
+        weights = [
+            SliceWeights(_draw(rank, in_features).to(dtype), _draw(n, rank).to(dtype), _draw(n) if slot else None, 0.5)
+            for rank, n in zip(ranks, outs, strict=True)
+        ]
+        offset = slot << 15
+        table.set_block("m", slot, offset, lora.pack(library, weights, buffer[offset : offset + (1 << 15)]))
+    plan = LoraPlan.build([LoraSegment(0, 3, 0), LoraSegment(3, 5, 1, 0.3)], 5, 2)
+    y = _draw(5, sum(outs))
+    lora.add_lora(library, y, _draw(5, in_features), plan, table, 0, slices, 1)
+    return buffer, y
+
+
+def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """A prompt of 70 tokens, its keys in two blocks of 64 and more; every dtype of the cache."""
+    tokens, heads, kv_heads, head_dim, block_size = 70, 4, 2, 32, 16
+    outputs = []
+    for dtype in KV_FORMATS:
+        q, k, v = (
+            _draw(tokens, heads, head_dim),
+            _draw(tokens, kv_heads, head_dim),
+            _draw(tokens + 1, kv_heads, head_dim),
+        )
+        kv_layer = torch.zeros(5, 2, kv_heads, block_size, head_dim, dtype=dtype)
+        angles = _draw(tokens, head_dim)
+        plan = AttentionPlan(
+            q_indptr=torch.tensor([0, tokens], dtype=torch.int32),
+            context_lens=torch.tensor([tokens], dtype=torch.int32),
+            block_tables=torch.arange(5, dtype=torch.int32).unsqueeze(0),
+            kv_slot_mapping=torch.arange(tokens),
+            query_lens=(tokens,),
+            context_lens_host=(tokens,),
+            block_size=block_size,
+        )
+        q = rotary_write_kv(library, q, k, v[1:], angles.cos(), angles.sin(), kv_layer, plan.kv_slot_mapping, 1)
+        outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1)]
+    return tuple(outputs)
+
+
 CASES: Mapping[str, Case] = {
     "linear float32": partial(_linear, torch.float32),
     "linear float16": partial(_linear, torch.float16),
     "linear bfloat16": partial(_linear, torch.bfloat16),
     "linear int8": partial(_linear, torch.int8),
+    "add_lora": _add_lora,
+    "rotary_write_kv, paged_attention": _attention,
     "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
     "argmax, top_k, logprobs": _ranking,
