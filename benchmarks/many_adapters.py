@@ -10,6 +10,7 @@ when it was wanted (hits), loads from disk and evictions meanwhile, the peak of 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -32,7 +33,6 @@ from loraplex.bench import FIRST_TOKEN_ID, Workload
 from loraplex.core import LoRARequest, SamplingParams
 from loraplex.engine.llm import LLM
 from loraplex.metrics import EngineStats
-import itertools
 
 FEW = 5
 BLOCKS = 4
