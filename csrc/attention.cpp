@@ -82,6 +82,16 @@ struct Pointers {
       values[g] = keys[g] + step.kv_heads * head_size;
     }
   }
+
+  // What tile t prefetches of `next`, in the place of these groups: a share, so that memory is read all the time that tiles compute.
+  // The rest points at what is in the cache already.
+  Pointers share(const Pointers& next, long tile, long tiles) const {
+    Pointers mixed = *this;
+    const long sharers = std::min(tiles, kGroups);
+    for (long g = 0; g < kGroups; g++)
+      if (g * sharers / kGroups == tile) mixed.keys[g] = next.keys[g], mixed.values[g] = next.values[g];
+    return mixed;
+  }
 };
 
 // What one item needs beside its keys.
@@ -204,7 +214,7 @@ void attend_items(const Call& call, const Item* item, const Item* end) {
       else if (item + 1 < end) next = Pointers<Kv>(call, item[1], item[1].first_block);
       for (long tile = 0; tile < tiles; tile++) {
         const long row = item->rows * tile / tiles, rows = item->rows * (tile + 1) / tiles - row;
-        attend_tile<Kv>(call, block * kBlock, row, rows, at, tile == 0 ? next : at, state);
+        attend_tile<Kv>(call, block * kBlock, row, rows, at, at.share(next, tile, tiles), state);
       }
       const long keys = state.end_key[item->rows / tiles - 1] - block * kBlock;
       if (keys < kBlock) prefetch_rest<Kv>(next, std::max(0L, keys), call.step.head_dim);
