@@ -179,6 +179,8 @@ def run_engine(engine: Engine, job: Job, timeout_s: float, on_run: Callable[[Run
                 report, problem = _listen(process, timeout_s, on_run)
             finally:
                 _end(process)
+                assert process.stdout is not None
+                process.stdout.close()
         if report is None:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
             raise EngineFailedError(f"{engine.name}: {problem}\n{tail}")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.many_adapters --fixture DIR             1,000 adapters, 2 GiB for them; base/ and one folder each
     python -m benchmarks.many_adapters --size s                  makes such a fixture first: 4.9 GB under fixtures/
-A closed loop of --requests-in-flight requests: one that ends makes room for the next. Batches of requests over all adapters and batches over
-five alternate in one engine, so that both see the same weather. Printed: tokens/s of both and their ratio, how often an adapter was there
-when it was wanted (hits), loads from disk and evictions meanwhile, the peak of the process's memory.
+A closed loop of --requests-in-flight requests: one that ends makes room for the next. Batches of requests over all adapters and batches
+over five alternate in one engine, so that both see the same weather. Printed: tokens/s of both and their ratio, how often an adapter was
+there when it was wanted (hits), loads from disk and evictions meanwhile, the peak of the process's memory.
 """
 
 from __future__ import annotations
@@ -207,14 +207,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peak = peak_rss_bytes(os.getpid())
     stats = bench.llm.stats()
     title = (
-        f"{made.base.parent.name}, {args.requests} requests of {args.prompt_len}+{args.output_len} tokens, {args.requests_in_flight} in "
-        f"flight, Zipf {args.alpha}, {args.host_memory_bytes / GIB:.1f} GiB for adapters, {args.threads} threads, {cpu_name()}, {isa_in_use()}"
+        f"{made.base.parent.name}, {args.requests} requests of {args.prompt_len}+{args.output_len} tokens, "
+        f"{args.requests_in_flight} in "
+        f"flight, Zipf {args.alpha}, {args.host_memory_bytes / GIB:.1f} GiB for adapters, {args.threads} threads, "
+        f"{cpu_name()}, {isa_in_use()}"
     )
     console = wide_console()
     console.print(table_of((many, few), title))
     ratio = many.rate / few.rate
     console.print(
-        f"{len(made.adapters)} adapters / {min(FEW, len(made.adapters))} adapters: {ratio:.2f} of the tokens/s; registered in {registered_s:.1f} s; "
+        f"{len(made.adapters)} adapters / {min(FEW, len(made.adapters))} adapters: {ratio:.2f} of the tokens/s; "
+        f"registered in {registered_s:.1f} s; "
         f"{stats.num_adapters} registered; peak RSS {'-' if peak is None else f'{peak / MIB:.0f} MiB'}"
     )
     if args.json:

@@ -1,7 +1,7 @@
 """vLLM's offline engine on a CPU on the fixed workload, for `throughput.py` (protocol.py). Run by vLLM's own environment.
 
-settings: `enable_lora` (false: LoRA off, base requests only). With LoRA on, vLLM gets as many slots as a batch has adapters, each as wide as
-the widest adapter, which it needs; prefixes are not cached.
+settings: `enable_lora` (false: LoRA off, base requests only). With LoRA on, vLLM gets as many slots as a batch has adapters, each as wide
+as the widest adapter, which it needs; prefixes are not cached.
 """
 
 from __future__ import annotations

@@ -65,6 +65,19 @@ def test_skewed_prefers_the_first_ones_by_rank() -> None:
         assert counts[rank - 1] / 20_000 == pytest.approx(1 / rank**1.5 / total, abs=0.02)
 
 
+def test_zipf_over_all_adapters() -> None:
+    """Not only over as many as there are requests; the exponent is in the name."""
+    assert Workload(num_requests=4).adapters("zipf_all:0.9", 1000) == [32, 70, 664, 36]
+    assert Workload(num_requests=16).adapters("zipf_all", 16) == SKEWED
+    counts = Counter(Workload(num_requests=20_000).adapters("zipf_all:0.5", 100))
+    total = sum(1 / rank**0.5 for rank in range(1, 101))
+    assert counts[0] / 20_000 == pytest.approx(1 / total, abs=0.02)
+    with pytest.raises(ConfigError, match="zipf_all:ALPHA needs a number, got 'much'"):
+        Workload().adapters("zipf_all:much", 4)
+    with pytest.raises(ConfigError, match="'zipf_all' cannot be run with 0 adapters"):
+        Workload().adapters("zipf_all", 0)
+
+
 @given(st.sampled_from(PATTERNS), st.integers(1, 40), st.integers(0, 40))
 def test_every_request_gets_an_adapter_that_exists(pattern: str, num_requests: int, num_adapters: int) -> None:
     workload = Workload(num_requests=num_requests)
