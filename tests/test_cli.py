@@ -30,6 +30,7 @@ from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import ConfigError, ModelNotFoundError
+from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
 
@@ -542,6 +543,21 @@ def test_doctor(run: Run) -> None:
     for word in ("torch", "pyzmq", "CPU:", "kernels on cpu: ", "GPU:"):
         assert word in out
     assert "not installed" not in out
+
+
+def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = NoLibrary("they are not built; install g++")
+    monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: nothing)
+
+    def doctor() -> str:
+        return run("doctor")[1].replace("\n", " ")
+
+    assert "kernels on cpu: stock torch (they are not built; install g++)" in doctor()
+    library = open_library()
+    if isinstance(library, NativeLibrary):
+        monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: library)
+        assert f"kernels on cpu: native {library.isa}, " in doctor()
+        assert f"libloraplex_{library.isa}.so" in doctor().replace(" ", "")
 
 
 def test_doctor_says_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import openai
 import psutil
 import pytest
 
+import loraplex
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
 from tests.engine.processes import MAX_MODEL_LEN, stretched_base
 
@@ -99,7 +100,8 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with Server(tmp_path_factory.mktemp("server"), *WITH_ADAPTERS) as server:
         yield server
-        assert server.stderr == ""
+        lines = server.stderr.splitlines()
+        assert [line for line in lines if not line.startswith("no native kernels, ")] == []
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,12 @@ def test_models(server: Server, sdk: openai.OpenAI) -> None:
     assert {card["parent"] for card in cards[1:]} == {"demo"}
     assert [card["root"] for card in cards[1:]] == [str(adapter_path(name)) for name in ADAPTERS]
     assert sdk.models.retrieve("rot13").id == "rot13"
+
+
+def test_version_says_which_kernels_run(http_client: httpx.Client) -> None:
+    body = http_client.get("/version").json()
+    assert body["version"] == loraplex.__version__
+    assert re.fullmatch(r"native (avx512|avx2|portable), 1 thread.*|stock torch \(.+\)", body["backend"])
 
 
 def test_an_adapter_under_its_other_names(sdk: openai.OpenAI) -> None:

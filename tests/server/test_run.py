@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -102,6 +103,15 @@ def test_a_signal_ends_an_idle_server_and_its_engine(programs: list[Program], wh
     assert httpx.get(url + "/health").status_code == 200
     program.process.send_signal(which)
     assert program.end() == (0, "engine is shut down\n")
+
+
+def test_the_log_says_which_kernels_run(programs: list[Program]) -> None:
+    program = Program("answers")
+    programs.append(program)
+    program.url()
+    program.process.send_signal(signal.SIGTERM)
+    _, errors = program.process.communicate(timeout=60)
+    assert re.search(r"INFO:\s+kernels: fake\n", errors)
 
 
 def test_after_the_grace_a_stream_ends_with_an_error_of_its_own(programs: list[Program]) -> None:
