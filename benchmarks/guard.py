@@ -76,7 +76,6 @@ def ratios() -> list[Ratio]:
         ),
         _against_storage("linear bf16, 1 row / fp32", "bfloat16", 1, 0.95),
         _against_storage("linear int8, 1 row / fp32", "int8", 1, 0.7),
-<<<<<<< HEAD
         _against_storage("linear int8, 16 rows / fp32", "int8", 16, 1.5),
         _lora_against_read(5.0),
         _against_torch(
@@ -85,16 +84,6 @@ def ratios() -> list[Ratio]:
         _against_torch("attention, 16 x 256 / torch", attention_case("s", (256,) * 16, 1, "float32"), 0.9),
         _against_torch("attention, prefill of 512 / torch", attention_case("s", (512,), 512, "float32"), 1.0),
         _against_torch("add_rms_norm, 16 rows / torch", add_rms_norm_case("s", 16), 1.0),
-=======
-        _against_storage("linear int8, 16 rows / fp32", "int8", 16, 1.3),
-        _lora_against_read(3.0),
-        _against_torch(
-            "LoRA, 16 adapters of rank 16 / torch", lora_case("m", 16, (16,) * 16, "bfloat16", "16 x r16"), 0.6
-        ),
-        _against_torch("attention, 16 x 256 / torch", attention_case("s", (256,) * 16, 1, "float32"), 0.75),
-        _against_torch("attention, prefill of 512 / torch", attention_case("s", (512,), 512, "float32"), 0.8),
-        _against_torch("add_rms_norm, 16 rows / torch", add_rms_norm_case("s", 16), 0.7),
->>>>>>> f2b4a5b (wip: tests, docs, CI)
         _against_torch("silu_mul, 16 rows / torch", silu_mul_case("s", 16), 1.0),
         Ratio("16 requests of 8 tokens, demo model / torch", 1.15, _demo_batches),
     ]

@@ -246,7 +246,7 @@ class ParallelLMHead:
         self.quantization = setup.quantization
         self.tied_to = tied_to
         self.full_shape = (vocab_size, hidden_size)
-        self.weight: LinearWeight = _empty_vocab_share(vocab_size, hidden_size, setup)
+        self.weight: LinearWeight = tied_to.weight if tied_to else _empty_vocab_share(vocab_size, hidden_size, setup)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then widened."""

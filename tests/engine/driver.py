@@ -164,3 +164,15 @@ class Driver:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def packed_nbytes(base: Path, adapter: Path) -> int:
+    """Bytes that the adapter takes on the device, as an engine with plenty of room has them."""
+    driver = Driver(base, max_model_len=32)
+    try:
+        driver.registry.load("measured", str(adapter))
+        driver.submit([3], "measured", max_tokens=1)
+        driver.finish()
+        return driver.stats.resident_bytes["device"]
+    finally:
+        driver.close()

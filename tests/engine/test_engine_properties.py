@@ -29,7 +29,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from peft import LoraConfig
-from safetensors.torch import load_file
 
 from loraplex import LoRAConfig
 from loraplex.errors import (
@@ -41,7 +40,7 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.memory.arena import Owner
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, packed_nbytes
 from tests.fixtures import MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 
 NUM_TOKENS = 10
@@ -79,8 +78,7 @@ def world(zoo: ModelZoo) -> World:
     }
     contents = {name: zoo.adapter(base, config, seed=80 + i) for i, (name, config) in enumerate(configs.items())}
     prompts, expected = find_prompts(zoo, base, contents)
-    tensors = {name: load_file(path / "adapter_model.safetensors").values() for name, path in contents.items()}
-    nbytes = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
+    nbytes = {name: packed_nbytes(base, path) for name, path in contents.items()}
     return World(base, contents, prompts, expected, nbytes)
 
 

@@ -43,7 +43,9 @@ TOKENS = TokenOutput("r-1", (5, 6), FinishReason.STOP, 6, (LOGPROBS, LOGPROBS), 
 SLICE = LoraSlice("model.layers.0.self_attn.q_proj", 0, 64, 128, has_bias=True)
 TARGET = LoraTarget("model.layers.0.self_attn.qkv_proj", 0, 64, 128, (SLICE,), ShardKind.QKV, Shard(1, 2))
 INFO = EngineInfo("/model", "llama", "float32", "torch", 8192, 2048, 100, 16, 1 << 30, (TARGET,), "bfloat16")
-STATS = EngineStats(3, 1, {"room": 1}, 0.25, running_adapter_ids=(7,), step_times=StepTimes(9, 0.1, 0.2, 0.3))
+STATS = EngineStats(
+    3, 1, {"room": 1}, 0.25, running_adapter_ids=(7,), step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3})
+)
 RESIDENCY = AdapterResidency(7, Tier.HOST, None, 4096, 1, True, False, 2.5, "vanished")
 CONFIG = EngineConfig(model="/model", dtype="float16", lora=LoRAConfig(max_loras=3))
 

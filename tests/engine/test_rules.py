@@ -35,7 +35,7 @@ from loraplex.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
-from tests.engine.driver import Driver
+from tests.engine.driver import Driver, packed_nbytes
 from tests.fixtures import ADAPTER_OPTIONS, TARGET_MODULES, GreedyCase, ModelZoo
 
 PROMPT_LENGTH = 20
@@ -47,12 +47,16 @@ OpenDriver = Callable[..., Driver]
 
 @dataclass(frozen=True)
 class Bench:
-    """A base model, four adapters of one size and two versions of a fifth; `cases[path]` are two prompts and what it says to them."""
+    """A base model, four adapters of one size and two versions of a fifth; `cases[path]` are two prompts and what it says to them.
+
+    nbytes: what one of the adapters takes on the device.
+    """
 
     base: Path
     adapters: Mapping[str, Path]
     versions: tuple[Path, Path]
     cases: Mapping[Path | None, list[GreedyCase]]
+    nbytes: int
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,8 @@ def bench(zoo: ModelZoo) -> Bench:
     config = LoraConfig(r=8, lora_alpha=16, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
     paths = [zoo.adapter(base, config, seed=40 + index) for index in range(len(NAMES) + 2)]
     cases = {path: zoo.fit_cases(base, path, count=2, length=PROMPT_LENGTH) for path in (None, *paths)}
-    return Bench(base, dict(zip(NAMES, paths, strict=False)), (paths[-2], paths[-1]), cases)
+    adapters = dict(zip(NAMES, paths, strict=False))
+    return Bench(base, adapters, (paths[-2], paths[-1]), cases, packed_nbytes(base, paths[0]))
 
 
 @pytest.fixture
@@ -93,12 +98,6 @@ def loaded(driver: Driver, bench: Bench) -> Driver:
     return driver
 
 
-def nbytes_of_one(bench: Bench) -> int:
-    """What one of the four takes in memory."""
-    tensors = load_file(bench.adapters["one"] / "adapter_model.safetensors").values()
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 class Asked:
     """One request for an adapter of the bench (None: the base), and whether it got the oracle's answer."""
 
@@ -128,7 +127,7 @@ def content_of(driver: Driver, name: str) -> tuple[int | None, bytes]:
 
 
 def test_rule_1_an_adapter_in_use_is_never_evicted_or_overwritten(open_driver: OpenDriver, bench: Bench) -> None:
-    driver = loaded(open_driver(lora={"adapter_memory_bytes": 2 * nbytes_of_one(bench)}), bench)
+    driver = loaded(open_driver(lora={"adapter_memory_bytes": 2 * bench.nbytes}), bench)
     running = [Asked(driver, bench, name, which) for name in ("one", "two") for which in (0, 1)]
     driver.step()
     before = content_of(driver, "one"), content_of(driver, "two")
@@ -154,7 +153,7 @@ def test_rule_1_residue_of_a_victim_never_shows(open_driver: OpenDriver, bench: 
         field: zoo.adapter(bench.base, LoraConfig(**ADAPTER_OPTIONS[field], task_type="CAUSAL_LM"))
         for field in ("lora_bias", "rank 64", "q and v", "one layer", "patterns")
     }
-    most = max(sum(t.nbytes for t in load_file(path / "adapter_model.safetensors").values()) for path in paths.values())
+    most = max(packed_nbytes(bench.base, path) for path in paths.values())
     driver = open_driver(lora={"adapter_memory_bytes": most, "host_memory_bytes": most, "max_loras": 1})
     driver.engine.adapters._store.host.pool.poison()
     driver.engine._runner._kv.fill_(math.nan)
@@ -457,7 +456,7 @@ def test_rule_6_two_names_with_one_content_share_memory_and_kv(driver: Driver, b
     assert driver.tokens(second) == driver.tokens(first.request_id)
     assert driver.outputs[second].num_cached_tokens == 16
     assert driver.stats.resident_bytes["host"] == before.resident_bytes["host"]
-    assert driver.stats.resident_bytes["device"] == nbytes_of_one(bench)
+    assert driver.stats.resident_bytes["device"] == bench.nbytes
     assert driver.registry.describe("twin").lora_slot == driver.registry.describe("one").lora_slot
     driver.registry.unload("one")
     third = driver.submit(first.case.prompt_token_ids, "twin", max_tokens=NUM_TOKENS)
@@ -539,8 +538,11 @@ def test_rule_7_no_kv_of_the_old_version_is_used(driver: Driver, bench: Bench, o
 def test_rule_8_an_adapter_larger_than_the_budget_is_refused_with_both_numbers(
     open_driver: OpenDriver, bench: Bench
 ) -> None:
-    nbytes = nbytes_of_one(bench)
-    for budget, setting in (({"adapter_memory_bytes": nbytes - 64}, "device"), ({"host_memory_bytes": 4096}, "host")):
+    tensors = load_file(bench.adapters["one"] / "adapter_model.safetensors").values()
+    for budget, setting, nbytes in (
+        ({"adapter_memory_bytes": bench.nbytes - 64}, "device", bench.nbytes),
+        ({"host_memory_bytes": 4096}, "host", sum(tensor.nbytes for tensor in tensors)),
+    ):
         driver = open_driver(lora={"adapter_memory_bytes": 4096, **budget}, max_model_len=32)
         limit = next(iter(budget.values()))
         with pytest.raises(AdapterTooLargeError, match=rf"{nbytes} bytes.*{setting}.*{limit} bytes"):
@@ -551,7 +553,7 @@ def test_rule_8_an_adapter_larger_than_the_budget_is_refused_with_both_numbers(
 
 
 def test_rule_8_pins_beyond_the_budget_are_refused(open_driver: OpenDriver, bench: Bench) -> None:
-    nbytes = nbytes_of_one(bench)
+    nbytes = bench.nbytes
     driver = loaded(open_driver(lora={"adapter_memory_bytes": 2 * nbytes + 64}), bench)
     driver.registry.pin("one")
     driver.registry.pin("two")
@@ -578,7 +580,7 @@ def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_b
     open_driver: OpenDriver, bench: Bench, aging_steps: int
 ) -> None:
     """Three wait behind two adapters whose requests run for long; the bound is counted in steps and for each of them."""
-    lora = {"adapter_memory_bytes": nbytes_of_one(bench), "aging_steps": aging_steps}
+    lora = {"adapter_memory_bytes": bench.nbytes, "aging_steps": aging_steps}
     driver = loaded(open_driver(lora=lora), bench)
     running = Asked(driver, bench, "one", num_tokens=60)
     driver.step()
@@ -613,7 +615,7 @@ def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
     open_driver: OpenDriver, bench: Bench, num_device: int, aging_steps: int
 ) -> None:
     """Host memory holds hardly more than the device, so that every turn reads a source; each request gets its turn all the same."""
-    nbytes = nbytes_of_one(bench)
+    nbytes = bench.nbytes
     lora = {"adapter_memory_bytes": num_device * nbytes, "host_memory_bytes": num_device * nbytes + 4096}
     driver = loaded(open_driver(lora={**lora, "aging_steps": aging_steps}), bench)
     asked = [Asked(driver, bench, name, which) for which in (0, 1) for name in NAMES]
@@ -625,7 +627,7 @@ def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
 @pytest.mark.parametrize("aging_steps", [1, 4, 16])
 def test_rule_9_a_turn_is_long_enough_for_a_prompt(open_driver: OpenDriver, bench: Bench, aging_steps: int) -> None:
     """Four adapters take turns on a device with room for one. A prompt takes five steps: none is cut off before its first token."""
-    lora = {"adapter_memory_bytes": nbytes_of_one(bench), "aging_steps": aging_steps}
+    lora = {"adapter_memory_bytes": bench.nbytes, "aging_steps": aging_steps}
     driver = loaded(
         open_driver(lora=lora, max_num_batched_tokens=4, max_num_seqs=4, enable_prefix_caching=False), bench
     )
@@ -680,7 +682,7 @@ def test_rule_10_two_tenants_never_meet_through_a_number(bench: Bench) -> None:
 
 def test_rule_11_a_client_that_leaves_at_any_point(open_driver: OpenDriver, bench: Bench) -> None:
     """Waiting for a seat, for room or for a load; in the middle of a prompt; while tokens come; after a preemption."""
-    lora = {"adapter_memory_bytes": 2 * nbytes_of_one(bench), "aging_steps": 3}
+    lora = {"adapter_memory_bytes": 2 * bench.nbytes, "aging_steps": 3}
     for num_steps in (0, 1, 2, 3, 5, 9, 14, 21):
         driver = loaded(open_driver(lora=lora, max_num_batched_tokens=16, max_num_seqs=5), bench)
         evict_to_source(driver, "four")

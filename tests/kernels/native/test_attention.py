@@ -28,7 +28,7 @@ if not isinstance(NATIVE, library.NativeLibrary):
 
 def backends_of_this_machine() -> dict[str, NativeBackend]:
     best = NATIVE.functions.loraplex_best_isa().decode()
-    return {isa: NativeBackend(library._load(isa), 1) for isa in library.ISAS[library.ISAS.index(best) :]}
+    return {isa: NativeBackend(library.load(isa), 1) for isa in library.ISAS[library.ISAS.index(best) :]}
 
 
 BY_ISA = backends_of_this_machine()
