@@ -53,4 +53,24 @@ struct LoraSource {
   int64_t a_stride, b_stride, a_format, b_format, rank, out;
 };
 
+// The operators that a program (loraplex/kernels/native/program.py) is made of; `name` of Operator in program.py is the same.
+enum Operator : int32_t { kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kOperators };
+
+// One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.
+struct ProgramCall {
+  int32_t op, threads;
+  float eps;
+  void* at[5];
+  int64_t size[4];
+};
+
+// What does: the rows of all tensors, and the batch.
+struct ProgramStep {
+  int64_t rows;
+  const float *cos, *sin;
+  const int64_t* kv_slots;
+  const AttentionStep* attention;
+  const LoraSegments* segments;  // null: no adapters
+};
+
 }  // namespace loraplex

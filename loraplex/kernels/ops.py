@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.library import NativeLibrary, open_library
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.reference import ReferenceBackend
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
@@ -66,6 +66,13 @@ class KernelBackend(Protocol):
         ...
 
     # ---------------------------------------------------------------------------------------------------------- layers
+
+    def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
+        """`forward`, or the same run with less overhead: captured at first, replayed later. It may use only these operators and views.
+
+        on_seconds(operator, seconds) is told how long each took, where they are not called from Python.
+        """
+        ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """The dtype of x, y, biases, norms and angles in a model whose weights have `weight_dtype`."""

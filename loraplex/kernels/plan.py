@@ -7,7 +7,7 @@ promoting, evicting or moving an adapter is a write to the table, and a plan mad
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -337,3 +337,7 @@ class StepBatch:
     attention: AttentionPlan
     lora: LoraPlan | None
     logits_indices: torch.Tensor
+
+
+LayersForward = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, StepBatch], torch.Tensor]
+"""x [T, hidden], (cos, sin), kv, batch -> [T, hidden]: all layers of a model."""

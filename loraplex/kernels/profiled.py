@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.plan import LayersForward
 from loraplex.profiler import Profiler
 
 PART_OF = {
@@ -31,9 +32,16 @@ class _Profiled:
 
     def __init__(self, backend: KernelBackend, profiler: Profiler) -> None:
         self._backend = backend
+        self._profiler = profiler
         for operator, part in PART_OF.items():
             if hasattr(backend, operator):
                 setattr(self, operator, _timed(getattr(backend, operator), profiler, part))
+
+    def captured(self, forward: LayersForward) -> LayersForward:
+        def on_seconds(operator: str, seconds: float) -> None:
+            self._profiler.add(PART_OF[operator], seconds)
+
+        return self._backend.captured(forward, on_seconds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
-from loraplex.kernels.plan import ABSENT, AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
+from loraplex.kernels.plan import ABSENT, AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 
 
@@ -98,6 +98,9 @@ class StockWeights:
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
+
+    def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
+        return forward
 
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}

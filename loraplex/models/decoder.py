@@ -150,6 +150,7 @@ class Decoder:
     ) -> None:
         if shard.size != 1:
             raise ModelConfigError(f"tensor parallelism over {shard.size} ranks is not supported yet; use one")
+        self._ops = ops
         setup = LayerSetup(ops, dtype, device, shard, quantization)
         self.config, self.dtype, self.device = config, dtype, device
         self.activation_dtype = setup.activation_dtype
@@ -160,6 +161,7 @@ class Decoder:
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, setup, tied_to)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, setup)
+        self._run_layers = self._ops.captured(self._forward_layers)
         self._linear_of = {s.module_name: linear for linear in self._linears.bare for s in linear.target.slices}
 
     def forward(self, batch: StepBatch, kv: Tensor) -> Tensor:
@@ -168,7 +170,11 @@ class Decoder:
         kv: `kv_shape(...)`, float32, float16 or bfloat16; blocks that no table of the batch names may hold anything.
         """
         rope = self.rotary_emb.forward(batch.positions)
-        x, residual = self.embed_tokens.forward(batch.token_ids), None
+        x = self.embed_tokens.forward(batch.token_ids)
+        return self._run_layers(x, rope, kv, batch)
+
+    def _forward_layers(self, x: Tensor, rope: Rope, kv: Tensor, batch: StepBatch) -> Tensor:
+        residual = None
         for layer, kv_layer in zip(self.layers, kv.unbind(1), strict=True):
             x, residual = layer.forward(x, residual, rope, kv_layer, batch)
         assert residual is not None
@@ -195,6 +201,7 @@ class Decoder:
             )
         for layer in self._linears.wrapped:
             layer.set_lora(table, backend)
+        self._run_layers = self._ops.captured(self._forward_layers)
 
     def base_bias(self, module_name: str) -> Tensor | None:
         """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""

@@ -58,38 +58,42 @@ def rotary_write_kv(
     num_threads: int,
 ) -> torch.Tensor:
     """See KernelBackend.rotary_write_kv; q is rotated in place."""
-    num_tokens, num_heads, head_dim = q.shape
-    dense = (head_dim, 1)
-    assert q.dtype == k.dtype == v.dtype == cos.dtype == sin.dtype == torch.float32
-    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == dense
+    assert cos.dtype == sin.dtype == torch.float32
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert kv_slot_mapping.dtype == torch.int64
     assert kv_slot_mapping.is_contiguous()
-    block_stride, _, _, _, _ = kv_layer.stride()
-    _, _, num_kv_heads, block_size, _ = kv_layer.shape
-    call = RotaryCall(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        kv_slot_mapping.data_ptr(),
-        kv_layer.data_ptr(),
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        block_stride,
-        num_tokens,
-        KV_FORMATS[kv_layer.dtype],
-        block_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        num_threads,
-    )
+    call = rotary_call(q, k, v, kv_layer, num_threads)
+    call.cos, call.sin, call.kv_slots, call.tokens = cos.data_ptr(), sin.data_ptr(), kv_slot_mapping.data_ptr(), len(q)
     library.functions.loraplex_rotary_write_kv(ctypes.byref(call))
     return q
+
+
+def rotary_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, num_threads: int
+) -> RotaryCall:
+    """The call without what changes from step to step: cos, sin, kv_slots and tokens."""
+    _, num_heads, head_dim = q.shape
+    block_stride, _, _, _, _ = kv_layer.stride()
+    _, _, num_kv_heads, block_size, _ = kv_layer.shape
+    assert q.dtype == k.dtype == v.dtype == torch.float32
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    return RotaryCall(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        kv=kv_layer.data_ptr(),
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        block_stride=block_stride,
+        format=KV_FORMATS[kv_layer.dtype],
+        block_size=block_size,
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        threads=num_threads,
+    )
 
 
 def paged_attention(
@@ -102,10 +106,7 @@ def paged_attention(
     num_threads: int,
 ) -> torch.Tensor:
     """See KernelBackend.paged_attention; q [T, H, D] float32, its heads dense; -> [T, H, D] float32."""
-    key = ("native attention", q.shape, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, scale, num_threads)
-    step: _Step | None = plan.scratch.get(key)
-    if step is None:
-        step = plan.scratch[key] = _Step(q, kv_layer, plan, scale, num_threads)
+    step = attention_step(q, kv_layer, plan, scale, num_threads)
     assert q.dtype == torch.float32
     assert q.stride()[1:] == step.head_strides
     out = torch.empty_like(q)  # its heads are dense, so this is too
@@ -113,6 +114,17 @@ def paged_attention(
         step.address, q.data_ptr(), q.stride(0), kv_layer.data_ptr(), sliding_window or NO_WINDOW, out.data_ptr()
     )
     return out
+
+
+def attention_step(
+    q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, num_threads: int
+) -> _Step:
+    """Made once per step and kept in the plan."""
+    key = ("native attention", q.shape, kv_layer.shape, kv_layer.stride(), kv_layer.dtype, scale, num_threads)
+    step: _Step | None = plan.scratch.get(key)
+    if step is None:
+        step = plan.scratch[key] = _Step(q, kv_layer, plan, scale, num_threads)
+    return step
 
 
 class _Step:

@@ -6,7 +6,8 @@ number of threads (csrc/linear.cpp and its siblings say how).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from loraplex.kernels.native.attention import has_native_layout, paged_attention
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.native.program import OnSeconds, Recorder, StepProgram
+from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 
@@ -35,6 +37,19 @@ class NativeBackend(TorchBackend):
         self.description = f"native {library.isa}, {num_threads} thread{'s' if num_threads > 1 else ''}"
         if library.note:
             self.description += f" ({library.note})"
+        self._recorder: Recorder | None = None
+
+    def captured(self, forward: LayersForward, on_seconds: OnSeconds | None = None) -> LayersForward:
+        return StepProgram(self, forward, on_seconds)
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Within the block, the operators of layers are written down and not run."""
+        self._recorder = recorder
+        try:
+            yield
+        finally:
+            self._recorder = None
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return torch.float32
@@ -56,6 +71,8 @@ class NativeBackend(TorchBackend):
         first_row: int,
         slices: tuple[LoraSlice, ...],
     ) -> None:
+        if self._recorder is not None:
+            return self._recorder.add_lora(y, x, table, first_row, slices)
         lora.add_lora(self.library, y, x, plan, table, first_row, slices, self.num_threads)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
@@ -71,6 +88,8 @@ class NativeBackend(TorchBackend):
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, PanelWeight):
             weight = self.prepare_linear(weight)
+        if self._recorder is not None:
+            return self._recorder.linear(x, weight, bias)
         return linear(self.library, x, weight, bias, self.num_threads)
 
     def rotary_write_kv(
@@ -83,6 +102,8 @@ class NativeBackend(TorchBackend):
         kv_layer: torch.Tensor,
         kv_slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.rotary_write_kv(q, k, v, kv_layer)
         if not has_native_layout(kv_layer):
             return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping)
         return rotary_write_kv(self.library, q, k, v, cos, sin, kv_layer, kv_slot_mapping, self.num_threads)
@@ -90,6 +111,8 @@ class NativeBackend(TorchBackend):
     def paged_attention(
         self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
     ) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.paged_attention(q, kv_layer, scale, sliding_window)
         if not has_native_layout(kv_layer):
             return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
         return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)
@@ -97,14 +120,20 @@ class NativeBackend(TorchBackend):
     # ---------------------------------------------------------------------------------------------------- glue of a layer
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.rms_norm(x, weight, eps)
         return rms_norm(self.library, x, weight, eps, self.num_threads)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._recorder is not None:
+            return self._recorder.add_rms_norm(x, residual, weight, eps)
         return add_rms_norm(self.library, x, residual, weight, eps, self.num_threads)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._recorder is not None:
+            return self._recorder.silu_mul(gate_up)
         return silu_mul(self.library, gate_up, self.num_threads)
 
     # ----------------------------------------------------------------------------------------------------------- sampling

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 """Of csrc/about.cpp; a library of another version is not used."""
 
 ISA_VARIABLE = "LORAPLEX_ISA"
@@ -47,6 +47,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
     "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _INT),
     "loraplex_silu_mul": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
+    "loraplex_run_program": (_POINTER, _LONG, _POINTER, _POINTER),
     "loraplex_argmax": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_top_k": (_POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_scale_logits": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),

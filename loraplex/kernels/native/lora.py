@@ -179,15 +179,27 @@ def add_lora(
 ) -> None:
     """As KernelBackend.add_lora. x [T, in] and y [T, out] float32, their rows dense."""
     check_rows(y, x, plan)
-    rows = table.scratch.get(first_row)
-    if rows is None:
-        rows = table.scratch[first_row] = _TableRows.of(table, first_row, x.shape[1], slices)
-    segments = plan.scratch.get(_Segments)
-    if segments is None:
-        segments = plan.scratch[_Segments] = _Segments.of(plan)
+    rows = table_rows(table, first_row, x.shape[1], slices)
+    segments = segments_of(plan, table)
     assert x.dtype == y.dtype == torch.float32
     assert x.stride(1) == y.stride(1) == 1
-    assert segments.max_slot < table.capacity
     library.functions.loraplex_add_lora(
         rows.address, segments.address, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), num_threads
     )
+
+
+def table_rows(table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> _TableRows:
+    """Made once per target and kept in the table."""
+    rows: _TableRows | None = table.scratch.get(first_row)
+    if rows is None:
+        rows = table.scratch[first_row] = _TableRows.of(table, first_row, in_features, slices)
+    return rows
+
+
+def segments_of(plan: LoraPlan, table: SlotTable) -> _Segments:
+    """Made once per step and kept in the plan."""
+    segments: _Segments | None = plan.scratch.get(_Segments)
+    if segments is None:
+        segments = plan.scratch[_Segments] = _Segments.of(plan)
+    assert segments.max_slot < table.capacity
+    return segments

@@ -1,0 +1,272 @@
+"""All layers of a model as one native call: what a captured graph is on a GPU.
+
+The first step runs the layers' Python once with a `Recorder` in place of the kernels: each operator is written down with its addresses and
+gives a tensor of a workspace. Every later step replays the list (csrc/program.cpp). Nothing in the list depends on the step but the number
+of rows, the angles, the KV slots, the attention and the segments, which are arguments of the replay; so one list serves any batch, prefill and
+decode alike. It saves what Python does between kernels, about a tenth of a decode step of a small model (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from loraplex.core import LoraSlice
+from loraplex.kernels.native.attention import GROUP, NO_WINDOW, RotaryCall, attention_step, has_native_layout, rotary_call
+from loraplex.kernels.native.linear import PanelWeight
+from loraplex.kernels.native.lora import segments_of, table_rows
+from loraplex.kernels.plan import ALIGNMENT, LayersForward, SlotTable, StepBatch, align
+
+if TYPE_CHECKING:
+    from loraplex.kernels.native.backend import NativeBackend
+
+OPERATORS = ("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul")
+"""By number, as in csrc/api.h."""
+
+LEAST_ROWS = 64
+"""Rows that a workspace has room for at first; it grows by doubling."""
+
+OnSeconds = Callable[[str, float], None]
+
+
+class ProgramCall(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        ("op", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("at", ctypes.c_void_p * 5),
+        ("size", ctypes.c_int64 * 4),
+    )
+
+
+class ProgramStep(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "kv_slots", "attention", "segments")),
+    )
+
+
+class Workspace:
+    """Scratch tensors [rows, width], float32. One that nobody refers to any more is given out again."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._buffers: list[Any] = []
+        self._free: dict[int, list[int]] = defaultdict(list)
+
+    def empty(self, width: int) -> torch.Tensor:
+        free = self._free[width]
+        address = free.pop() if free else self._allocate(width)
+        # The holder lives as long as the storage over it, which every view shares.
+        holder = type("_Holder", (ctypes.c_float * (self.num_rows * width),), {}).from_address(address)
+        weakref.finalize(holder, free.append, address).atexit = False
+        return torch.frombuffer(holder, dtype=torch.float32).view(self.num_rows, width)
+
+    def _allocate(self, width: int) -> int:
+        buffer = (ctypes.c_char * (4 * self.num_rows * width + ALIGNMENT))()
+        self._buffers.append(buffer)
+        return align(ctypes.addressof(buffer))
+
+    def has(self, address: int) -> bool:
+        """Whether this is memory of a tensor given out."""
+        return any(0 <= address - ctypes.addressof(buffer) < len(buffer) for buffer in self._buffers)
+
+
+class Recorder:
+    """The operators of a step as NativeBackend has them; none is run.
+
+    Every tensor between them has to be a view of one that an operator gave: what torch computes here is not there in a replay.
+    """
+
+    def __init__(self, workspace: Workspace, num_threads: int) -> None:
+        self.calls: list[ProgramCall] = []
+        self.table: SlotTable | None = None
+        self.first_attention: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        self._workspace = workspace
+        self._num_threads = num_threads
+        self._alive: list[Any] = []
+
+    def _add(self, operator: str, *at: int, size: tuple[int, ...] = (), eps: float = 0.0) -> None:
+        call = ProgramCall(OPERATORS.index(operator), self._num_threads, eps)
+        call.at[: len(at)], call.size[: len(size)] = at, size
+        self.calls.append(call)
+
+    def _scratch(self, tensor: torch.Tensor) -> int:
+        """Its address."""
+        address = tensor.data_ptr()
+        assert self._workspace.has(address), "a tensor between native operators is not of the workspace"
+        return address
+
+    def linear(self, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        y = self._workspace.empty(weight.out_features)
+        self._alive += weight, bias
+        self._add(
+            "linear",
+            *(self._scratch(x), weight.address, weight.scale_address, 0 if bias is None else bias.data_ptr(), y.data_ptr()),
+            size=(x.stride(0), weight.in_features, weight.out_features, weight.format),
+        )
+        return y
+
+    def add_lora(
+        self, y: torch.Tensor, x: torch.Tensor, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
+    ) -> None:
+        assert self.table in (None, table)
+        self.table = table
+        rows = table_rows(table, first_row, x.shape[1], slices)
+        self._alive.append(rows)
+        self._add("add_lora", rows.address, self._scratch(x), self._scratch(y), size=(x.stride(0), y.stride(0)))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert x.stride(-1) == 1
+        per_token, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        y = self._workspace.empty(per_token * x.shape[-1])
+        self._alive.append(weight)
+        self._add(
+            "rms_norm",
+            *(self._scratch(x), weight.data_ptr(), y.data_ptr()),
+            size=(x.stride(0), per_token, inner_stride, x.shape[-1]),
+            eps=eps,
+        )
+        return y.view(x.shape)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._alive.append(weight)
+        self._add(
+            "add_rms_norm",
+            *(self._scratch(x), self._scratch(residual), weight.data_ptr()),
+            size=(x.stride(0), residual.stride(0), x.shape[1]),
+            eps=eps,
+        )
+        return x, residual
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        inner = gate_up.shape[1] // 2
+        y = self._workspace.empty(inner)
+        self._add("silu_mul", self._scratch(gate_up), y.data_ptr(), size=(gate_up.stride(0), inner))
+        return y
+
+    def rotary_write_kv(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        assert all(self._scratch(tensor) for tensor in (q, k, v))
+        call = rotary_call(q, k, v, kv_layer, self._num_threads)
+        self._alive.append(call)
+        self._add("rotary_write_kv", ctypes.addressof(call))
+        return q
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        if self.first_attention is None:
+            self.first_attention = q, kv_layer, scale
+        first_q, first_kv, first_scale = self.first_attention
+        assert (first_q.shape, first_kv.stride(), first_scale) == (q.shape, kv_layer.stride(), scale)
+        out = self._workspace.empty(q.shape[1] * q.shape[2])
+        self._add(
+            "paged_attention",
+            *(self._scratch(q), kv_layer.data_ptr(), out.data_ptr()),
+            size=(q.stride(0), sliding_window or NO_WINDOW),
+        )
+        return out.view(q.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A recorded list, its input and its output [rows, hidden]."""
+
+    calls: ctypes.Array[ProgramCall]
+    recorder: Recorder
+    x: torch.Tensor
+    output: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a recording depends on."""
+
+    has_adapters: bool
+    kv_address: int
+    kv_shape: torch.Size
+
+
+class StepProgram:
+    """`forward`, recorded when it is first called and replayed from then on.
+
+    The KV memory has to stay where it is, or a new recording is made, and so have weights, biases and the slot table. A cache in a layout that
+    is not native is left to `forward` itself.
+    """
+
+    def __init__(self, backend: NativeBackend, forward: LayersForward, on_seconds: OnSeconds | None) -> None:
+        self._backend = backend
+        self._forward = forward
+        self._on_seconds = on_seconds
+        self._workspace = Workspace(0)
+        self._programs: dict[_Key, _Program] = {}
+
+    @torch.inference_mode()
+    def __call__(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, batch: StepBatch
+    ) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden], as `forward`."""
+        if not has_native_layout(kv[:, 0]):
+            return self._forward(x, rope, kv, batch)
+        if len(x) > self._workspace.num_rows:
+            self._programs.clear()
+            self._workspace = Workspace(max(LEAST_ROWS, 1 << (len(x) - 1).bit_length()))
+        key = _Key(batch.lora is not None and batch.lora.num_segments > 0, kv.data_ptr(), kv.shape)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._record(x, rope, kv, batch)
+        program.x[: len(x)] = x
+        self._run(program, rope, batch, len(x))
+        return program.output[: len(x)].clone()
+
+    def _record(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, batch: StepBatch
+    ) -> _Program:
+        recorder = Recorder(self._workspace, self._backend.num_threads)
+        start = self._workspace.empty(x.shape[1])
+        with self._backend.recording(recorder):
+            output = self._forward(start, rope, kv, batch)
+        return _Program((ProgramCall * len(recorder.calls))(*recorder.calls), recorder, start, output)
+
+    def _run(
+        self, program: _Program, rope: tuple[torch.Tensor, torch.Tensor], batch: StepBatch, num_rows: int
+    ) -> None:
+        cos, sin = rope
+        kv_slots = batch.attention.kv_slot_mapping
+        assert cos.dtype == sin.dtype == torch.float32
+        assert kv_slots.dtype == torch.int64
+        assert cos.is_contiguous() and sin.is_contiguous() and kv_slots.is_contiguous()  # noqa: PT018
+        assert len(cos) == len(sin) == len(kv_slots) == num_rows
+        assert program.recorder.first_attention is not None
+        q, kv_layer, scale = program.recorder.first_attention
+        attention = attention_step(q[:num_rows], kv_layer, batch.attention, scale, self._backend.num_threads)
+        segments = None
+        if program.recorder.table is not None:
+            assert batch.lora is not None
+            segments = segments_of(batch.lora, program.recorder.table)
+        step = ProgramStep(
+            num_rows,
+            *(cos.data_ptr(), sin.data_ptr(), kv_slots.data_ptr(), attention.address),
+            None if segments is None else segments.address,
+        )
+        seconds = None if self._on_seconds is None else (ctypes.c_double * len(OPERATORS))()
+        self._backend.library.functions.loraplex_run_program(
+            ctypes.addressof(program.calls), len(program.calls), ctypes.addressof(step), seconds
+        )
+        if seconds is not None and self._on_seconds is not None:
+            for operator, spent in zip(OPERATORS, seconds, strict=True):
+                self._on_seconds(operator, spent)
