@@ -60,7 +60,7 @@ enum Operator : int32_t { kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWrite
 struct ProgramCall {
   int32_t op, threads;
   float eps;
-  void* at[5];
+  void* at[6];
   int64_t size[4];
 };
 

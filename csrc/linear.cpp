@@ -7,7 +7,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "api.h"
+#include "lora.h"
+#include "operators.h"
 #include "quantize.h"
 #include "tile.h"
 
@@ -17,10 +18,10 @@ namespace {
 constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
 constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
 
-// All T rows of `count` neighbouring panels; w, y and columns are those of the first.
+// All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the weights.
 template <class Math>
 void panel_group(const typename Math::Input* x, long T, long x_stride, const typename Math::Weight* w, long steps, long count,
-                 float* y, long y_stride, long columns) {
+                 float* y, long y_stride, long columns, LoraStream& aside) {
   constexpr long kStep = kPanel * Math::kPerStep, kStepBytes = kStep * sizeof(*w);
   const long blocks = (T + kMaxRows - 1) / kMaxRows;  // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
   const long chunks = blocks == 1 && !Math::kChunkIsExact ? 1 : (steps + Math::kMaxChunk - 1) / Math::kMaxChunk;
@@ -36,11 +37,12 @@ void panel_group(const typename Math::Input* x, long T, long x_stride, const typ
         const long skipped = chunk + 1 < chunks ? 0 : (count - 1) * steps * kStepBytes;
         ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), share};
       }
+      const Ahead lora = aside.take(s1 - s0);
       with_constant(t1 - t0, [&](auto rows) {
         with_constant(count, [&](auto panels) {
           if constexpr (rows() <= kMaxRows && panels() <= max_panels(rows()))
             tile<Math, rows(), panels()>(x + t0 * x_stride + s0 * Math::kPerStep, x_stride, from, steps * kStep, s1 - s0,
-                                         y + t0 * y_stride, y_stride, columns, chunk > 0, ahead);
+                                         y + t0 * y_stride, y_stride, columns, chunk > 0, ahead, lora);
         });
       });
     }
@@ -63,7 +65,7 @@ void for_own_panels(long out, long limit, F f) {
 // This thread's part of y = x W^T, in slabs of rows; finish(row, rows, first column, columns) does the rest of each element.
 template <class Math, class Finish>
 void own_share(const typename Math::Input* x, long T, long x_stride, const typename Math::Weight* w, long steps, long out, float* y,
-               Finish finish) {
+               LoraStream aside, Finish finish) {
   const long in_l2 = std::max<long>(8 * kMaxRows, kRowsBytes / (steps * Math::kPerStep * sizeof(*x)));
   const long slabs = (T + in_l2 - 1) / in_l2;
   for (long slab = 0; slab < slabs; slab++) {
@@ -72,7 +74,7 @@ void own_share(const typename Math::Input* x, long T, long x_stride, const typen
     for_own_panels(out, max_panels((rows + blocks - 1) / blocks), [&](long first, long count) {
       const long n0 = first * kPanel;
       panel_group<Math>(x + t0 * x_stride, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
-                        out - n0);
+                        out - n0, aside);
       finish(t0, rows, n0, std::min(out - n0, count * kPanel));
     });
   }
@@ -86,17 +88,37 @@ void add_bias(const float* bias, float* y, long out, long row, long rows, long c
     }
 }
 
+constexpr long kMostRowsAside = 32;  // more rows have no need of it: their products take long enough to read adapters meanwhile
+
+// In a parallel region: this thread's part of a delta once its part of the product is done; `product` gets what to prefetch meanwhile.
+template <class F>
+void with_delta(const LoraDelta* delta, long T, double* lora_seconds, F product) {
+  const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  const bool is_aside = delta != nullptr && T <= kMostRowsAside;
+  product(is_aside ? LoraStream(*delta, thread, threads) : LoraStream());
+  if (delta == nullptr) return;
+  const double began = omp_get_wtime();
+  delta->shrink(thread, threads);
+#pragma omp barrier
+  delta->expand(thread, threads);
+  if (lora_seconds != nullptr && thread == 0) *lora_seconds += omp_get_wtime() - began;
+}
+
 template <class Math>
-void float_linear(const float* x, long x_stride, long T, long in, const void* w, long out, const float* bias, float* y, int threads) {
+void float_linear(const float* x, long x_stride, long T, long in, const void* w, long out, const float* bias, float* y,
+                  const LoraDelta* delta, double* lora_seconds, int threads) {
 #pragma omp parallel num_threads(threads)
-  own_share<Math>(x, T, x_stride, (const typename Math::Weight*)w, in, out, y, [&](long row, long rows, long column, long columns) {
-    if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
+  with_delta(delta, T, lora_seconds, [&](LoraStream aside) {
+    own_share<Math>(x, T, x_stride, (const typename Math::Weight*)w, in, out, y, aside,
+                    [&](long row, long rows, long column, long columns) {
+                      if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
+                    });
   });
 }
 
 // y[t, n] = sum of integers * (x_scale[t] * w_scale[n]) + bias[n].
 void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w, const float* w_scale, long out, const float* bias,
-                 float* y, int threads) {
+                 float* y, const LoraDelta* delta, double* lora_seconds, int threads) {
   const long steps = (in + 1) / 2, q_stride = (in + kPanel - 1) / kPanel * kPanel;
   static thread_local std::vector<int16_t> q_buffer;  // the calling thread's, kept for its next call
   static thread_local std::vector<float> scale_buffer;
@@ -108,7 +130,7 @@ void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w
   {
 #pragma omp for
     for (long t = 0; t < T; t++) x_scale[t] = quantize_row(x + t * x_stride, in, q + t * q_stride);
-    own_share<Int8>(q, T, q_stride, w, steps, out, y, [&](long row, long rows, long column, long columns) {
+    auto finish = [&](long row, long rows, long column, long columns) {
       for (long t = row; t < row + rows; t++) {
         const Vec16 of_row = set1(x_scale[t]);
         for (long n = column; n < column + columns; n += kPanel) {
@@ -117,7 +139,8 @@ void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w
           store_first(y + t * out + n, bias == nullptr ? scaled : add(scaled, load_first(bias + n, count)), count);
         }
       }
-    });
+    };
+    with_delta(delta, T, lora_seconds, [&](LoraStream aside) { own_share<Int8>(q, T, q_stride, w, steps, out, y, aside, finish); });
   }
 }
 
@@ -126,12 +149,31 @@ void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w
 
 using namespace loraplex;
 
+namespace loraplex {
+namespace {
+
+void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight, const float* weight_scale,
+            int64_t out, const float* bias, float* y, const LoraDelta* delta, double* lora_seconds, int32_t threads) {
+  switch (format) {
+    case kF32: return float_linear<F32>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, threads);
+    case kF16: return float_linear<F16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, threads);
+    case kBF16: return float_linear<BF16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, threads);
+    case kInt8:
+      return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, delta, lora_seconds, threads);
+  }
+}
+
+}  // namespace
+}  // namespace loraplex
+
 LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
                                   const float* weight_scale, int64_t out, const float* bias, float* y, int32_t threads) {
-  switch (format) {
-    case kF32: return float_linear<F32>(x, x_stride, rows, in, weight, out, bias, y, threads);
-    case kF16: return float_linear<F16>(x, x_stride, rows, in, weight, out, bias, y, threads);
-    case kBF16: return float_linear<BF16>(x, x_stride, rows, in, weight, out, bias, y, threads);
-    case kInt8: return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, threads);
-  }
+  linear(format, x, x_stride, rows, in, weight, weight_scale, out, bias, y, nullptr, nullptr, threads);
+}
+
+LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
+                                       const float* weight_scale, int64_t out, const float* bias, float* y, const LoraTable* table,
+                                       const LoraSegments* segments, double* lora_seconds, int32_t threads) {
+  const LoraDelta delta(*table, *segments, x, x_stride, y, out);
+  linear(format, x, x_stride, rows, in, weight, weight_scale, out, bias, y, delta.work.empty() ? nullptr : &delta, lora_seconds, threads);
 }

@@ -7,12 +7,19 @@
 namespace loraplex {
 namespace {
 
-void run_call(const ProgramCall& c, const ProgramStep& step) {
+void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
   const auto& [op, threads, eps, at, size] = c;
   const auto in = [&](int i) { return (const float*)at[i]; };
   const auto out = [&](int i) { return (float*)at[i]; };
   switch (op) {
-    case kLinear:  // x, panels, their scale, bias, y; stride of x, in, out, format
+    case kLinear:  // x, panels, their scale, bias, y, table (or null); stride of x, in, out, format
+      if (at[5] != nullptr) {
+        double lora_seconds = 0;
+        loraplex_lora_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4), (const LoraTable*)at[5],
+                             step.segments, &lora_seconds, threads);
+        if (seconds != nullptr) seconds[kAddLora] += lora_seconds, seconds[kLinear] -= lora_seconds;
+        return;
+      }
       return loraplex_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4), threads);
     case kAddLora:  // table, x, y; strides of x and y
       return loraplex_add_lora((const LoraTable*)at[0], step.segments, in(1), size[0], out(2), size[1], threads);
@@ -40,12 +47,12 @@ using namespace loraplex;
 // `seconds` [kOperators]: the time of each operator is added to it; null: nobody asks.
 LORAPLEX_API void loraplex_run_program(const ProgramCall* calls, int64_t count, const ProgramStep* step, double* seconds) {
   if (seconds == nullptr) {
-    for (int64_t i = 0; i < count; i++) run_call(calls[i], *step);
+    for (int64_t i = 0; i < count; i++) run_call(calls[i], *step, seconds);
     return;
   }
   auto began = std::chrono::steady_clock::now();
   for (int64_t i = 0; i < count; i++) {
-    run_call(calls[i], *step);
+    run_call(calls[i], *step, seconds);
     const auto ended = std::chrono::steady_clock::now();
     seconds[calls[i].op] += std::chrono::duration<double>(ended - began).count();
     began = ended;

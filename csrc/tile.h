@@ -37,7 +37,8 @@ struct Ahead {
 // noinline: inlined into its caller, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the disassembly.
 template <class Math, int ROWS, int PANELS>
 __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride, const typename Math::Weight* w, long panel_size,
-                                    long steps, float* y, long y_stride, long columns, bool resume, Ahead ahead) {
+                                    long steps, float* y, long y_stride, long columns, bool resume, Ahead ahead,
+                                    Ahead aside) {
   constexpr long kStep = kPanel * Math::kPerStep;
   typename Math::Sum sum[ROWS][PANELS];
 #pragma GCC unroll 12
@@ -50,6 +51,8 @@ __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride
 #pragma GCC unroll 12
     for (int p = 0; p < PANELS; p++) prefetch_l2(prefetched + p * panel_bytes);
     prefetched += ahead.step;
+    prefetch_l2(aside.at);
+    aside.at += aside.step;
     if constexpr (ROWS >= PANELS) {  // hold the smaller of the two sides in registers
       typename Math::Sum ws[PANELS];
 #pragma GCC unroll 12

@@ -42,7 +42,7 @@ class ProgramCall(ctypes.Structure):
         ("op", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("eps", ctypes.c_float),
-        ("at", ctypes.c_void_p * 5),
+        ("at", ctypes.c_void_p * 6),
         ("size", ctypes.c_int64 * 4),
     )
 
@@ -124,6 +124,10 @@ class Recorder:
         self.table = table
         rows = table_rows(table, first_row, x.shape[1], slices)
         self._alive.append(rows)
+        last = self.calls[-1]
+        if last.op == OPERATORS.index("linear") and (last.at[0], last.at[4]) == (x.data_ptr(), y.data_ptr()):
+            last.at[5] = rows.address  # one parallel region, and the product prefetches the adapters
+            return
         self._add("add_lora", rows.address, self._scratch(x), self._scratch(y), size=(x.stride(0), y.stride(0)))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

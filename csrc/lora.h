@@ -1,0 +1,61 @@
+// The LoRA delta of one linear for all segments of a step (lora.cpp), as the threads of a parallel region go through it.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "api.h"
+#include "tile.h"
+
+namespace loraplex {
+
+// A segment and the block that it goes through.
+struct LoraWork {
+  long row, rows, slot;
+  float weight;
+  int32_t format = kF32;
+  const void* a = nullptr;
+  const void* b = nullptr;  // of the first slice that has one; the others follow
+  const char* end = nullptr;
+  long a_columns = 0;       // the ranks of all slices
+  float* h = nullptr;       // [rows, h_stride]
+  long h_stride = 0;
+  int64_t shrink_cost = 0, expand_cost = 0;
+};
+
+// y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias). One at a time per calling thread: the memory behind it is that thread's.
+struct LoraDelta {
+  LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y, long y_stride);
+
+  // This thread's part: h = x A^T; then, once all threads are there, y += h B^T.
+  void shrink(long thread, long threads) const;
+  void expand(long thread, long threads) const;
+  int64_t cost() const { return shrink_cost + expand_cost; }
+
+  const LoraTable& table;
+  const float* x;
+  long x_stride;
+  float* y;
+  long y_stride;
+  std::vector<LoraWork>& work;  // empty: nothing to do
+  bool overlaps = false;        // some row is in several segments
+  int64_t shrink_cost = 0, expand_cost = 0;
+
+  long entry(const LoraWork& w, long slice) const { return slice * table.capacity + w.slot; }
+};
+
+// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: the share of one thread, bit by bit.
+class LoraStream {
+ public:
+  LoraStream() = default;  // of nothing
+  LoraStream(const LoraDelta& delta, long thread, long threads);
+  // The next bytes, for so many steps of a tile.
+  Ahead take(long steps);
+
+ private:
+  const std::vector<LoraWork>* work_ = nullptr;
+  size_t index_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
+  int64_t left_ = 0;
+};
+
+}  // namespace loraplex
