@@ -244,6 +244,8 @@ class StepProgram:
         start = self._workspace.empty(x.shape[1])
         with self._backend.recording(recorder):
             output = self._forward(start, rope, kv, batch)
+        has_adapters = batch.lora is not None and batch.lora.num_segments > 0
+        assert (recorder.table is not None) == has_adapters, "adapters were not recorded: their backend is not the layers'"
         return _Program((ProgramCall * len(recorder.calls))(*recorder.calls), recorder, start, output)
 
     def _run(
