@@ -18,6 +18,7 @@ from benchmarks.protocol import Job, Run
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = "loraplex"
+OWN_ENGINES = (OWN, "loraplex-off")
 PEERS = {
     "hf": "transformers + peft",
     "vllm": "vLLM, LoRA on",

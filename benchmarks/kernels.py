@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from benchmarks.arguments import listed_of, positive
+from benchmarks.fixture import SIZES
 from benchmarks.limits import Peaks
 from benchmarks.machine import cpu_name, isa_in_use, machine
 from benchmarks.operators import (
@@ -168,17 +170,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    def listed(text: str) -> list[str]:
-        return text.split(",")
-
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    new.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    new.add_argument("--only", type=listed, default=list(OPS), help=f"comma-separated, of {', '.join(OPS)}")
+    new.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
+    new.add_argument("--only", type=listed_of(OPS), default=list(OPS), help=f"comma-separated, of {', '.join(OPS)}")
     new.add_argument("--match", default="", help="only cases whose name has this text, e.g. 'T=16' or 'decode'")
-    new.add_argument("--sizes", type=listed, default=["s", "m"], help="shapes of which models (default: s,m)")
-    new.add_argument("--dtypes", type=listed, default=list(DTYPES), help=f"of linears (default: {','.join(DTYPES)})")
     new.add_argument(
-        "--rows", type=lambda text: [int(one) for one in text.split(",")], default=list(ROWS),
+        "--sizes", type=listed_of(tuple(SIZES)), default=["s", "m"], help="shapes of which models (default: s,m)"
+    )
+    new.add_argument(
+        "--dtypes", type=listed_of(DTYPES), default=list(DTYPES), help=f"of linears (default: {','.join(DTYPES)})"
+    )
+    new.add_argument(
+        "--rows", type=lambda text: [positive(one) for one in text.split(",")], default=list(ROWS),
         help=f"of linears (default: {','.join(map(str, ROWS))})",
     )  # fmt: skip
     new.add_argument("--seconds", type=float, default=0.3, help="for each case (default: 0.3; at least 3 rounds)")

@@ -23,7 +23,9 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,8 +35,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.arguments import listed_of, positive
 from benchmarks.engines import (
     OWN,
+    OWN_ENGINES,
     PEERS,
     ROOT,
     Engine,
@@ -52,6 +56,7 @@ from benchmarks.machine import Machine, cpu_name, isa_in_use, machine
 from benchmarks.protocol import Job, Run
 from benchmarks.report import EngineResult, Report, load_tokens, matches, save_tokens, show, wide_console
 from loraplex.bench import PATTERNS, Workload
+from loraplex.errors import ConfigError
 
 WORKLOADS = {"tiny": Workload(4, 16, 64), "s": Workload(16, 64, 64), "m": Workload(8, 64, 32)}
 DEFAULT_PEERS = ("hf",)
@@ -60,10 +65,15 @@ DEFAULT_PEERS = ("hf",)
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     console = wide_console()
-    made = fixture_of(args.fixture) if args.fixture else fixture(args.size, WORKLOADS[args.size].num_requests)
-    workload = workload_of(args, made)
     engines = engines_of(args)
-    job = make_job(made, workload, args)
+    try:
+        for pattern in args.patterns.split(","):
+            Workload(1).adapters(pattern, 1)  # the name at least, before a fixture is made
+        made = fixture_of(args.fixture) if args.fixture else fixture(args.size, WORKLOADS[args.size].num_requests)
+        workload = workload_of(args, made)
+        job = make_job(made, workload, args)
+    except (ConfigError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     report = Report(configuration(args, made, workload, job))
     tokens: dict[str, dict[str, list[list[int]]]] = {}
     saved = [load_tokens(path, identity_of(made, workload)) for path in args.compare]
@@ -125,10 +135,10 @@ def parser() -> argparse.ArgumentParser:
         "--fixture", type=Path, metavar="DIR", help="instead: a folder with base/ and folders of adapters"
     )
     what.add_argument("--patterns", default=",".join(PATTERNS), help="comma-separated (default: %(default)s)")
-    what.add_argument("--requests", type=int, help="of a batch (default: by size, tiny 4, s 16, m 8)")
-    what.add_argument("--prompt-len", type=int, help="tokens (default: by size, tiny 16, s 64, m 64)")
-    what.add_argument("--output-len", type=int, help="tokens (default: by size, tiny 64, s 64, m 32)")
-    what.add_argument("--runs", type=int, default=3, help="timed runs of each pattern on each engine (default: 3)")
+    what.add_argument("--requests", type=positive, help="of a batch (default: by size, tiny 4, s 16, m 8)")
+    what.add_argument("--prompt-len", type=positive, help="tokens (default: by size, tiny 16, s 64, m 64)")
+    what.add_argument("--output-len", type=positive, help="tokens (default: by size, tiny 64, s 64, m 32)")
+    what.add_argument("--runs", type=positive, default=3, help="timed runs of each pattern on each engine (default: 3)")
     who = new.add_argument_group("who runs it")
     who.add_argument(
         "--engines", default=OWN, help="loraplex, loraplex-off (LoRA off); the first is compared with all others"
@@ -141,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
         "--peer", action="append", metavar="NAME[=VENV]",
         help=f"{', '.join(PEERS)}, with the environment that runs it (default: this Python); may be repeated; none: no peer",
     )  # fmt: skip
-    who.add_argument("--threads", type=int, default=os.cpu_count(), help="of every engine (default: all cores)")
+    who.add_argument("--threads", type=positive, default=os.cpu_count(), help="of every engine (default: all cores)")
     who.add_argument(
         "--timeout", type=float, default=3000, help="seconds for one turn of an engine (default: %(default)s)"
     )
@@ -176,13 +186,13 @@ def engines_of(args: argparse.Namespace) -> list[Engine]:
         for name in ("quantization", "kv_cache_dtype"):
             if getattr(args, name):
                 common[name] = getattr(args, name)
-        own = [own_engine(name, common) for name in args.engines.split(",")]
+        own = [own_engine(name, common) for name in listed_of(OWN_ENGINES)(args.engines)]
         for text in args.variant:
             variant = parse_variant(text)
             own.append(own_engine(variant.name, common | dict(variant.settings)))
         named = DEFAULT_PEERS if args.peer is None else [peer for peer in args.peer if peer != "none"]
         return own + [parse_peer(text) for text in named]
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:
         raise SystemExit(str(error)) from error
 
 
@@ -287,4 +297,5 @@ def _commit() -> str | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines are sessions of their own, which would live on
     raise SystemExit(main())

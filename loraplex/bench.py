@@ -78,7 +78,21 @@ class Workload:
             return self._zipf(min(count, num_adapters), ZIPF_ALPHA)
         if name == ZIPF_ALL and num_adapters:
             return self._zipf(num_adapters, _alpha(parameter))
-        raise ConfigError(f"pattern {pattern!r} cannot be run with {num_adapters} adapters and {count} requests")
+        needed = "an adapter for each request" if pattern == "distinct" else "an adapter"
+        raise ConfigError(
+            f"pattern {pattern!r} cannot be run with {num_adapters} adapters and {count} requests: it needs {needed}"
+        )
+
+    def check_patterns(self, patterns: Sequence[str], num_adapters: int) -> None:
+        """Raises ConfigError when one cannot be run, there is none, or adapters are given that none of them uses."""
+        if not patterns:
+            raise ConfigError(f"no pattern is given; there are {', '.join(PATTERNS)}")
+        for pattern in patterns:
+            self.adapters(pattern, num_adapters)
+        if num_adapters and set(patterns) == {"base"}:
+            raise ConfigError(
+                f"{num_adapters} adapters are given, but pattern base uses none; ask for {', '.join(PATTERNS[1:])} (too)"
+            )
 
     def _zipf(self, num_adapters: int, alpha: float) -> list[int | None]:
         """Adapter i in proportion to (i + 1)^-alpha."""
@@ -145,18 +159,21 @@ def run_bench(
     """Print a table: one row per pattern, the median of `num_runs` runs."""
     table = Table(
         title=f"{config.model}: {workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens"
+        + (", their prompts in the prefix cache" if config.enable_prefix_caching else "")
     )
     for heading in ("pattern", "adapters", "output tokens/s", "first token s", "ms a decode step"):
         table.add_column(heading, justify="right")
     if num_runs < 1:
         raise ConfigError(f"runs must be >= 1, got {num_runs}")
-    for pattern in patterns:
-        workload.adapters(pattern, len(adapter_paths))  # refuse before the model is loaded
+    workload.check_patterns(patterns, len(adapter_paths))  # before the model is loaded
     with LLM.from_config(config) as llm:
         workload.check_fits(llm.engine.info.max_model_len)
         for pattern in track(patterns, "measuring"):
             run = median(measure(llm, adapter_paths, workload, pattern, num_runs))
-            cells = (f"{run.tokens_per_s:.1f}", f"{run.time_to_first_token_s:.3f}", f"{run.step_ms:.1f}")
+            step_ms = (
+                f"{run.step_ms:.1f}" if workload.output_len > 1 and run.step_ms > 0 else "-"
+            )  # a difference of two runs
+            cells = (f"{run.tokens_per_s:.1f}", f"{run.time_to_first_token_s:.3f}", step_ms)
             table.add_row(pattern, str(run.num_adapters), *cells)
     Console().print(table)
     return 0

@@ -1,4 +1,4 @@
-"""The command line: `loraplex serve | generate | demo | bench | adapter inspect | doctor`.
+"""The command line: `loraplex serve | generate | demo | bench | profile | adapter inspect | doctor`.
 
 Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What a command needs is
 imported when it runs, so that `--help` is quick.

@@ -51,7 +51,7 @@ def print_doctor() -> None:
             table.add_row(name, _version(name), purpose)
     console.print(table)
     for line in _hardware():
-        console.print(line)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)  # a path in one piece, brackets and all
 
 
 def _version(package: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -46,13 +46,17 @@ class Profile:
 
 
 def profile(llm: LLM, profiler: Profiler, adapters: Sequence[Path], workload: Workload, pattern: str) -> list[Profile]:
-    """(the prefill, a decode step): a run of one token each, and the difference that the other tokens make."""
-    prompts: list[str | Sequence[int] | Mapping[str, object]] = [
-        {"prompt_token_ids": prompt} for prompt in workload.prompts(llm.engine.info.vocab_size)
-    ]
+    """(the prefill, a decode step): a run of one token each, and the difference that the other tokens make.
+
+    Every run has prompts of its own: a prompt that is in the prefix cache would be no prefill.
+    """
     requests = lora_requests(adapters, workload, pattern)
 
-    def run(output_len: int) -> tuple[dict[str, float], float, int]:
+    def run(output_len: int, seed: int) -> tuple[dict[str, float], float, int]:
+        own = replace(workload, seed=seed)
+        prompts: list[str | Sequence[int] | Mapping[str, object]] = [
+            {"prompt_token_ids": prompt} for prompt in own.prompts(llm.engine.info.vocab_size)
+        ]
         params = SamplingParams(
             temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=llm.tokenizer is not None
         )
@@ -62,9 +66,9 @@ def profile(llm: LLM, profiler: Profiler, adapters: Sequence[Path], workload: Wo
         spent = {name: value - before.get(name, 0.0) for name, value in profiler.seconds.items()}
         return spent, wall, llm.stats().step_times.num_steps - steps
 
-    run(2)  # loads the adapters
-    first, first_wall, first_steps = run(1)
-    spent, wall, steps = run(workload.output_len)
+    run(2, workload.seed)  # loads the adapters
+    first, first_wall, first_steps = run(1, workload.seed + 1)
+    spent, wall, steps = run(workload.output_len, workload.seed + 2)
     decode = {name: value - first.get(name, 0.0) for name, value in spent.items()}
     return [Profile.of(first, first_wall, first_steps), Profile.of(decode, wall - first_wall, steps - first_steps)]
 
@@ -73,7 +77,7 @@ def run_profile(config: EngineConfig, adapters: Sequence[Path], workload: Worklo
     """Print a table: milliseconds and share of each part, the largest one named."""
     if workload.output_len < 2:
         raise ConfigError(f"output_len must be >= 2 to have a decode step, got {workload.output_len}")
-    workload.adapters(pattern, len(adapters))  # refuse before the model is loaded
+    workload.check_patterns([pattern], len(adapters))  # before the model is loaded
     profiler = Profiler()
     with LLM.from_config(config, profiler=profiler) as llm:
         workload.check_fits(llm.engine.info.max_model_len)

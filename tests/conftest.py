@@ -9,12 +9,26 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["LORAPLEX_CACHE"] = "/nonexistent"  # no test leaves packed weights in the user's cache
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import loraplex
 from tests.fixtures import ModelZoo
 
+ROOT = Path(__file__).resolve().parent.parent
+
 torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """An editable install of another checkout goes before this one, even before PYTHONPATH: its code would be tested."""
+    found = Path(loraplex.__file__).resolve()
+    if ROOT not in found.parents:
+        raise pytest.UsageError(
+            f"loraplex is {found.parent}, not this checkout's; make an environment here: make env-dev"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -105,8 +105,25 @@ def test_what_cannot_be_measured_is_refused() -> None:
     config = EngineConfig(model="/nowhere")
     with pytest.raises(ConfigError, match="runs must be >= 1, got 0"):
         run_bench(config, [], Workload(), ["base"], 0)
-    with pytest.raises(ConfigError, match="pattern 'distinct' cannot be run"):
+    with pytest.raises(ConfigError, match="needs an adapter for each request"):
         run_bench(config, [], Workload(), ["base", "distinct"], 1)  # before the model is loaded
+    with pytest.raises(ConfigError, match="no pattern is given; there are base, "):
+        run_bench(config, [], Workload(), [], 1)
+
+
+def test_adapters_that_no_pattern_uses_are_a_mistake() -> None:
+    """`loraplex bench MODEL ADAPTER` measured the base alone and did not say so."""
+    with pytest.raises(ConfigError, match="2 adapters are given, but pattern base uses none; ask for identical, "):
+        Workload().check_patterns(["base"], 2)
+    Workload().check_patterns(["base"], 0)
+    Workload().check_patterns(["base", "identical"], 2)
+
+
+def test_a_run_of_one_token_has_no_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineConfig(model=str(assets_path() / "base"), num_threads=1, kv_cache_memory_bytes=1 << 24)
+    assert run_bench(config, [], Workload(num_requests=2, prompt_len=4, output_len=1), ["base"], 1) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "base" in line.split())
+    assert row.split()[-2] == "-"
 
 
 @pytest.mark.parametrize(("rates", "expected"), [([3.0], 3.0), ([3.0, 1.0, 2.0], 2.0), ([4.0, 1.0, 3.0, 2.0], 2.0)])

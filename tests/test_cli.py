@@ -560,6 +560,13 @@ def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.Mon
         assert f"libloraplex_{library.isa}.so" in doctor().replace(" ", "")
 
 
+def test_doctor_prints_reasons_and_paths_in_one_piece(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not broken at 80 columns, where a path could not be copied, and nothing in brackets taken for markup."""
+    nothing = NoLibrary(f"/opt/[env]/{'x' * 100}/libloraplex_portable.so is damaged")
+    monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: nothing)
+    assert f"kernels on cpu: stock torch ({nothing.reason})\n" in run("doctor")[1]
+
+
 def test_doctor_says_what_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.doctor.OPTIONAL", ("no-such-package",))
     code, out, _ = run("doctor")

@@ -54,12 +54,25 @@ def test_kernels_are_measured_only_on_request() -> None:
 
 
 def test_the_table_names_the_largest_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_profile(EngineConfig(model=BASE), ADAPTERS, Workload(2, 8, 4), "base") == 0
+    assert run_profile(EngineConfig(model=BASE), [], Workload(2, 8, 4), "base") == 0
     out = capsys.readouterr().out
     assert "decode: the largest part is" in out
     assert "detokenise" in out
 
 
+def test_the_prefill_is_one_whatever_the_prefix_cache_holds() -> None:
+    """The warm-up's prompts were in the cache, and a prefill of 64 tokens a request was one of 16."""
+    profiler = Profiler()
+    with LLM.from_config(EngineConfig(model=BASE), profiler=profiler) as llm:
+        profile(llm, profiler, [], Workload(num_requests=3, prompt_len=64, output_len=2), "base")
+        assert llm.stats().num_prefix_hit_tokens == 0
+
+
 def test_one_token_has_no_decode_step() -> None:
     with pytest.raises(ConfigError, match="output_len must be >= 2"):
-        run_profile(EngineConfig(model=BASE), ADAPTERS, Workload(2, 8, 1), "base")
+        run_profile(EngineConfig(model=BASE), ADAPTERS, Workload(2, 8, 1), "identical")
+
+
+def test_adapters_that_the_pattern_does_not_use_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="1 adapters are given, but pattern base uses none"):
+        run_profile(EngineConfig(model=BASE), ADAPTERS, Workload(2, 8, 4), "base")

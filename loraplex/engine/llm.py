@@ -20,6 +20,7 @@ from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import AdapterNotFoundError, ConfigError, InvalidRequestError
 from loraplex.metrics import EngineStats
+from loraplex.models.packed_cache import wait_until_saved
 from loraplex.profiler import Profiler
 
 STALLED_WAIT_S = 0.05
@@ -70,8 +71,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the loader threads. The model's memory goes with the object."""
+        """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object."""
         self.engine.close()
+        wait_until_saved()
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +32,14 @@ ALIGNMENT = 64
 
 DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
 """As safetensors writes them."""
+
+_UNFINISHED = re.compile(r"\.(\d+)(-\d+)?\.tmp$")
+"""How the name of a file that is being written ends: the process, and which of its files."""
+
+_writers: dict[Path, threading.Thread] = {}
+"""The files that this process is writing, and who writes them."""
+
+_numbers = itertools.count()
 
 
 class PackedCache:
@@ -67,28 +77,44 @@ class PackedCache:
         tensors = {f"{layer.name}|{name}": tensor for layer in layers for name, tensor in layer.prepared().items()}
         if sum(t.nbytes for t in tensors.values()) < MIN_BYTES:
             return None
-        thread = threading.Thread(target=self._save, args=(tensors,), name="packed-cache", daemon=True)
+        unfinished = self.file.with_suffix(f".{os.getpid()}-{next(_numbers)}.tmp")
+        thread = threading.Thread(target=self._save, args=(unfinished, tensors), name="packed-cache", daemon=True)
+        _writers[unfinished] = thread
         thread.start()
         return thread
 
-    def _save(self, tensors: dict[str, torch.Tensor]) -> None:
-        unfinished = self.file.with_suffix(f".{os.getpid()}.tmp")
+    def _save(self, unfinished: Path, tensors: dict[str, torch.Tensor]) -> None:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._sweep()
             _write(unfinished, tensors)
-            self._forget_others(unfinished)
             unfinished.rename(self.file)
+            self._forget_others()
         except OSError as error:
             logger.warning("packed weights are not kept, the next start packs them again: %s", error)
             with contextlib.suppress(OSError):
                 unfinished.unlink()
+        finally:
+            del _writers[unfinished]
 
-    def _forget_others(self, unfinished: Path) -> None:
-        """Files of this model in this form whose checkpoint has changed, and what killed processes left."""
-        for file in self.file.parent.glob(f"{self._prefix}-*"):
-            is_being_written = file.suffix == ".tmp" and _is_running(int(file.suffixes[-2][1:]))
-            if file != unfinished and not is_being_written:
+    def _sweep(self) -> None:
+        """What killed processes left of this model in this form; first, so that starts that never finish one do not fill the disk."""
+        for file in self.file.parent.glob(f"{self._prefix}-*.tmp"):
+            name = _UNFINISHED.search(file.name)
+            if name is not None and file not in _writers and not _is_another_running(int(name[1])):
                 file.unlink(missing_ok=True)
+
+    def _forget_others(self) -> None:
+        """Files of this model in this form whose checkpoint has changed."""
+        for file in self.file.parent.glob(f"{self._prefix}-*.safetensors"):
+            if file != self.file:
+                file.unlink(missing_ok=True)
+
+
+def wait_until_saved() -> None:
+    """Until every file that this process is writing is there. A process that ends before has written it in vain."""
+    for thread in list(_writers.values()):
+        thread.join()
 
 
 def default_folder() -> Path:
@@ -134,7 +160,10 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield flat[start : start + (1 << 22)]
 
 
-def _is_running(pid: int) -> bool:
+def _is_another_running(pid: int) -> bool:
+    """Whether another process of this number lives; in a container this one may have the number of one that died."""
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

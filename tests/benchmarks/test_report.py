@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import many_adapters, throughput
+from benchmarks import kernels, many_adapters, throughput
 from benchmarks.fixture import SIZES, fixture_of
 from benchmarks.limits import Limit
 from benchmarks.many_adapters import Counters, Side, blocks_of, draw_adapters
@@ -165,6 +165,36 @@ def test_settings_reach_loraplex_and_nobody_else() -> None:
     assert hf.settings == {}
     with pytest.raises(SystemExit, match="there is no peer"):
         throughput.engines_of(throughput.parser().parse_args(["--peer", "nobody"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "loraplex,lorapelx-off"], "there is no 'lorapelx-off'; there are loraplex, loraplex-off"),
+        (["--patterns", "base,zipf"], "pattern 'zipf' is unknown; there are base, "),
+        (["--fixture", "/nonexistent"], "/nonexistent is no fixture"),
+        (["--size", "tiny", "--runs", "0"], "2"),
+        (["--size", "tiny", "--threads", "0"], "2"),
+        (["--size", "tiny", "--output-len", "0"], "2"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_line_and_before_anything_is_made(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine of an unknown name was Loraplex under that name."""
+    monkeypatch.setattr(throughput, "fixture", lambda *_: pytest.fail("a fixture is made"))
+    with pytest.raises(SystemExit, match=message):
+        throughput.main(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--threads", "0"], ["--only", "linear,glu"], ["--sizes", "xl"], ["--dtypes", "int4"]]
+)
+def test_kernels_that_are_not_there_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """They were an empty table."""
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
 
 
 def test_no_peer_can_be_asked_for() -> None:

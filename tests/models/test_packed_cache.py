@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from loraplex.engine.llm import LLM
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import get_backend
 from loraplex.models import packed_cache
@@ -129,3 +132,48 @@ def test_a_small_model_is_not_kept(base: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(packed_cache, "MIN_BYTES", 1 << 40)
     assert cache_of(base).save_soon(load(base, None).weighted_layers()) is None
     assert not (base.parent / "cache").exists()
+
+
+def test_starts_that_are_killed_leave_one_file_at_most(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short command ends before its file is written, every time: what the last one left goes before the next begins."""
+    cache = cache_of(base)
+    cache.file.parent.mkdir()
+    left = [cache.file.with_suffix(f".{pid}.tmp") for pid in ("999999999", f"{os.getpid()}-7777")]
+    for file in left:
+        file.touch()
+
+    def write(file: Path, tensors: object) -> None:
+        assert files(base) == []
+        raise OSError("killed here")
+
+    monkeypatch.setattr(packed_cache, "_write", write)
+    save(base, cache)
+    assert files(base) == []
+
+
+def test_two_engines_of_one_process_write_two_files(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one has the name of a finished file while the other still writes into it."""
+    written: list[Path] = []
+    both = threading.Barrier(2)
+
+    def write(file: Path, tensors: object) -> None:
+        written.append(file)
+        file.touch()
+        both.wait(timeout=30)
+
+    monkeypatch.setattr(packed_cache, "_write", write)
+    layers = load(base, None).weighted_layers()
+    threads = [cache_of(base).save_soon(layers) for _ in range(2)]
+    for thread in threads:
+        assert thread is not None
+        thread.join()
+    assert len(set(written)) == 2
+    assert files(base) == [cache_of(base).file.name]
+
+
+def test_an_offline_engine_ends_once_its_weights_are_kept(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a short script packs them again each time."""
+    write = packed_cache._write
+    monkeypatch.setattr(packed_cache, "_write", lambda *arguments: (time.sleep(0.2), write(*arguments)))
+    LLM(str(base), packed_cache_dir=str(base.parent / "cache")).close()
+    assert [Path(name).suffix for name in files(base)] == [".safetensors"]

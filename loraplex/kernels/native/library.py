@@ -154,6 +154,8 @@ def load(isa: str) -> NativeLibrary:
             function.argtypes, function.restype = arguments, None
     except AttributeError as error:
         raise ValueError(f"{error}; it is of another version, install loraplex again") from error
+    if functions.loraplex_isa().decode() != isa:
+        raise ValueError(f"{path} holds the {functions.loraplex_isa().decode()} kernels; install loraplex again")
     if version != ABI_VERSION:
         raise ValueError(f"{path} has version {version}, this package needs {ABI_VERSION}; install loraplex again")
     return NativeLibrary(isa, path, functions)

@@ -102,6 +102,13 @@ def test_another_version(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "install loraplex again" in text
 
 
+def test_the_library_of_another_instruction_set(libraries: Path) -> None:
+    """What is said to run would not be what runs, or the processor would lack it."""
+    shutil.copy(so(libraries, "avx2"), so(libraries, "avx512"))
+    assert library().isa == "avx2"
+    assert "libloraplex_avx512.so holds the avx2 kernels; install loraplex again" in library().note
+
+
 def test_a_function_is_missing(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_module, "SIGNATURES", {"loraplex_of_tomorrow": ()})
     assert "loraplex_of_tomorrow" in reason()
