@@ -16,6 +16,8 @@ namespace loraplex {
 namespace {
 
 constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
+constexpr long kMostRowsAside = 32;        // with more, a product takes long enough for memory
+constexpr int64_t kFewestAside = 5;        // an adapters' share of the bytes that is worth reading during the product: a fifth
 constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
 
 // All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the weights.
@@ -24,6 +26,7 @@ void panel_group(const typename Math::Input* x, long T, long x_stride, const typ
                  float* y, long y_stride, long columns, LoraStream& aside) {
   constexpr long kStep = kPanel * Math::kPerStep, kStepBytes = kStep * sizeof(*w);
   const long blocks = (T + kMaxRows - 1) / kMaxRows;  // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
+  const bool is_sparse = T > kMostRowsAside;
   const long chunks = blocks == 1 && !Math::kChunkIsExact ? 1 : (steps + Math::kMaxChunk - 1) / Math::kMaxChunk;
   for (long chunk = 0; chunk < chunks; chunk++) {
     const long s0 = Math::kChunkIsExact ? chunk * Math::kMaxChunk : steps * chunk / chunks;
@@ -35,14 +38,19 @@ void panel_group(const typename Math::Input* x, long T, long x_stride, const typ
       if (blocks > 1) {  // the first row blocks share the prefetch of the next chunk (after the last: of the next group's first)
         const long sharers = std::min(blocks, 4L), share = b < sharers ? kStepBytes / sharers : 0;
         const long skipped = chunk + 1 < chunks ? 0 : (count - 1) * steps * kStepBytes;
-        ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), share};
+        ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), is_sparse ? 2 * share : share};
       }
-      const Ahead lora = aside.take(s1 - s0);
       with_constant(t1 - t0, [&](auto rows) {
         with_constant(count, [&](auto panels) {
-          if constexpr (rows() <= kMaxRows && panels() <= max_panels(rows()))
-            tile<Math, rows(), panels()>(x + t0 * x_stride + s0 * Math::kPerStep, x_stride, from, steps * kStep, s1 - s0,
-                                         y + t0 * y_stride, y_stride, columns, chunk > 0, ahead, lora);
+          if constexpr (rows() <= kMaxRows && panels() <= max_panels(rows())) {
+            auto run = [&](auto run_tile, const char* lora) {
+              run_tile(x + t0 * x_stride + s0 * Math::kPerStep, x_stride, from, steps * kStep, s1 - s0, y + t0 * y_stride, y_stride,
+                       columns, chunk > 0, ahead, lora);
+            };
+            if (is_sparse) run(tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, nullptr);
+            else if (aside.is_empty()) run(tile<Math, rows(), panels(), Prefetch::kEachStep>, nullptr);
+            else run(tile<Math, rows(), panels(), Prefetch::kAside>, aside.take(ahead.step * (s1 - s0)));
+          }
         });
       });
     }
@@ -88,13 +96,11 @@ void add_bias(const float* bias, float* y, long out, long row, long rows, long c
     }
 }
 
-constexpr long kMostRowsAside = 32;  // more rows have no need of it: their products take long enough to read adapters meanwhile
-
 // In a parallel region: this thread's part of a delta once its part of the product is done; `product` gets what to prefetch meanwhile.
 template <class F>
-void with_delta(const LoraDelta* delta, long T, double* lora_seconds, F product) {
+void with_delta(const LoraDelta* delta, long T, int64_t weight_bytes, double* lora_seconds, F product) {
   const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  const bool is_aside = delta != nullptr && T <= kMostRowsAside;
+  const bool is_aside = delta != nullptr && T <= kMostRowsAside && delta->bytes() * kFewestAside > weight_bytes;
   product(is_aside ? LoraStream(*delta, thread, threads) : LoraStream());
   if (delta == nullptr) return;
   const double began = omp_get_wtime();
@@ -108,7 +114,7 @@ template <class Math>
 void float_linear(const float* x, long x_stride, long T, long in, const void* w, long out, const float* bias, float* y,
                   const LoraDelta* delta, double* lora_seconds, int threads) {
 #pragma omp parallel num_threads(threads)
-  with_delta(delta, T, lora_seconds, [&](LoraStream aside) {
+  with_delta(delta, T, out * in * sizeof(typename Math::Weight), lora_seconds, [&](LoraStream aside) {
     own_share<Math>(x, T, x_stride, (const typename Math::Weight*)w, in, out, y, aside,
                     [&](long row, long rows, long column, long columns) {
                       if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
@@ -140,7 +146,9 @@ void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w
         }
       }
     };
-    with_delta(delta, T, lora_seconds, [&](LoraStream aside) { own_share<Int8>(q, T, q_stride, w, steps, out, y, aside, finish); });
+    with_delta(delta, T, out * in, lora_seconds, [&](LoraStream aside) {
+      own_share<Int8>(q, T, q_stride, w, steps, out, y, aside, finish);
+    });
   }
 }
 

@@ -224,6 +224,12 @@ LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const
   for (LoraWork& w : work) w.h = h, h += w.rows * w.h_stride;
 }
 
+int64_t LoraDelta::bytes() const {
+  int64_t total = 0;
+  for (const LoraWork& w : work) total += w.end - (const char*)w.a;
+  return total;
+}
+
 void LoraDelta::shrink(long thread, long threads) const { shrink_share(*this, thread, threads); }
 
 void LoraDelta::expand(long thread, long threads) const {
@@ -232,8 +238,7 @@ void LoraDelta::expand(long thread, long threads) const {
 }
 
 LoraStream::LoraStream(const LoraDelta& delta, long thread, long threads) : work_(&delta.work) {
-  int64_t total = 0;
-  for (const LoraWork& w : delta.work) total += w.end - (const char*)w.a;
+  const int64_t total = delta.bytes();
   int64_t before = total * thread / threads;
   left_ = total * (thread + 1) / threads - before;
   for (; index_ < work_->size(); index_++) {  // to the block where the share begins
@@ -244,14 +249,12 @@ LoraStream::LoraStream(const LoraDelta& delta, long thread, long threads) : work
   }
 }
 
-Ahead LoraStream::take(long steps) {
-  static constexpr char kNothing = 0;
+const char* LoraStream::take(int64_t bytes) {
   while (left_ > 0 && at_ == end_ && index_ + 1 < work_->size()) at_ = (const char*)(*work_)[++index_].a, end_ = (*work_)[index_].end;
-  const int64_t bytes = std::min({64 * steps, left_, int64_t(end_ - at_)});
-  if (bytes <= 0) return {&kNothing, 0};
-  const Ahead ahead = {at_, std::max(1L, bytes / steps)};
+  const char* const taken = at_;
+  bytes = std::min({bytes, left_, int64_t(end_ - at_)});
   at_ += bytes, left_ -= bytes;
-  return ahead;
+  return taken;
 }
 
 }  // namespace loraplex

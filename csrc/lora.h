@@ -1,10 +1,10 @@
 // The LoRA delta of one linear for all segments of a step (lora.cpp), as the threads of a parallel region go through it.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "api.h"
-#include "tile.h"
 
 namespace loraplex {
 
@@ -29,6 +29,7 @@ struct LoraDelta {
   // This thread's part: h = x A^T; then, once all threads are there, y += h B^T.
   void shrink(long thread, long threads) const;
   void expand(long thread, long threads) const;
+  int64_t bytes() const;  // of all blocks
   int64_t cost() const { return shrink_cost + expand_cost; }
 
   const LoraTable& table;
@@ -43,13 +44,14 @@ struct LoraDelta {
   long entry(const LoraWork& w, long slice) const { return slice * table.capacity + w.slot; }
 };
 
-// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: the share of one thread, bit by bit.
+// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: the share of one thread, in order.
 class LoraStream {
  public:
   LoraStream() = default;  // of nothing
   LoraStream(const LoraDelta& delta, long thread, long threads);
-  // The next bytes, for so many steps of a tile.
-  Ahead take(long steps);
+  bool is_empty() const { return left_ <= 0; }
+  // Where the next bytes are; so many, or as many as a block has left.
+  const char* take(int64_t bytes);
 
  private:
   const std::vector<LoraWork>* work_ = nullptr;
