@@ -16,40 +16,64 @@ namespace loraplex {
 namespace {
 
 constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
-constexpr long kMostRowsAside = 32;        // with more, a product takes long enough for memory
-constexpr int64_t kFewestAside = 5;        // an adapters' share of the bytes that is worth reading during the product: a fifth
+constexpr long kMostRowsAside = 32;        // with more, a product takes long enough for memory; so few are one slab
+constexpr int64_t kAsideShare = 2;         // adapters of half the weight's bytes are worth reading during the product (fewer: no gain)
 constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
 
-// All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the weights.
+// How the steps of a product are cut; bits do not depend on it.
 template <class Math>
-void panel_group(const typename Math::Input* x, long T, long x_stride, const typename Math::Weight* w, long steps, long count,
-                 float* y, long y_stride, long columns, LoraStream& aside) {
+struct Chunks {
+  long steps, count;
+  Chunks(long steps, bool is_whole) : steps(steps) {
+    count = is_whole && !Math::kChunkIsExact ? 1 : (steps + Math::kMaxChunk - 1) / Math::kMaxChunk;
+  }
+  long begin(long chunk) const { return Math::kChunkIsExact ? std::min(steps, chunk * Math::kMaxChunk) : steps * chunk / count; }
+};
+
+// Rows of x, chunk by chunk with the stride that Prefetch::kAside has: [chunks][T][kAsideStride].
+template <class Math>
+const typename Math::Input* pack_rows(const typename Math::Input* x, long T, long x_stride, const Chunks<Math>& chunks) {
+  static thread_local std::vector<typename Math::Input> packed;
+  packed.resize(chunks.count * T * kAsideStride<Math>);
+  for (long chunk = 0; chunk < chunks.count; chunk++) {
+    const long first = chunks.begin(chunk) * Math::kPerStep, last = chunks.begin(chunk + 1) * Math::kPerStep;
+    for (long t = 0; t < T; t++)
+      std::copy(x + t * x_stride + first, x + t * x_stride + last, packed.data() + (chunk * T + t) * kAsideStride<Math>);
+  }
+  return packed.data();
+}
+
+// All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the weights, while there
+// is any, and x_packed has x then.
+template <class Math>
+void panel_group(const typename Math::Input* x, const typename Math::Input* x_packed, long T, long x_stride, const typename Math::Weight* w,
+                 long steps, long count, float* y, long y_stride, long columns, LoraStream& aside) {
   constexpr long kStep = kPanel * Math::kPerStep, kStepBytes = kStep * sizeof(*w);
   const long blocks = (T + kMaxRows - 1) / kMaxRows;  // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
-  const bool is_sparse = T > kMostRowsAside;
-  const long chunks = blocks == 1 && !Math::kChunkIsExact ? 1 : (steps + Math::kMaxChunk - 1) / Math::kMaxChunk;
-  for (long chunk = 0; chunk < chunks; chunk++) {
-    const long s0 = Math::kChunkIsExact ? chunk * Math::kMaxChunk : steps * chunk / chunks;
-    const long s1 = Math::kChunkIsExact ? std::min(steps, s0 + Math::kMaxChunk) : steps * (chunk + 1) / chunks;
+  const bool is_sparse = T > kMostRowsAside, is_aside = !aside.is_empty();
+  const Chunks<Math> chunks(steps, blocks == 1 && !is_aside);
+  for (long chunk = 0; chunk < chunks.count; chunk++) {
+    const long s0 = chunks.begin(chunk), s1 = chunks.begin(chunk + 1);
     for (long b = 0; b < blocks; b++) {
       const long t0 = T * b / blocks, t1 = T * (b + 1) / blocks;
       const auto* from = w + s0 * kStep;
       Ahead ahead = {(const char*)from + kAheadBytes, kStepBytes};
       if (blocks > 1) {  // the first row blocks share the prefetch of the next chunk (after the last: of the next group's first)
         const long sharers = std::min(blocks, 4L), share = b < sharers ? kStepBytes / sharers : 0;
-        const long skipped = chunk + 1 < chunks ? 0 : (count - 1) * steps * kStepBytes;
+        const long skipped = chunk + 1 < chunks.count ? 0 : (count - 1) * steps * kStepBytes;
         ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), is_sparse ? 2 * share : share};
       }
       with_constant(t1 - t0, [&](auto rows) {
         with_constant(count, [&](auto panels) {
           if constexpr (rows() <= kMaxRows && panels() <= max_panels(rows())) {
-            auto run = [&](auto run_tile, const char* lora) {
-              run_tile(x + t0 * x_stride + s0 * Math::kPerStep, x_stride, from, steps * kStep, s1 - s0, y + t0 * y_stride, y_stride,
-                       columns, chunk > 0, ahead, lora);
+            auto run = [&](auto run_tile, const auto* rows_at, const char* lora) {
+              run_tile(rows_at, x_stride, from, steps * kStep, s1 - s0, y + t0 * y_stride, y_stride, columns, chunk > 0, ahead, lora);
             };
-            if (is_sparse) run(tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, nullptr);
-            else if (aside.is_empty()) run(tile<Math, rows(), panels(), Prefetch::kEachStep>, nullptr);
-            else run(tile<Math, rows(), panels(), Prefetch::kAside>, aside.take(ahead.step * (s1 - s0)));
+            const auto* x_at = x + t0 * x_stride + s0 * Math::kPerStep;
+            if (is_sparse) run(tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, x_at, nullptr);
+            else if (!is_aside) run(tile<Math, rows(), panels(), Prefetch::kEachStep>, x_at, nullptr);
+            else run(tile<Math, rows(), panels(), Prefetch::kAside>, x_packed + (chunk * T + t0) * kAsideStride<Math>,
+                     aside.take(kAsideBytes * (s1 - s0)));
           }
         });
       });
@@ -76,12 +100,13 @@ void own_share(const typename Math::Input* x, long T, long x_stride, const typen
                LoraStream aside, Finish finish) {
   const long in_l2 = std::max<long>(8 * kMaxRows, kRowsBytes / (steps * Math::kPerStep * sizeof(*x)));
   const long slabs = (T + in_l2 - 1) / in_l2;
+  const auto* x_packed = aside.is_empty() ? nullptr : pack_rows(x, T, x_stride, Chunks<Math>(steps, false));
   for (long slab = 0; slab < slabs; slab++) {
     const long t0 = T * slab / slabs, rows = T * (slab + 1) / slabs - t0;
     const long blocks = (rows + kMaxRows - 1) / kMaxRows;
     for_own_panels(out, max_panels((rows + blocks - 1) / blocks), [&](long first, long count) {
       const long n0 = first * kPanel;
-      panel_group<Math>(x + t0 * x_stride, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
+      panel_group<Math>(x + t0 * x_stride, x_packed, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
                         out - n0, aside);
       finish(t0, rows, n0, std::min(out - n0, count * kPanel));
     });
@@ -100,7 +125,7 @@ void add_bias(const float* bias, float* y, long out, long row, long rows, long c
 template <class F>
 void with_delta(const LoraDelta* delta, long T, int64_t weight_bytes, double* lora_seconds, F product) {
   const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  const bool is_aside = delta != nullptr && T <= kMostRowsAside && delta->bytes() * kFewestAside > weight_bytes;
+  const bool is_aside = delta != nullptr && T <= kMostRowsAside && delta->bytes() * kAsideShare > weight_bytes;
   product(is_aside ? LoraStream(*delta, thread, threads) : LoraStream());
   if (delta == nullptr) return;
   const double began = omp_get_wtime();

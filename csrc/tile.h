@@ -37,8 +37,13 @@ struct Ahead {
 enum class Prefetch {
   kEachStep,         // one address per panel and step
   kEveryOtherStep,   // one per panel and two steps: where many rows leave time enough (4 % faster at 256 rows, 10 % slower at 16)
-  kAside,            // one per panel and step, and one from `aside` on, in the same steps
+  kAside,            // one per panel and step, and a line of `aside`
 };
+constexpr long kAsideBytes = 64;
+
+// Of rows of x for kAside, in elements: known here, it leaves registers for the second stream. Not a power of two: rows would share cache sets.
+template <class Math>
+constexpr long kAsideStride = Math::kMaxChunk * Math::kPerStep + 64 / sizeof(typename Math::Input);
 
 // `steps` steps of the chains: y[m, 16 p ...] (+)= x[m] w[p]; `resume` goes on from what y holds. `columns` of y are real.
 // noinline: inlined into its caller, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the disassembly.
@@ -53,7 +58,7 @@ __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride
 #pragma GCC unroll 12
     for (int p = 0; p < PANELS; p++) sum[m][p] = Math::begin(y + m * y_stride + kPanel * p, columns - kPanel * p, resume);
   const char* prefetched = ahead.at;
-  const long to_aside = aside - ahead.at;
+  if constexpr (kPrefetch == Prefetch::kAside) x_stride = kAsideStride<Math>;
   const long panel_bytes = panel_size * sizeof(*w);
   // As few pointers as possible: there are 16 registers for addresses, and one in memory costs 8 %.
   constexpr long kUnroll = kPrefetch == Prefetch::kEveryOtherStep ? 2 : 1;
@@ -61,7 +66,7 @@ __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride
     if (kUnroll == 1 || s % 2 == 0) {
 #pragma GCC unroll 12
       for (int p = 0; p < PANELS; p++) prefetch_l2(prefetched + p * panel_bytes);
-      if constexpr (kPrefetch == Prefetch::kAside) prefetch_l2(prefetched + to_aside);
+      if constexpr (kPrefetch == Prefetch::kAside) prefetch_l2(aside), aside += kAsideBytes;
       prefetched += ahead.step;
     }
     if constexpr (ROWS >= PANELS) {  // hold the smaller of the two sides in registers

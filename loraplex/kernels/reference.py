@@ -18,7 +18,16 @@ import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.operators import LoraOperators
-from loraplex.kernels.plan import ABSENT, AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
+from loraplex.kernels.plan import (
+    ABSENT,
+    AttentionPlan,
+    LayersForward,
+    LoraPlan,
+    SliceLayout,
+    SliceWeights,
+    SlotTable,
+    align,
+)
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 
 

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.native.attention import GROUP, NO_WINDOW, RotaryCall, attention_step, has_native_layout, rotary_call
+from loraplex.kernels.native.attention import (
+    GROUP,
+    NO_WINDOW,
+    RotaryCall,
+    attention_step,
+    has_native_layout,
+    rotary_call,
+)
 from loraplex.kernels.native.linear import PanelWeight
 from loraplex.kernels.native.lora import segments_of, table_rows
 from loraplex.kernels.plan import ALIGNMENT, LayersForward, SlotTable, StepBatch, align
@@ -112,7 +119,13 @@ class Recorder:
         self._alive += weight, bias
         self._add(
             "linear",
-            *(self._scratch(x), weight.address, weight.scale_address, 0 if bias is None else bias.data_ptr(), y.data_ptr()),
+            *(
+                self._scratch(x),
+                weight.address,
+                weight.scale_address,
+                0 if bias is None else bias.data_ptr(),
+                y.data_ptr(),
+            ),
             size=(x.stride(0), weight.in_features, weight.out_features, weight.format),
         )
         return y
@@ -245,12 +258,12 @@ class StepProgram:
         with self._backend.recording(recorder):
             output = self._forward(start, rope, kv, batch)
         has_adapters = batch.lora is not None and batch.lora.num_segments > 0
-        assert (recorder.table is not None) == has_adapters, "adapters were not recorded: their backend is not the layers'"
+        assert (recorder.table is not None) == has_adapters, (
+            "adapters were not recorded: their backend is not the layers'"
+        )
         return _Program((ProgramCall * len(recorder.calls))(*recorder.calls), recorder, start, output)
 
-    def _run(
-        self, program: _Program, rope: tuple[torch.Tensor, torch.Tensor], batch: StepBatch, num_rows: int
-    ) -> None:
+    def _run(self, program: _Program, rope: tuple[torch.Tensor, torch.Tensor], batch: StepBatch, num_rows: int) -> None:
         cos, sin = rope
         kv_slots = batch.attention.kv_slot_mapping
         assert cos.dtype == sin.dtype == torch.float32
