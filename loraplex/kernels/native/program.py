@@ -1,9 +1,9 @@
 """All layers of a model as one native call: what a captured graph is on a GPU.
 
-The first step runs the layers' Python once with a `Recorder` in place of the kernels: each operator is written down with its addresses and
-gives a tensor of a workspace. Every later step replays the list (csrc/program.cpp). Nothing in the list depends on the step but the number
-of rows, the angles, the KV slots, the attention and the segments, which are arguments of the replay; so one list serves any batch, prefill and
-decode alike. It saves what Python does between kernels, about a tenth of a decode step of a small model (docs/performance.md).
+The first step runs the layers' Python once with a `Recorder` in place of the kernels: each operator is written down with its addresses
+and gives a tensor of a workspace. Every later step replays the list (csrc/program.cpp). What depends on the step is an argument of the
+replay: the number of rows, the angles, the KV slots, the attention, the segments. So one list serves any batch, prefill and decode alike.
+It saves what Python does between kernels, about a tenth of a decode step of a small model (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -11,21 +11,14 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.native.attention import (
-    GROUP,
-    NO_WINDOW,
-    RotaryCall,
-    attention_step,
-    has_native_layout,
-    rotary_call,
-)
+from loraplex.kernels.native.attention import NO_WINDOW, attention_step, has_native_layout, rotary_call
 from loraplex.kernels.native.linear import PanelWeight
 from loraplex.kernels.native.lora import segments_of, table_rows
 from loraplex.kernels.plan import ALIGNMENT, LayersForward, SlotTable, StepBatch, align
@@ -75,7 +68,7 @@ class Workspace:
         free = self._free[width]
         address = free.pop() if free else self._allocate(width)
         # The holder lives as long as the storage over it, which every view shares.
-        holder = type("_Holder", (ctypes.c_float * (self.num_rows * width),), {}).from_address(address)
+        holder: Any = _holder_type(self.num_rows * width).from_address(address)
         weakref.finalize(holder, free.append, address).atexit = False
         return torch.frombuffer(holder, dtype=torch.float32).view(self.num_rows, width)
 
@@ -87,6 +80,10 @@ class Workspace:
     def has(self, address: int) -> bool:
         """Whether this is memory of a tensor given out."""
         return any(0 <= address - ctypes.addressof(buffer) < len(buffer) for buffer in self._buffers)
+
+
+def _holder_type(num_floats: int) -> Any:
+    return type("_Holder", (ctypes.c_float * num_floats,), {})  # a subclass, which can be referred to weakly
 
 
 class Recorder:
@@ -221,8 +218,8 @@ class _Key:
 class StepProgram:
     """`forward`, recorded when it is first called and replayed from then on.
 
-    The KV memory has to stay where it is, or a new recording is made, and so have weights, biases and the slot table. A cache in a layout that
-    is not native is left to `forward` itself.
+    When the KV memory moves, a new recording is made; weights, biases and the slot table have to stay where they are. A cache in a layout
+    that is not native is left to `forward` itself.
     """
 
     def __init__(self, backend: NativeBackend, forward: LayersForward, on_seconds: OnSeconds | None) -> None:

@@ -15,7 +15,7 @@ from loraplex.kernels.native import glue, lora, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import linear, pack_linear
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
 
 Case = Callable[[NativeLibrary], tuple[torch.Tensor, ...]]
@@ -39,12 +39,12 @@ def _draw(*shape: int) -> torch.Tensor:
 
 
 def _linear(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """More columns than a group of panels, one row and several blocks of rows; two chunks of k."""
+    """More columns than a group of panels, one row and several blocks of rows, few and many; two chunks of k."""
     in_features, out_features = 1031, 139
     weight = _draw(out_features, in_features)
     packed = pack_linear(library, weight if dtype == torch.int8 else weight.to(dtype), dtype, 1)
-    bias, x = _draw(out_features), _draw(15, in_features)
-    outputs = [linear(library, x[:rows], packed, bias, 1) for rows in (1, 3, 15)]
+    bias, x = _draw(out_features), _draw(33, in_features)
+    outputs = [linear(library, x[:rows], packed, bias, 1) for rows in (1, 3, 15, 33)]
     return (packed.panels, *([] if packed.scale is None else [packed.scale]), *outputs)
 
 
@@ -79,24 +79,42 @@ def _weights(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return weights, total, nucleus, sampling.invert_cdf(library, weights, None, uniform, 1)
 
 
-def _add_lora(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """Two adapters of two slices in two dtypes, one of them with a bias, over five rows."""
-    in_features, outs, ranks = 67, (35, 41), (5, 12)
+def _slot_table(library: NativeLibrary, in_features: int, outs: tuple[int, ...], ranks: tuple[int, ...]) -> SlotTable:
+    """Two adapters of one target, in two dtypes, one of them with a bias."""
     slices = tuple(LoraSlice(f"m.{i}", sum(outs[:i]), n, n) for i, n in enumerate(outs))
-    target = LoraTarget("m", 0, in_features, in_features, slices)
-    buffer = torch.zeros(1 << 16, dtype=torch.uint8)
-    table = SlotTable([target], 2, buffer)
+    half = 1 << 17
+    table = SlotTable(
+        [LoraTarget("m", 0, in_features, in_features, slices)], 2, torch.zeros(2 * half, dtype=torch.uint8)
+    )
     for slot, dtype in enumerate((torch.float32, torch.bfloat16)):
         weights = [
             SliceWeights(_draw(rank, in_features).to(dtype), _draw(n, rank).to(dtype), _draw(n) if slot else None, 0.5)
             for rank, n in zip(ranks, outs, strict=True)
         ]
-        offset = slot << 15
-        table.set_block("m", slot, offset, lora.pack(library, weights, buffer[offset : offset + (1 << 15)]))
+        block = table.buffer[slot * half : (slot + 1) * half]
+        table.set_block("m", slot, slot * half, lora.pack(library, weights, block))
+    return table
+
+
+def _add_lora(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """Two adapters over five rows."""
+    table = _slot_table(library, 67, (35, 41), (5, 12))
     plan = LoraPlan.build([LoraSegment(0, 3, 0), LoraSegment(3, 5, 1, 0.3)], 5, 2)
-    y = _draw(5, sum(outs))
-    lora.add_lora(library, y, _draw(5, in_features), plan, table, 0, slices, 1)
-    return buffer, y
+    y = _draw(5, 76)
+    lora.add_lora(library, y, _draw(5, 67), plan, table, 0, table.targets[0].slices, 1)
+    return table.buffer, y
+
+
+def _one_prompt(tokens: int, block_size: int) -> AttentionPlan:
+    return AttentionPlan(
+        q_indptr=torch.tensor([0, tokens], dtype=torch.int32),
+        context_lens=torch.tensor([tokens], dtype=torch.int32),
+        block_tables=torch.arange(-(-tokens // block_size), dtype=torch.int32).unsqueeze(0),
+        kv_slot_mapping=torch.arange(tokens),
+        query_lens=(tokens,),
+        context_lens_host=(tokens,),
+        block_size=block_size,
+    )
 
 
 def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -111,18 +129,51 @@ def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
         )
         kv_layer = torch.zeros(5, 2, kv_heads, block_size, head_dim, dtype=dtype)
         angles = _draw(tokens, head_dim)
-        plan = AttentionPlan(
-            q_indptr=torch.tensor([0, tokens], dtype=torch.int32),
-            context_lens=torch.tensor([tokens], dtype=torch.int32),
-            block_tables=torch.arange(5, dtype=torch.int32).unsqueeze(0),
-            kv_slot_mapping=torch.arange(tokens),
-            query_lens=(tokens,),
-            context_lens_host=(tokens,),
-            block_size=block_size,
-        )
+        plan = _one_prompt(tokens, block_size)
         q = rotary_write_kv(library, q, k, v[1:], angles.cos(), angles.sin(), kv_layer, plan.kv_slot_mapping, 1)
         outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1)]
     return tuple(outputs)
+
+
+def _program(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """A layer of every operator: a linear and adapters larger than its weight over one row, several and many."""
+    from loraplex.kernels.native.backend import NativeBackend  # which imports the library, and it this file
+
+    hidden, heads, kv_heads, head_dim, block_size = 131, 2, 1, 16, 16
+    outs = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    backend = NativeBackend(library, 1)
+    table = _slot_table(library, hidden, outs, (60, 30, 20))
+    qkv, down = (
+        backend.prepare_linear(_draw(*shape)) for shape in ((sum(outs), hidden), (hidden, heads * head_dim // 2))
+    )
+
+    def layer(
+        x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, batch: StepBatch
+    ) -> torch.Tensor:
+        y = backend.rms_norm(x, norm, 1e-6)
+        fused = backend.linear(y, qkv)
+        assert batch.lora is not None
+        backend.add_lora(fused, y, batch.lora, table, 0, table.targets[0].slices)
+        q, k, v = fused.view(len(y), -1, head_dim).split_with_sizes([n // head_dim for n in outs], dim=1)
+        q = backend.rotary_write_kv(q, k, v, *rope, kv[:, 0], batch.attention.kv_slot_mapping)
+        out = backend.paged_attention(q, kv[:, 0], batch.attention, 0.25, None).flatten(1)
+        z = backend.linear(backend.silu_mul(out), down)
+        return backend.add_rms_norm(z, x, norm, 1e-6)[0]
+
+    norm, run = _draw(hidden), backend.captured(layer)
+    kv = torch.zeros(3, 1, 2, kv_heads, block_size, head_dim)
+    outputs = []
+    for rows in (1, 15, 40):
+        angles = _draw(rows, head_dim)
+        batch = StepBatch(
+            token_ids=torch.zeros(rows, dtype=torch.int64),
+            positions=torch.arange(rows),
+            attention=_one_prompt(rows, block_size),
+            lora=LoraPlan.build([LoraSegment(0, -(-rows // 2), 0), LoraSegment(rows // 2, rows, 1)], rows, 2),
+            logits_indices=torch.zeros(0, dtype=torch.int64),
+        )
+        outputs.append(run(_draw(rows, hidden), (angles.cos(), angles.sin()), kv, batch))
+    return (*outputs, kv)
 
 
 CASES: Mapping[str, Case] = {
@@ -132,6 +183,7 @@ CASES: Mapping[str, Case] = {
     "linear int8": partial(_linear, torch.int8),
     "add_lora": _add_lora,
     "rotary_write_kv, paged_attention": _attention,
+    "program": _program,
     "rms_norm": _rms_norm,
     "silu_mul": _silu_mul,
     "argmax, top_k, logprobs": _ranking,
