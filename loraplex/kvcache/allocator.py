@@ -98,7 +98,11 @@ class KVBlockAllocator:
             self._cache.publish(table.keys[-1], table.blocks[index], table.adapter_digest)
 
     def free(self, request_id: str) -> None:
-        self._pool.release(reversed(self._tables.pop(request_id).blocks))
+        blocks = self._tables.pop(request_id).blocks
+        self._pool.release(reversed(blocks))
+        for kv_block in blocks:  # what no prompt can share: memory that was touched is touched again, rather than new memory
+            if self._cache is None or not self._cache.has(kv_block):
+                self._pool.reuse_first(kv_block)
 
     def drop_digest(self, adapter_digest: str) -> None:
         """Forget the KV of an adapter's content; its blocks are reused first. Running requests keep their own blocks."""

@@ -37,6 +37,9 @@ class PrefixCache:
     def find(self, key: bytes) -> int | None:
         return self._block_of.get(key)
 
+    def has(self, kv_block: int) -> bool:
+        return kv_block in self._entry_of
+
     def publish(self, key: bytes, kv_block: int, adapter_digest: str) -> bool:
         """Remember that `kv_block` holds `key`; False when another block already does."""
         if key in self._block_of:

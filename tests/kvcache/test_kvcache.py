@@ -208,3 +208,18 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_blocks_without_a_prefix_are_lent_before_untouched_ones() -> None:
+    prompt = list(range(BLOCK_SIZE + 3))
+    for is_prefix_caching in (False, True):
+        allocator = KVBlockAllocator(8, BLOCK_SIZE, is_prefix_caching=is_prefix_caching)
+        first = make_request("a", prompt)
+        compute(allocator, first)
+        full, partial = allocator.block_table("a")
+        allocator.free("a")
+        compute(allocator, make_request("b", [7, *prompt]))
+        again = set(allocator.block_table("b"))
+        assert partial in again
+        assert (full in again) == (not is_prefix_caching)
+        allocator.check_integrity()
