@@ -71,6 +71,8 @@ def layer_indices(layers_pattern: Sequence[str], names: Sequence[str]) -> dict[s
 
 def pattern_values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[str, tuple[Value, ...]]:
     """name -> the values of the keys that name it, in their order: peft takes the first. Names that no key names are left out."""
+    if not patterns:  # most adapters; a load asks three times
+        return {}
     keys = list(patterns)
     plain = _PlainKeys({order: key for order, key in enumerate(keys) if _PLAIN_KEY.fullmatch(key)})
     regexes = {order: rf"(.*\.)?({key})$" for order, key in enumerate(keys) if not _PLAIN_KEY.fullmatch(key)}

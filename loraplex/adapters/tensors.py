@@ -71,18 +71,25 @@ def read_tensors(
     block = torch.empty(sum(_aligned(entry.nbytes) for _, entry in ordered), dtype=torch.uint8)
     view, offset = block.numpy().data, 0
     found: dict[TensorName, torch.Tensor] = {}
-    not_finite: list[str] = []
     with _Source(file, adapter) as source:
         for name, entry in ordered:
             part = view[offset : offset + entry.nbytes]
             source.read(entry, part)
             tensor = block[offset : offset + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
-            if not is_finite(tensor):
-                not_finite.append(entry.name)
             hasher.add(name.canonical, entry.dtype, entry.shape, part)
             found[name] = tensor
             offset += _aligned(entry.nbytes)
-    return ReadTensors(found, tuple(not_finite), hasher.hexdigest())
+    return ReadTensors(found, _not_finite(block, ordered, found), hasher.hexdigest())
+
+
+def _not_finite(
+    block: torch.Tensor, entries: Sequence[tuple[TensorName, TensorEntry]], found: Mapping[TensorName, torch.Tensor]
+) -> tuple[str, ...]:
+    """Names of the tensors with NaN or Inf. The whole block is looked at first, which is quicker than hundreds of tensors."""
+    dtypes = {tensor.dtype for tensor in found.values()}
+    if len(dtypes) == 1 and is_finite(block.view(*dtypes)):
+        return ()
+    return tuple(entry.name for name, entry in entries if not is_finite(found[name]))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
