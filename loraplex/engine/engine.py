@@ -258,7 +258,8 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
     logger.info("kernels: %s", backend.description)
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
-            f"quantization {config.quantization} is not in the {backend.name} kernels; use lora_backend native, or drop it"
+            f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: {backend.description}; "
+            "use native kernels on a CPU, or drop it"
         )
     return backend if profiler is None else profiled(backend, profiler)
 

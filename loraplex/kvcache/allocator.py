@@ -100,7 +100,9 @@ class KVBlockAllocator:
     def free(self, request_id: str) -> None:
         blocks = self._tables.pop(request_id).blocks
         self._pool.release(reversed(blocks))
-        for kv_block in blocks:  # what no prompt can share: memory that was touched is touched again, rather than new memory
+        for (
+            kv_block
+        ) in blocks:  # what no prompt can share: memory that was touched is touched again, rather than new memory
             if self._cache is None or not self._cache.has(kv_block):
                 self._pool.reuse_first(kv_block)
 
