@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,32 +46,55 @@ class Profile:
         return max(self.part_ms, key=lambda name: self.part_ms[name])
 
 
-def profile(llm: LLM, profiler: Profiler, adapters: Sequence[Path], workload: Workload, pattern: str) -> list[Profile]:
-    """(the prefill, a decode step): a run of one token each, and the difference that the other tokens make.
+class StepProfiler(Profiler):
+    """Remembers, at the end of each step, when that was and the seconds so far."""
 
-    Every run has prompts of its own: a prompt that is in the prefix cache would be no prefill.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[tuple[float, Mapping[str, float]]] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        with super().part(name):
+            yield
+        if name == STEP_PARTS[-1]:
+            self.ends.append((time.perf_counter(), self.seconds))
+
+
+def profile(
+    llm: LLM, profiler: StepProfiler, adapters: Sequence[Path], workload: Workload, pattern: str
+) -> list[Profile]:
+    """(the prefill, a decode step): the steps of one run until every request has a token, and those after them."""
     requests = lora_requests(adapters, workload, pattern)
 
-    def run(output_len: int, seed: int) -> tuple[dict[str, float], float, int]:
-        own = replace(workload, seed=seed)
+    def run(output_len: int, seed: int) -> None:
+        """With prompts of its own: one that is in the prefix cache would be no prefill."""
         prompts: list[str | Sequence[int] | Mapping[str, object]] = [
-            {"prompt_token_ids": prompt} for prompt in own.prompts(llm.engine.info.vocab_size)
+            {"prompt_token_ids": prompt} for prompt in replace(workload, seed=seed).prompts(llm.engine.info.vocab_size)
         ]
         params = SamplingParams(
             temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=llm.tokenizer is not None
         )
-        before, steps, began = profiler.seconds, llm.stats().step_times.num_steps, time.perf_counter()
         llm.generate(prompts, params, lora_request=requests)
-        wall = time.perf_counter() - began
-        spent = {name: value - before.get(name, 0.0) for name, value in profiler.seconds.items()}
-        return spent, wall, llm.stats().step_times.num_steps - steps
 
     run(2, workload.seed)  # loads the adapters
-    first, first_wall, first_steps = run(1, workload.seed + 1)
-    spent, wall, steps = run(workload.output_len, workload.seed + 2)
-    decode = {name: value - first.get(name, 0.0) for name, value in spent.items()}
-    return [Profile.of(first, first_wall, first_steps), Profile.of(decode, wall - first_wall, steps - first_steps)]
+    before = len(profiler.ends)
+    run(1, workload.seed + 1)
+    num_prefills = len(profiler.ends) - before
+    began, at_first = time.perf_counter(), profiler.seconds
+    before = len(profiler.ends)
+    run(workload.output_len, workload.seed + 2)
+    ended, at_last = time.perf_counter(), profiler.seconds
+    middle, at_middle = profiler.ends[before + num_prefills - 1]
+    num_decodes = len(profiler.ends) - before - num_prefills
+    return [
+        Profile.of(_spent(at_first, at_middle), middle - began, num_prefills),
+        Profile.of(_spent(at_middle, at_last), ended - middle, num_decodes),
+    ]
+
+
+def _spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
 def run_profile(config: EngineConfig, adapters: Sequence[Path], workload: Workload, pattern: str) -> int:
@@ -78,7 +102,7 @@ def run_profile(config: EngineConfig, adapters: Sequence[Path], workload: Worklo
     if workload.output_len < 2:
         raise ConfigError(f"output_len must be >= 2 to have a decode step, got {workload.output_len}")
     workload.check_patterns([pattern], len(adapters))  # before the model is loaded
-    profiler = Profiler()
+    profiler = StepProfiler()
     with LLM.from_config(config, profiler=profiler) as llm:
         workload.check_fits(llm.engine.info.max_model_len)
         profiles = profile(llm, profiler, adapters, workload, pattern)
