@@ -33,7 +33,7 @@ struct Ahead {
   long step;         // 0: the same line again
 };
 
-// How often. A prefetch in every step costs a product of 16 rows 3-8 %, so only where it pays.
+// How often, and whether of a second stream.
 enum class Prefetch {
   kEachStep,         // one address per panel and step
   kEveryOtherStep,   // one per panel and two steps: where many rows leave time enough (4 % faster at 256 rows, 10 % slower at 16)
