@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -49,3 +50,72 @@ class EngineStats:
     running_adapter_ids: tuple[int, ...] = ()
     waiting_adapter_ids: tuple[int, ...] = ()
     step_times: StepTimes = field(default_factory=StepTimes)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+class MemoryMode(enum.StrEnum):
+    """`low_memory`: inactive adapters are off the device, scratch and caches released, admission throttled."""
+
+    NORMAL = "normal"
+    LOW_MEMORY = "low_memory"
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier of adapters: `device`, `host` or `disk`. num_adapters counts contents.
+
+    pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no pressure.
+    """
+
+    tier: str
+    used_bytes: int
+    max_bytes: int
+    num_adapters: int
+    pressure: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """`num_chunks` adjacent chunks of the arena with one owner: `kv`, `adapters`, `free` or `fenced`."""
+
+    owner: str
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """One look of the monitor. By tier (`device`, `host`, `disk`), `kv` and `system`, where known."""
+
+    time_s: float
+    mode: MemoryMode
+    pressure: Mapping[str, float]
+    used_bytes: Mapping[str, int]
+    fragmentation: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All that `GET /v1/memory` shows. Times are Unix time, sizes bytes; history is oldest first.
+
+    fragmentation: share of the adapters' chunks that lies in holes. quarantined: adapter id -> why, and until when it is not served.
+    """
+
+    mode: MemoryMode = MemoryMode.NORMAL
+    tiers: tuple[TierReport, ...] = ()
+    pinned_bytes: int = 0
+    in_use_bytes: int = 0
+    retiring_bytes: int = 0
+    num_adapters: int = 0
+    num_loading: int = 0
+    chunk_bytes: int = 0
+    chunks: tuple[ChunkRun, ...] = ()
+    fragmentation: float = 0.0
+    kv_block_bytes: int = 0
+    num_kv_blocks: int = 0
+    num_free_kv_blocks: int = 0
+    workspace_bytes: int = 0
+    quarantined: Mapping[int, str] = field(default_factory=dict)
+    counters: Mapping[str, float] = field(default_factory=dict)
+    history: tuple[MemorySample, ...] = ()

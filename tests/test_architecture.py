@@ -18,6 +18,7 @@ ORDER = (
     "config",
     "sampling_params",
     "core",
+    "events",
     "metrics",
     "profiler",
     "distributed",

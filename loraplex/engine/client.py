@@ -22,6 +22,7 @@ from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.engine import messages as msg
 from loraplex.errors import EngineDeadError, error_from_payload
+from loraplex.events import EngineEvent
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,13 @@ class EngineClient:
         on_outputs: Callable[[tuple[TokenOutput, ...]], None],
         on_death: Callable[[EngineDeadError], None],
         on_progress: ProgressCallback | None = None,
+        on_events: Callable[[tuple[EngineEvent, ...]], None] | None = None,
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_progress = on_progress
+        self._on_events = on_events
         self._folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -61,6 +64,7 @@ class EngineClient:
                 msg.Ready: self._on_ready,
                 msg.Progress: self._on_start_progress,
                 msg.StepOutputs: lambda m: self._on_outputs(m.outputs),
+                msg.Events: self._on_engine_events,
                 msg.Reply: self._on_reply,
                 msg.Fatal: self._on_fatal,
             }
@@ -181,6 +185,10 @@ class EngineClient:
     def _on_start_progress(self, message: msg.Progress) -> None:
         if self._on_progress is not None:
             self._on_progress(message.what, message.done, message.total)
+
+    def _on_engine_events(self, message: msg.Events) -> None:
+        if self._on_events is not None:
+            self._on_events(message.events)
 
     def _on_reply(self, message: msg.Reply) -> None:
         future = self._calls.get(message.call_id)

@@ -23,6 +23,7 @@ from loraplex.engine.sampler import Sampler
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import ConfigError, EngineError, EngineOverloadedError, LoraDisabledError
+from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.profiled import profiled
@@ -30,7 +31,7 @@ from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import Arena, Owner
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.stats import MemoryStats
-from loraplex.metrics import EngineStats, StepTimes
+from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model, resolve_model
@@ -59,6 +60,7 @@ class EngineCore:
         adapters: LoRAModelManager | None,
         max_waiting_requests: int,
         profiler: Profiler,
+        events: EventLog,
     ) -> None:
         self.info = info
         self.is_stalled = False
@@ -69,6 +71,7 @@ class EngineCore:
         self._max_waiting_requests = max_waiting_requests
         self._num_steps = 0
         self._profiler = profiler
+        self._events = events
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request."""
@@ -164,6 +167,20 @@ class EngineCore:
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 
+    def take_events(self) -> tuple[EngineEvent, ...]:
+        """What happened since the last call, oldest first."""
+        return self._events.take()
+
+    def memory_report(self) -> MemoryReport:
+        """The memory of adapters and KV cache as it is now."""
+        report = MemoryReport() if self._adapters is None else self._adapters.report()
+        return replace(
+            report,
+            kv_block_bytes=self._runner.kv_block_bytes,
+            num_kv_blocks=self._blocks.num_blocks,
+            num_free_kv_blocks=self._blocks.num_free_blocks,
+        )
+
     def _step_times(self) -> StepTimes:
         seconds = self._profiler.seconds
         return StepTimes(self._num_steps, {part: seconds.get(part, 0.0) for part in STEP_PARTS})
@@ -224,7 +241,10 @@ def build_engine(
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     memory = _Memory.plan(config, model_config, model, getattr(torch, kv_cache_dtype), device)
     blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
-    adapters = None if config.lora is None else _build_manager(config.lora, model, backend, memory.arena, blocks)
+    events = EventLog()
+    adapters = (
+        None if config.lora is None else _build_manager(config.lora, model, backend, memory.arena, blocks, events)
+    )
     scheduler = Scheduler(
         blocks,
         adapters,
@@ -250,7 +270,7 @@ def build_engine(
         kv_cache_dtype=kv_cache_dtype,
         backend_description=backend.description,
     )
-    return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler)
+    return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events)
 
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
@@ -367,6 +387,7 @@ def _build_manager(
     backend: KernelBackend,
     arena: Arena,
     blocks: KVBlockAllocator,
+    events: EventLog,
 ) -> LoRAModelManager:
     """On a CPU the arena is host and device memory in one; another device has host memory of its own, pinned for a GPU."""
     targets = model.lora_targets()
@@ -383,6 +404,7 @@ def _build_manager(
         base_bias=model.base_bias,
         host_arena=host_arena,
         on_digest_dropped=blocks.drop_digest,
+        events=events,
     )
     model.bind_lora(manager.table, backend)
     return manager

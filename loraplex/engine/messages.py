@@ -14,7 +14,8 @@ import msgspec
 from loraplex.config import EngineConfig
 from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, EngineInfo, Request, TokenOutput
 from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
-from loraplex.metrics import EngineStats
+from loraplex.events import EngineEvent
+from loraplex.metrics import EngineStats, MemoryReport
 
 # ------------------------------------------------------------------------------------------------- server to engine
 
@@ -74,6 +75,10 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
+class GetMemory(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
 class CheckIntegrity(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
@@ -95,6 +100,7 @@ ToEngine = (
     | AbortAdapter
     | ListAdapters
     | GetStats
+    | GetMemory
     | CheckIntegrity
     | Shutdown
 )
@@ -118,6 +124,10 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     outputs: tuple[TokenOutput, ...]
 
 
+class Events(msgspec.Struct, tag=True, frozen=True):
+    events: tuple[EngineEvent, ...]
+
+
 class Reply(msgspec.Struct, tag=True, frozen=True):
     """The result of a call, as msgspec.Raw of the value, or an error's payload."""
 
@@ -132,7 +142,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     error: dict[str, Any]
 
 
-FromEngine = Ready | Progress | StepOutputs | Reply | Fatal
+FromEngine = Ready | Progress | StepOutputs | Events | Reply | Fatal
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
@@ -149,6 +159,7 @@ RESULT_TYPES: Mapping[type, Any] = {
     AbortAdapter: int,
     ListAdapters: tuple[AdapterResidency, ...],
     GetStats: EngineStats,
+    GetMemory: MemoryReport,
     CheckIntegrity: None,
 }
 

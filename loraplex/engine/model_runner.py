@@ -37,6 +37,10 @@ class ModelRunner:
         self._sampler = sampler
         self._profiler = profiler
 
+    @property
+    def kv_block_bytes(self) -> int:
+        return self._kv[0].nbytes
+
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
         """Run the plan. On a CPU the tokens are there when this returns."""

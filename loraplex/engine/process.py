@@ -61,6 +61,7 @@ class EngineProcess:
             msg.UnpinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.unpin_adapter(m.adapter_id)),
             msg.AbortAdapter: self._abort_adapter,
             msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters())),
+            msg.GetMemory: lambda m: self._now(m, engine.memory_report),
             msg.GetStats: lambda m: self._now(m, engine.stats),
             msg.CheckIntegrity: lambda m: self._now(m, engine.check_integrity),
             msg.Shutdown: self._shutdown,
@@ -72,6 +73,7 @@ class EngineProcess:
             while self._is_running:
                 self._read(self._patience_ms())
                 self._send_outputs(self._engine.step())
+                self._send_events()
         finally:
             self._verbs.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
@@ -114,6 +116,11 @@ class EngineProcess:
         ended, self._ended = self._ended, []
         if ended or outputs:
             self._send(msg.StepOutputs((*ended, *outputs)))
+
+    def _send_events(self) -> None:
+        events = self._engine.take_events()
+        if events:
+            self._send(msg.Events(events))
 
     def _send(self, message: Any) -> None:
         self._socket.send(msg.encode(message))

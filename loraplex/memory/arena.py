@@ -80,6 +80,11 @@ class Arena:
         with self._lock:
             return [chunk for chunk, has in enumerate(self._owners) if has is owner]
 
+    def owners(self) -> list[Owner | None]:
+        """Who has which chunk, in order; None is free."""
+        with self._lock:
+            return self._owners.copy()
+
     def lend(self, owner: Owner, num_chunks: int = 1) -> range | None:
         """`num_chunks` adjacent free chunks, lent to `owner`; None when there are none. KV: the first ones, adapters: the last."""
         with self._lock:

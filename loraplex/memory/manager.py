@@ -24,16 +24,19 @@ from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError
+from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.arena import Arena
 from loraplex.memory.integrity import check_integrity
 from loraplex.memory.loading import Loader, LoaderThreads
 from loraplex.memory.packing import BaseBias, Packer
 from loraplex.memory.protocols import AdapterMapping, HasAdapterId
+from loraplex.memory.report import memory_report
 from loraplex.memory.stats import MemoryStats
 from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
 from loraplex.memory.tiers import build_tiers
 from loraplex.memory.weight_store import WeightStore
+from loraplex.metrics import MemoryReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class LoRAModelManager:
         host_arena: Arena | None = None,
         loader: Loader | None = None,
         on_digest_dropped: Callable[[str], None] | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
@@ -80,7 +84,9 @@ class LoRAModelManager:
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
         self.table = device.table
         loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        self._store = WeightStore(host, device, packer, loader, clock, lora_config.num_loader_threads)
+        self._store = WeightStore(
+            host, device, packer, loader, clock, lora_config.num_loader_threads, events or EventLog()
+        )
         self._lock = self._store.lock
         self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
@@ -318,6 +324,10 @@ class LoRAModelManager:
     def stats(self) -> MemoryStats:
         with self._lock:
             return self._store.stats(len(self._adapters))
+
+    def report(self) -> MemoryReport:
+        """What `GET /v1/memory` shows of the adapters' memory; the engine adds the KV cache's part."""
+        return memory_report(self.stats(), self._store.host.pool.arena)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""

@@ -48,6 +48,7 @@ class TierStats:
 class MemoryStats:
     """One consistent look at the memory. Bytes are packed bytes; equal contents count once.
 
+    committed_bytes: of contents in use or pinned, each once: what cannot leave the device or, on a CPU, the host.
     retiring_bytes: freed, but steps that were launched before may still read them. num_waiting: contents that requests asked for in
     vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (arena.PoolStats).
     """
@@ -56,6 +57,7 @@ class MemoryStats:
     host: TierStats
     pinned_bytes: int
     in_use_bytes: int
+    committed_bytes: int
     retiring_bytes: int
     num_adapters: int
     num_loading: int

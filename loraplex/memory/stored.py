@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterResidency, AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNotFoundError, LoraplexError
+from loraplex.events import Detail, EventKind, EventLog
 from loraplex.memory.packing import PackedLayout
 from loraplex.memory.tiers import Place
 
@@ -175,3 +176,11 @@ class StoredWeights:
     @property
     def names(self) -> list[str]:
         return [adapter.name for adapter in self.adapters.values() if not adapter.is_removed]
+
+
+def tell(events: EventLog, kind: EventKind, weights: StoredWeights, text: str, **details: Detail) -> None:
+    """An event of the newest adapter of a content."""
+    adapter = next(reversed(weights.adapters.values()), None)
+    name = f"digest {weights.digest[:12]}" if adapter is None else f"adapter {adapter.name!r}"
+    adapter_id, adapter_name = (None, None) if adapter is None else (adapter.adapter_id, adapter.name)
+    events.add(kind, f"{name} {text}", adapter_id=adapter_id, adapter_name=adapter_name, **details)

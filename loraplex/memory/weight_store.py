@@ -20,12 +20,13 @@ from functools import partial
 
 from loraplex.core import WaitsFor
 from loraplex.errors import AdapterError, EngineShutdownError
+from loraplex.events import EventKind, EventLog
 from loraplex.memory.loading import Loader, as_adapter_error, copy_extents, raise_again, read_weights
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.quarantine import Quarantine
 from loraplex.memory.room import Room
 from loraplex.memory.stats import MemoryCounters, MemoryStats
-from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredAdapter, StoredWeights, WeightState
+from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
 from loraplex.memory.tiers import Budget, DeviceCache, HostCache, Place
 
 FAILURE_TTL_S = 60.0
@@ -43,6 +44,7 @@ class WeightStore:
         loader: Loader,
         clock: Callable[[], float],
         max_concurrent_loads: int,
+        events: EventLog,
     ) -> None:
         self.lock = threading.Condition(threading.Lock())
         self.host = host
@@ -55,6 +57,7 @@ class WeightStore:
         self.counters = MemoryCounters()
         self.dropped: list[str] = []
         self.is_closed = False
+        self._events = events
         self._packer = packer
         self._loader = loader
         self._clock = clock
@@ -197,6 +200,7 @@ class WeightStore:
             host=self.host.stats(),
             pinned_bytes=self.room.pinned_bytes,
             in_use_bytes=sum(each.nbytes for each in everything if each.num_running),
+            committed_bytes=sum(each.nbytes for each in everything if each.num_running or each.num_pinned),
             retiring_bytes=self.quarantine.nbytes,
             num_adapters=num_adapters,
             num_loading=sum(each.job is not None for each in everything),
@@ -241,7 +245,17 @@ class WeightStore:
             weights = job.weights
             weights.layout, weights.state = layout, WeightState.HOST
             self.counters.loads[job.demand.cause] += 1
-            self.counters.load_s += self._clock() - job.began_s
+            load_s = self._clock() - job.began_s
+            self.counters.load_s += load_s
+            tell(
+                self._events,
+                EventKind.LOAD,
+                weights,
+                "is in host memory",
+                cause=job.demand.cause,
+                seconds=load_s,
+                nbytes=layout.nbytes,
+            )
             self._end(job)
             is_for_device = job.demand.is_for_request and not self.is_shared
             if is_for_device and weights.adapters and not self.is_closed:
@@ -287,6 +301,13 @@ class WeightStore:
                 weights.failure = LoadFailure(job.error, self._clock())
             weights.is_prefetch_off = True
             self.counters.num_load_failures += 1
+            tell(
+                self._events,
+                EventKind.LOAD_FAILED,
+                weights,
+                f"could not be loaded: {job.error}",
+                cause=job.demand.cause,
+            )
             if weights.layout is None:
                 self._forget_adapters(weights)
             self._end(job)
@@ -331,6 +352,7 @@ class WeightStore:
         if weights.job is not None:
             return
         self.evict_to_source(weights)
+        tell(self._events, EventKind.DROP, weights, "is gone from every tier")
         del self.weights[weights.digest]
         self.dropped.append(weights.digest)
         self.counters.num_drops += 1
@@ -385,6 +407,7 @@ class WeightStore:
         assert place is not None
         assert place.lora_slot is not None
         assert weights.layout is not None
+        tell(self._events, EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
         self.device.free_slot(place.lora_slot)
         self.device.give(weights.nbytes)
         self.device.policy.forget(weights.digest)
@@ -394,6 +417,8 @@ class WeightStore:
     def _leave_host(self, weights: StoredWeights) -> None:
         place, weights.host = weights.host, None
         if place is not None:
+            if weights.layout is not None:
+                tell(self._events, EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
             self.host.give(sum(extent.nbytes for extent in place.extents))
             self.host.policy.forget(weights.digest)
             if self.is_shared:

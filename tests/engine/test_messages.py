@@ -32,7 +32,8 @@ from loraplex.core import (
 )
 from loraplex.engine import messages as msg
 from loraplex.errors import EngineOverloadedError, UnknownMessageError
-from loraplex.metrics import EngineStats, StepTimes
+from loraplex.events import EngineEvent, EventKind
+from loraplex.metrics import ChunkRun, EngineStats, MemoryMode, MemoryReport, MemorySample, StepTimes, TierReport
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
 
 SPEC = AdapterSpec(7, "sql", 2, "digest", "/adapters/sql", 4096, 16)
@@ -47,6 +48,17 @@ STATS = EngineStats(
     3, 1, {"room": 1}, 0.25, running_adapter_ids=(7,), step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3})
 )
 RESIDENCY = AdapterResidency(7, Tier.HOST, None, 4096, 1, True, False, 2.5, "vanished")
+EVENT = EngineEvent(
+    EventKind.EVICT, 2.5, "adapter 'a' left", 7, "a", {"tier": "host", "nbytes": 4, "is_pinned": False, "s": 0.5}
+)
+MEMORY = MemoryReport(
+    MemoryMode.LOW_MEMORY,
+    (TierReport("host", 5, 10, 2, 0.5),),
+    chunks=(ChunkRun("kv", 3), ChunkRun("free", 4)),
+    quarantined={7: "NaN"},
+    counters={"hits": 3},
+    history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5}, 0.0),),
+)
 CONFIG = EngineConfig(model="/model", dtype="float16", lora=LoRAConfig(max_loras=3))
 
 TO_ENGINE: tuple[Any, ...] = (
@@ -62,6 +74,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.AbortAdapter(7, 7),
     msg.ListAdapters(8),
     msg.GetStats(9),
+    msg.GetMemory(10),
     msg.CheckIntegrity(10),
     msg.Shutdown(),
 )
@@ -69,6 +82,7 @@ FROM_ENGINE: tuple[Any, ...] = (
     msg.Ready(INFO),
     msg.Progress("weights", 3, 10),
     msg.StepOutputs((TOKENS, TokenOutput("r-2"))),
+    msg.Events((EVENT, replace(EVENT, adapter_id=None, adapter_name=None, details={}))),
     msg.reply_value(1, AddOutcome(True, ("chat",))),
     msg.Fatal({"error": "ModelError", "message": "no"}),
 )
@@ -82,6 +96,7 @@ RESULTS: Mapping[type, Any] = {
     msg.AbortAdapter: 3,
     msg.ListAdapters: (RESIDENCY, replace(RESIDENCY, tier=Tier.DEVICE, lora_slot=2, error=None)),
     msg.GetStats: STATS,
+    msg.GetMemory: MEMORY,
     msg.CheckIntegrity: None,
 }
 
