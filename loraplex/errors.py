@@ -29,10 +29,13 @@
     |   |   |-- AdapterTooLargeError     400
     |   |   `-- AdapterNoRoomError       503  everything on the device is pinned or in use
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
-    |   `-- AdapterUnavailableError      503  the last copy is gone and the source too
+    |   |-- AdapterUnavailableError      503  the last copy is gone and the source too
+    |   `-- AdapterFaultError            503  its weights or results were found damaged and are being restored; has `retry_after_s`
     |-- EngineError                      500
     |   |-- EngineDeadError              503
     |   |-- EngineOverloadedError        429
+    |   |-- BaseModelFaultError          503  the base model itself gives wrong results: the engine starts again
+    |   |-- DeviceLostError              503  the device does not answer any more: the engine starts again
     |   `-- EngineShutdownError          503
     `-- RequestAbortedError              499
 
@@ -199,6 +202,20 @@ class AdapterUnavailableError(AdapterError):
     kind = "unavailable_error"
 
 
+class AdapterFaultError(AdapterError):
+    """`retry_after_s`: when to try again."""
+
+    http_status = 503
+    kind = "unavailable_error"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def to_payload(self) -> dict[str, Any]:
+        return {**super().to_payload(), "retry_after_s": self.retry_after_s}
+
+
 class EngineError(LoraplexError):
     kind = "engine_error"
 
@@ -213,6 +230,14 @@ class EngineOverloadedError(EngineError):
 
 
 class EngineShutdownError(EngineError):
+    http_status = 503
+
+
+class BaseModelFaultError(EngineError):
+    http_status = 503
+
+
+class DeviceLostError(EngineError):
     http_status = 503
 
 
@@ -233,4 +258,6 @@ def error_from_payload(payload: Mapping[str, Any]) -> LoraplexError:
     cls = by_name.get(payload["error"], EngineError)
     if issubclass(cls, AdapterValidationError):
         return cls(payload["message"], tuple(payload.get("reasons", ())))
+    if issubclass(cls, AdapterFaultError):
+        return cls(payload["message"], float(payload.get("retry_after_s", 1.0)))
     return cls(payload["message"])

@@ -91,6 +91,12 @@ class Scheduler:
         ids = [rid for rid, state in self._states.items() if state.request.adapter_id == adapter_id]
         return [output for output in map(self.abort, ids) if output is not None]
 
+    def fail_adapter(self, adapter_id: int, error: LoraplexError) -> list[TokenOutput]:
+        """End every request of an adapter with an error. Between steps only."""
+        assert self._uncommitted is None, "a step is in flight"
+        states = [state for state in self._states.values() if state.request.adapter_id == adapter_id]
+        return [self._finish(state, FinishReason.ERROR, error=error) for state in states]
+
     @property
     def has_unfinished(self) -> bool:
         return bool(self._states)

@@ -35,6 +35,7 @@ from loraplex.memory.report import memory_report
 from loraplex.memory.stats import MemoryStats
 from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
 from loraplex.memory.tiers import build_tiers
+from loraplex.memory.transfers import Transfers
 from loraplex.memory.weight_store import WeightStore
 from loraplex.metrics import MemoryReport
 
@@ -83,10 +84,9 @@ class LoRAModelManager:
         packer = Packer(targets, backend, compute_dtype, base_bias)
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
         self.table = device.table
-        loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        self._store = WeightStore(
-            host, device, packer, loader, clock, lora_config.num_loader_threads, events or EventLog()
-        )
+        self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
+        self._store = WeightStore(host, device, clock, events or EventLog())
+        self._transfers = Transfers(self._store, packer, self._loader, lora_config.num_loader_threads)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
@@ -98,7 +98,7 @@ class LoRAModelManager:
         """A reference for one running request, or what it waits for. Raises AdapterError as core.ResidencyView says."""
         with self._lock:
             adapter = self._adapter(adapter_id)
-            waits_for = self._store.ask(adapter.weights)
+            waits_for = self._transfers.ask(adapter.weights)
             if waits_for is not None:
                 return AcquireResult(None, waits_for)
             self._store.acquire(adapter)
@@ -114,7 +114,7 @@ class LoRAModelManager:
         with self._lock:
             adapter = self._adapters.get(adapter_id)
             if adapter is not None:
-                self._store.prefetch(adapter.weights)
+                self._transfers.prefetch(adapter.weights)
 
     def victims_for(self, adapter_id: int) -> Sequence[int]:
         """As core.ResidencyView says; none for an unknown adapter (`try_acquire` is what raises)."""
@@ -182,9 +182,9 @@ class LoRAModelManager:
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
         """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error otherwise."""
         if is_mine:
-            self._store.run_load(job)
+            self._transfers.run_load(job)
         with self._lock:
-            self._store.join(job, is_error_raised=adapter in job.sources)
+            self._transfers.join(job, is_error_raised=adapter in job.sources)
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -206,7 +206,7 @@ class LoRAModelManager:
         """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned or in use."""
         with self._lock:
             demand = Demand("promote")
-            is_new = self._store.bring(self._adapter(adapter_id), demand)
+            is_new = self._transfers.bring(self._adapter(adapter_id), demand)
             return AddOutcome(is_new, tuple(demand.evicted))
 
     def activate_adapter(self, adapter_id: int) -> bool:
@@ -240,7 +240,7 @@ class LoRAModelManager:
             if adapter.is_pinned:
                 return False
             self._store.room.check_pinnable(adapter.weights, adapter.name)
-            self._store.bring(adapter, Demand("pin"))
+            self._transfers.bring(adapter, Demand("pin"))
             self._store.room.check_pinnable(adapter.weights, adapter.name)
             return adapter.set_pinned(True)
 
@@ -266,7 +266,7 @@ class LoRAModelManager:
             if going is not None and is_apart:
                 going.set_pinned(False)
                 self._demote(going.weights, demand)
-            self._store.bring(coming, demand)
+            self._transfers.bring(coming, demand)
             is_draining = going is not None and is_apart and self._see_off(going, demand)
         return SwitchOutcome(
             was_active, is_draining, loaded_s - began_s, self._clock() - loaded_s, tuple(demand.evicted)
@@ -284,7 +284,7 @@ class LoRAModelManager:
             try:
                 for adapter_id in dict.fromkeys(request.adapter_id for request in requests):
                     adapter = self._adapter(adapter_id)
-                    self._store.bring(adapter, Demand("promote"))
+                    self._transfers.bring(adapter, Demand("promote"))
                     adapter.count_running(1)  # so that the next one does not push it out
                     held.append(adapter)
             finally:
@@ -337,6 +337,7 @@ class LoRAModelManager:
     def close(self) -> None:
         """Stop the loader's threads. Whoever waits gets EngineShutdownError."""
         self._store.close()
+        self._loader.close()
 
     # -------------------------------------------------------------------------------------------------- under the lock
 
@@ -383,7 +384,7 @@ class LoRAModelManager:
             return (weights.job if is_new or is_first else None), False
         if not is_new or weights.host is not None or weights.device is not None:
             return None, False
-        return self._store.begin_first_load(weights, Demand("add")), True
+        return self._transfers.begin_first_load(weights, Demand("add")), True
 
     def _remove(self, adapter: StoredAdapter) -> None:
         del self._adapters[adapter.adapter_id]
@@ -422,7 +423,7 @@ class LoRAModelManager:
         if demand is not None:
             demand.evicted += weights.names
         self._store.counters.evictions["verb"] += 1
-        self._store.demote(weights)
+        self._store.leave_device(weights)
         self._lock.notify_all()
         return True
 

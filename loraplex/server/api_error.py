@@ -7,6 +7,7 @@ where one exists (`model_not_found`, `context_length_exceeded`, `invalid_api_key
 from __future__ import annotations
 
 import logging
+import math
 import re
 from typing import Any
 
@@ -16,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from loraplex.errors import InvalidRequestError, LoraplexError, PromptTooLongError
+from loraplex.errors import AdapterFaultError, InvalidRequestError, LoraplexError, PromptTooLongError
 
 INTERNAL_MESSAGE = "the server made a mistake; its log has the details under this request's id"
 CLIENT_CLOSED_REQUEST = 499
@@ -86,6 +87,8 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
     headers = dict(headers or {})
     if status == 429:
         headers["Retry-After"] = "1"
+    if isinstance(error, AdapterFaultError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if status == 500:
         _log.error("answered 500: %r", error, exc_info=error)
     return Response(error_reply(error), status, headers, "application/json")

@@ -716,7 +716,7 @@ def test_prompts_that_wait_for_kv_are_looked_up_once(base: Path) -> None:
 def test_the_end_of_a_context_manager_ends_the_loaders(base: Path, one: LoRARequest, two: LoRARequest) -> None:
     with LLM(str(base), max_model_len=64) as llm:
         llm.add_lora(one)
-        threads = llm.engine.adapters._store._loader._threads
+        threads = llm.engine.adapters._loader._threads
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)
     with pytest.raises((AdapterError, EngineShutdownError)):

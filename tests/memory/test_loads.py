@@ -23,7 +23,7 @@ from loraplex.errors import (
     AdapterWeightsMissingError,
 )
 from loraplex.memory.stored import LoadJob
-from loraplex.memory.weight_store import FAILURE_TTL_S
+from loraplex.memory.transfers import FAILURE_TTL_S
 from tests.memory.rig import Rig, make_model
 
 
@@ -219,7 +219,7 @@ def test_a_failed_copy_leaves_the_host_copy(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr("loraplex.memory.weight_store.copy_extents", fail)
+        patch.setattr("loraplex.memory.transfers.copy_extents", fail)
         ask(rig)
         load(rig)
     with pytest.raises(AdapterLoadError, match="device lost"):
@@ -262,7 +262,7 @@ def test_an_adapter_whose_first_load_failed_is_unknown_at_that_very_moment(monke
     rig = Rig()
     spec = rig.spec(1)
     rig.source.errors["/p1"] = AdapterTruncatedError("short file")
-    store = rig.manager._store
+    store = rig.manager._transfers
     run_load, seen = store.run_load, []
 
     def run_and_look(job: LoadJob) -> None:

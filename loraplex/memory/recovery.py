@@ -1,0 +1,95 @@
+"""Contents whose results were wrong: not served until a diagnosis says that they are well again.
+
+    fault -> suspended, diagnosed at once --(answers rightly)--> served again
+                  ^                        `--(still wrong)--> suspended for 5, 10, 20, 40, 80 s, then until it is loaded anew
+
+Kept by content digest: two names with one content are ill together. Pure bookkeeping; the engine runs the diagnosis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from loraplex.errors import AdapterFaultError
+
+BACKOFF_S = (5.0, 10.0, 20.0, 40.0, 80.0)
+"""Seconds before each further try to restore a content."""
+
+DIAGNOSIS_S = 1.0
+"""What a client is told to wait while a diagnosis runs."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One content that is ill. retry_at_s: when its next diagnosis is due, None while one runs, and for good when tries have run out."""
+
+    digest: str
+    reason: str
+    num_tries: int = 0
+    retry_at_s: float | None = 0.0
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.num_tries > len(BACKOFF_S)
+
+
+class Recovery:
+    """The open cases. Not thread-safe: the manager calls it under its lock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._cases: dict[str, Case] = {}
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self._cases.values())
+
+    def open(self, digest: str, reason: str) -> bool:
+        """Suspend a content; False when it is already."""
+        if digest in self._cases:
+            return False
+        self._cases[digest] = Case(digest, reason, retry_at_s=self._clock())
+        return True
+
+    def close(self, digest: str) -> Case | None:
+        """It is well again, or gone; None when there was no case."""
+        return self._cases.pop(digest, None)
+
+    def due(self) -> Case | None:
+        """A case whose diagnosis is due; from now on it counts as running, until `close` or `failed`."""
+        now_s = self._clock()
+        for case in self._cases.values():
+            if case.retry_at_s is not None and case.retry_at_s <= now_s:
+                case.retry_at_s = None
+                case.num_tries += 1
+                return case
+        return None
+
+    def failed(self, digest: str, reason: str) -> None:
+        """The diagnosis failed: the next one is later, or never."""
+        case = self._cases.get(digest)
+        if case is None:
+            return
+        case.reason = reason
+        case.retry_at_s = None if case.is_given_up else self._clock() + BACKOFF_S[case.num_tries - 1]
+
+    def state_of(self, digest: str) -> str | None:
+        """In words, for the API; None for a content that is well."""
+        case = self._cases.get(digest)
+        if case is None:
+            return None
+        if case.is_given_up:
+            return f"suspended until it is loaded again: {case.reason}"
+        return f"suspended, try {case.num_tries + 1} of {1 + len(BACKOFF_S)} to restore it is pending: {case.reason}"
+
+    def refusal(self, digest: str, adapter_name: str) -> AdapterFaultError | None:
+        """What a request for an ill content is told."""
+        case = self._cases.get(digest)
+        if case is None:
+            return None
+        if case.is_given_up:
+            advice, wait_s = "it stays suspended; load it again", BACKOFF_S[-1]
+        else:
+            wait_s = DIAGNOSIS_S if case.retry_at_s is None else max(DIAGNOSIS_S, case.retry_at_s - self._clock())
+            advice = f"it is being restored; try again in {wait_s:.0f} s"
+        return AdapterFaultError(f"adapter {adapter_name!r} is suspended ({case.reason}); {advice}", wait_s)

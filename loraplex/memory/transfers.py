@@ -1,0 +1,268 @@
+"""How weights come nearer: from the source or the disk to the host, from the host to the device.
+
+`advance` makes the one next move towards the device that needs no waiting and says what has to be waited for. A load is begun under
+the store's lock and run outside it: files are read, blocks packed and bytes copied with no lock held, and the result is
+taken over in a short critical section by the thread that did the work, so nobody's poll is needed.
+
+    first load (add)     in the thread that asked: how large the adapter is shows only when it is open
+    later loads, copies  in the loader's threads: their room is reserved when they begin, so they never wait
+
+Everything here is called with the lock held, except where it says otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from functools import partial
+
+from loraplex.core import WaitsFor
+from loraplex.errors import AdapterError, EngineShutdownError
+from loraplex.events import EventKind
+from loraplex.memory.loading import Loader, as_adapter_error, copy_extents, raise_again, read_weights
+from loraplex.memory.packing import PackedLayout, Packer
+from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
+from loraplex.memory.tiers import Place
+from loraplex.memory.weight_store import WeightStore
+
+FAILURE_TTL_S = 60.0
+"""After this long nobody waits any more for the error of a failed load: the requests that did have ended otherwise."""
+
+
+class Transfers:
+    """Moves the weights of a store towards the device; at most `max_concurrent_loads` read and pack at once."""
+
+    def __init__(self, store: WeightStore, packer: Packer, loader: Loader, max_concurrent_loads: int) -> None:
+        self._store = store
+        self._packer = packer
+        self._loader = loader
+        self._busy = threading.BoundedSemaphore(max_concurrent_loads)
+
+    def advance(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
+        """One move towards the device; None when it is there. LOAD: `weights.job` is under way.
+
+        Raises AdapterNoRoomError when no room can come, EngineShutdownError after `close`.
+        """
+        self._store.check_open()
+        if weights.job is None and weights.state is WeightState.SOURCE:
+            return self._start_load(weights, demand)
+        if weights.job is None and weights.state is WeightState.HOST:
+            return self._promote(weights, demand)
+        return None if weights.is_on_device else WaitsFor.LOAD
+
+    def ask(self, weights: StoredWeights) -> WaitsFor | None:
+        """`advance` for a request. Raises the error of a failed load to those who waited for it (`LoadFailure`)."""
+        self._raise_failure(weights)
+        was_on_device = weights.is_on_device
+        waits_for = self.advance(weights, Demand("request", is_for_request=True))
+        weights.has_missed |= not was_on_device
+        weights.waits_for = waits_for
+        if waits_for is not None:
+            weights.wanted_in_pass = self._store.room.pass_id
+            if weights.job is not None:
+                weights.job.is_awaited = True
+        self._store.touch(weights)
+        return waits_for
+
+    def prefetch(self, weights: StoredWeights) -> None:
+        """`advance` for a request that is not admitted yet. A source that failed is not read again before somebody really asks."""
+        weights.wanted_in_pass = self._store.room.pass_id
+        is_near_enough = weights.host is not None and self._store.is_shared
+        if not weights.is_prefetch_off and not is_near_enough:
+            with suppress(AdapterError, EngineShutdownError):
+                self.advance(weights, Demand("prefetch", is_for_request=True))
+        self._store.touch(weights)
+
+    def bring(self, adapter: StoredAdapter, demand: Demand) -> bool:
+        """`advance` until the weights are on the device, for a verb that may wait; whether anything had to be done."""
+        weights = adapter.weights
+        has_changed = not weights.is_on_device
+        while (waits_for := self.advance(weights, demand)) is not None:
+            if waits_for is WaitsFor.LOAD:
+                assert weights.job is not None
+                self.join(weights.job)
+            elif self._store.room.is_coming(weights):
+                self._store.wait()
+            else:
+                cache = self._store.host if weights.host is None else self._store.device
+                raise self._store.room.no_room(cache, weights, adapter.name, weights.nbytes)
+            adapter.check_not_removed()
+        self._store.touch(weights)
+        return has_changed
+
+    def _promote(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
+        assert weights.layout is not None
+        assert weights.host is not None
+        weights.device = self._store.take(self._store.device, weights, weights.layout.sizes, demand)
+        if weights.device is None:
+            return self._store.wait_for_room(self._store.device, weights)
+        if self._store.is_shared:
+            self._publish(weights, weights.layout, weights.host)
+            return None
+        weights.state = WeightState.COPYING
+        job = self._begin(weights, demand)
+        self._loader.submit(partial(self._run_copy, job))
+        return WaitsFor.LOAD
+
+    def _publish(self, weights: StoredWeights, layout: PackedLayout, place: Place) -> None:
+        assert weights.lora_slot is not None
+        self._store.device.publish(weights.lora_slot, layout, place.extents)
+        weights.state = WeightState.DEVICE
+        self._store.counters.num_promotions += 1
+
+    # -------------------------------------------------------------------------------------------------------- loads
+
+    def begin_first_load(self, weights: StoredWeights, demand: Demand) -> LoadJob:
+        """The caller runs it with `run_load`, with the lock released."""
+        self._store.check_open()
+        weights.state = WeightState.LOADING
+        return self._begin(weights, demand)
+
+    def join(self, job: LoadJob, is_error_raised: bool = True) -> None:
+        """Wait for a job; raises its error if it failed."""
+        while not job.is_done:
+            self._store.wait()
+        if job.error is not None and is_error_raised:
+            raise_again(job.error)
+
+    def run_load(self, job: LoadJob) -> None:
+        """Read, pack, take over. Without the lock, in any thread. Errors go into the job; only what ends the process is raised."""
+        weights = job.weights
+        try:
+            with self._busy:
+                plan = self._packer.plan(read_weights(weights, job.sources))
+            extents = self._reserve(job, plan.sizes).extents
+            with self._busy:
+                layout = plan.write([self._store.host.pool.view(extent) for extent in extents])
+        except BaseException as error:
+            self._fail(job, error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self._finish_load(job, layout)
+
+    def _start_load(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
+        assert weights.layout is not None, "the first load is begun by `begin_first_load`"
+        weights.host = self._store.take(self._store.host, weights, weights.layout.sizes, demand)
+        if weights.host is None:
+            return self._store.wait_for_room(self._store.host, weights)
+        weights.state = WeightState.LOADING
+        job = self._begin(weights, demand)
+        self._loader.submit(partial(self.run_load, job))
+        return WaitsFor.LOAD
+
+    def _begin(self, weights: StoredWeights, demand: Demand) -> LoadJob:
+        weights.failure = None
+        weights.is_prefetch_off = False
+        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self._store.clock())
+        return weights.job
+
+    def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place:
+        """The host room of a load; a first load takes it here and may wait for memory that is on its way back. Takes the lock."""
+        weights, name = job.weights, job.sources[-1].name
+        with self._store.lock:
+            if weights.host is None:
+                self._store.room.check_size(name, sum(sizes))
+            while weights.host is None:
+                weights.host = self._store.take(self._store.host, weights, sizes, job.demand)
+                if weights.host is None and not self._store.room.is_coming(weights):
+                    raise self._store.room.no_room(self._store.host, weights, name, sum(sizes))
+                if weights.host is None:
+                    self._store.wait()
+            assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
+            return weights.host
+
+    def _finish_load(self, job: LoadJob, layout: PackedLayout) -> None:
+        with self._store.lock:
+            weights = job.weights
+            weights.layout, weights.state = layout, WeightState.HOST
+            self._store.counters.loads[job.demand.cause] += 1
+            load_s = self._store.clock() - job.began_s
+            self._store.counters.load_s += load_s
+            tell(
+                self._store.events,
+                EventKind.LOAD,
+                weights,
+                "is in host memory",
+                cause=job.demand.cause,
+                seconds=load_s,
+                nbytes=layout.nbytes,
+            )
+            self._end(job)
+            is_for_device = job.demand.is_for_request and not self._store.is_shared
+            if is_for_device and weights.adapters and not self._store.is_closed:
+                with suppress(AdapterError):
+                    self.advance(weights, job.demand)
+                if weights.job is not None:
+                    weights.job.is_awaited = job.is_awaited
+
+    def _run_copy(self, job: LoadJob) -> None:
+        """Copy host memory to the device and publish it. Without the lock, in a loader thread."""
+        weights = job.weights
+        assert weights.host is not None
+        assert weights.device is not None
+        assert self._store.device.pool is not None
+        try:
+            sources = [self._store.host.pool.view(extent) for extent in weights.host.extents]
+            targets = [self._store.device.pool.view(extent) for extent in weights.device.extents]
+            copy_extents(sources, targets)
+        except Exception as error:
+            self._fail(job, error)
+        else:
+            self._finish_copy(job)
+
+    def _finish_copy(self, job: LoadJob) -> None:
+        with self._store.lock:
+            weights = job.weights
+            assert weights.layout is not None
+            assert weights.device is not None
+            self._publish(weights, weights.layout, weights.device)
+            self._store.counters.num_copies += 1
+            self._store.counters.copy_s += self._store.clock() - job.began_s
+            self._end(job)
+
+    def _fail(self, job: LoadJob, error: BaseException) -> None:
+        with self._store.lock:
+            weights = job.weights
+            job.error = as_adapter_error(error, job.sources[-1].name)
+            if weights.state is WeightState.COPYING:
+                self._store.leave_device(weights)
+            else:
+                self._store.leave_host(weights)
+            if job.is_awaited:
+                weights.failure = LoadFailure(job.error, self._store.clock())
+            weights.is_prefetch_off = True
+            self._store.counters.num_load_failures += 1
+            tell(
+                self._store.events,
+                EventKind.LOAD_FAILED,
+                weights,
+                f"could not be loaded: {job.error}",
+                cause=job.demand.cause,
+            )
+            if weights.layout is None:
+                self._forget_adapters(weights)
+            self._end(job)
+
+    def _forget_adapters(self, weights: StoredWeights) -> None:
+        """The first load failed: its adapters were never there. Their `add_adapter` raises."""
+        for adapter_id, adapter in weights.adapters.items():
+            adapter.is_removed = True
+            del self._store.adapters[adapter_id]
+        weights.adapters.clear()
+
+    def _end(self, job: LoadJob) -> None:
+        weights = job.weights
+        weights.job, weights.last_error, job.is_done = None, job.error, True
+        if not weights.adapters:
+            self._store.drop(weights)
+        self._store.lock.notify_all()
+
+    def _raise_failure(self, weights: StoredWeights) -> None:
+        failure = weights.failure
+        if failure is None:
+            return
+        if failure.raised_in_pass is None and self._store.clock() - failure.failed_s <= FAILURE_TTL_S:
+            failure.raised_in_pass = self._store.room.pass_id
+        if failure.raised_in_pass == self._store.room.pass_id:
+            raise_again(failure.error)
