@@ -14,6 +14,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
 DEFAULT_HOST_BYTES = 4 * 2**30
+DEFAULT_DISK_BYTES = 16 * 2**30
 
 
 def setting(default: Any, text: str) -> Any:
@@ -51,6 +52,21 @@ class LoRAConfig:
     fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
     lora_extra_vocab_size: int = setting(0, "vLLM's option; refused: adapters with added tokens are not honoured yet")
     eviction_policy: str = setting("lru", "lru, or none: an adapter is only evicted by name")
+    disk_memory_bytes: int = setting(
+        DEFAULT_DISK_BYTES, "disk bytes for packed adapters, which come back faster than from their source; 0: none"
+    )
+    disk_cache_dir: str | None = setting(
+        None, "folder of packed adapters (default: adapters/ in $LORAPLEX_CACHE or ~/.cache/loraplex; none: keep none)"
+    )
+    host_compression: str = setting(
+        "none",
+        "none, lossless, or int8 (lossy: answers change a little): what the host keeps of cold adapters under pressure",
+    )
+    enable_prediction: bool = setting(True, "bring adapters nearer that arrivals so far say will be asked for soon")
+    enable_diagnosis: bool = setting(
+        True, "record adapters' answers to a diagnostic prompt while the engine is idle, for when results are odd"
+    )
+    scrub_bytes_per_s: int = setting(16 * 2**20, "bytes of adapters in memory that are checked each second; 0: none")
     aging_steps: int = setting(128, "a request that waits this many steps for adapter room makes running ones give way")
     num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
 
@@ -78,6 +94,12 @@ class LoRAConfig:
             self.eviction_policy in ("lru", "none"),
             f"eviction_policy must be lru or none, got {self.eviction_policy!r}",
         )
+        _require(self.disk_memory_bytes >= 0, f"disk_memory_bytes must be >= 0, got {self.disk_memory_bytes}")
+        _require(
+            self.host_compression in ("none", "lossless", "int8"),
+            f"host_compression must be none, lossless or int8, got {self.host_compression!r}",
+        )
+        _require(self.scrub_bytes_per_s >= 0, f"scrub_bytes_per_s must be >= 0, got {self.scrub_bytes_per_s}")
         _require(self.aging_steps >= 1, f"aging_steps must be >= 1, got {self.aging_steps}")
         _require(self.num_loader_threads >= 1, f"num_loader_threads must be >= 1, got {self.num_loader_threads}")
         _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")
@@ -121,6 +143,14 @@ class EngineSettings:
         "auto", "auto (the model's), float32, float16 or bfloat16: how keys and values are kept"
     )
     enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes of one adapter and tenant")
+    monitor_interval_s: float = setting(30.0, "seconds between two looks of the memory's monitor")
+    high_pressure: float = setting(0.80, "share of a tier in use from which adapters that are long idle leave it")
+    critical_pressure: float = setting(
+        0.95, "share of host or system memory that cannot be freed from which low-memory mode begins"
+    )
+    relaxed_pressure: float = setting(0.70, "share under which low-memory mode ends")
+    long_idle_s: float = setting(300.0, "seconds without use after which an adapter counts as long idle")
+    max_fragmentation: float = setting(0.25, "share of adapters' chunks in holes from which they are compacted")
     num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)")
 
     def __post_init__(self) -> None:
@@ -144,6 +174,14 @@ class EngineSettings:
             self.max_model_len is None or self.max_model_len >= 2,
             f"max_model_len must be >= 2, got {self.max_model_len}",
         )
+        _require(self.monitor_interval_s > 0, f"monitor_interval_s must be > 0, got {self.monitor_interval_s}")
+        _require(self.long_idle_s >= 0, f"long_idle_s must be >= 0, got {self.long_idle_s}")
+        _require(
+            0 < self.relaxed_pressure <= self.high_pressure <= self.critical_pressure <= 1,
+            f"relaxed_pressure ({self.relaxed_pressure}) <= high_pressure ({self.high_pressure}) <= critical_pressure "
+            f"({self.critical_pressure}) must hold, all of them shares up to 1",
+        )
+        _require(0 <= self.max_fragmentation <= 1, f"max_fragmentation must be 0..1, got {self.max_fragmentation}")
         _require(self.num_threads is None or self.num_threads >= 1, f"num_threads must be >= 1, got {self.num_threads}")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,

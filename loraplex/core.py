@@ -240,6 +240,7 @@ class Tier(enum.StrEnum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
     SOURCE = "source"
 
 

@@ -16,19 +16,21 @@ import torch
 
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
-from loraplex.engine.adapter_opener import read_spec
+from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.batch import BatchBuilder
+from loraplex.engine.caretaker import Caretaker, make_caretaker
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.errors import ConfigError, EngineError, EngineOverloadedError, LoraDisabledError
+from loraplex.errors import ConfigError, DeviceLostError, EngineError, EngineOverloadedError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import Arena, Owner
+from loraplex.memory.loading import is_device_lost, is_out_of_memory
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.stats import MemoryStats
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
@@ -61,6 +63,7 @@ class EngineCore:
         max_waiting_requests: int,
         profiler: Profiler,
         events: EventLog,
+        caretaker: Caretaker,
     ) -> None:
         self.info = info
         self.is_stalled = False
@@ -72,19 +75,25 @@ class EngineCore:
         self._num_steps = 0
         self._profiler = profiler
         self._events = events
+        self._caretaker = caretaker
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request."""
+        with self._profiler.part("schedule"):
+            ended = self._caretaker.before_step()
         plan = self._schedule()
+        ended += plan.failed
         if self.is_stalled:
-            return list(plan.failed)
+            return ended
         try:
-            tokens = self._run(plan)
+            tokens = self._run_with_what_is_left(plan)
         except Exception as error:
+            if is_device_lost(error):
+                raise DeviceLostError(f"the device does not answer any more: {error}") from error
             logger.exception("a step failed; its %d requests end", len(plan.sequences))
             failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
-            return [*plan.failed, *self._scheduler.fail(plan, failure)]
-        return [*plan.failed, *self._commit(plan, tokens)]
+            return [*ended, *self._scheduler.fail(plan, failure)]
+        return [*ended, *self._commit(plan, tokens), *self._caretaker.after_step(plan, tokens)]
 
     def _schedule(self) -> SchedulePlan:
         with self._profiler.part("schedule"):
@@ -94,6 +103,17 @@ class EngineCore:
         self.is_stalled = not plan.sequences
         self._num_steps += not self.is_stalled
         return plan
+
+    def _run_with_what_is_left(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
+        """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it writes again."""
+        try:
+            return self._run(plan)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._caretaker.monitor.alarm(f"a step could not allocate memory: {error}")
+            self._caretaker.monitor.tick()
+        return self._run(plan)
 
     def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
         with self._memory_in_use(plan.step_id):
@@ -122,6 +142,10 @@ class EngineCore:
         if self._scheduler.num_waiting >= self._max_waiting_requests:
             error = EngineOverloadedError(f"{self._scheduler.num_waiting} requests wait already; try again later")
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error.to_payload())]
+        refusal = self._caretaker.refusal(request.adapter_id)
+        if refusal is not None:
+            return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=refusal.to_payload())]
+        self._caretaker.arrived(request)
         self._scheduler.add(request)
         return []
 
@@ -131,6 +155,11 @@ class EngineCore:
 
     def abort_adapter(self, adapter_id: int) -> list[TokenOutput]:
         return self._scheduler.abort_adapter(adapter_id)
+
+    @property
+    def is_in_care(self) -> bool:
+        """Whether something is being restored, so that `step` should be called soon although no request waits."""
+        return self._caretaker.is_at_work
 
     @property
     def has_unfinished(self) -> bool:
@@ -173,9 +202,12 @@ class EngineCore:
 
     def memory_report(self) -> MemoryReport:
         """The memory of adapters and KV cache as it is now."""
-        report = MemoryReport() if self._adapters is None else self._adapters.report()
+        report, monitor = MemoryReport() if self._adapters is None else self._adapters.report(), self._caretaker.monitor
         return replace(
             report,
+            mode=monitor.mode,
+            history=tuple(monitor.history),
+            workspace_bytes=self._runner.workspace_nbytes,
             kv_block_bytes=self._runner.kv_block_bytes,
             num_kv_blocks=self._blocks.num_blocks,
             num_free_kv_blocks=self._blocks.num_free_blocks,
@@ -242,9 +274,7 @@ def build_engine(
     memory = _Memory.plan(config, model_config, model, getattr(torch, kv_cache_dtype), device)
     blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
     events = EventLog()
-    adapters = (
-        None if config.lora is None else _build_manager(config.lora, model, backend, memory.arena, blocks, events)
-    )
+    adapters = None if config.lora is None else build_manager(config.lora, model, backend, memory.arena, blocks, events)
     scheduler = Scheduler(
         blocks,
         adapters,
@@ -255,7 +285,9 @@ def build_engine(
     )
     builder = BatchBuilder(blocks, config.max_num_seqs, device)
     profiler = profiler or Profiler()
+    backend.reserve_workspace(config.max_num_batched_tokens)
     runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler)
+    caretaker = make_caretaker(config, backend, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
@@ -270,7 +302,9 @@ def build_engine(
         kv_cache_dtype=kv_cache_dtype,
         backend_description=backend.description,
     )
-    return EngineCore(info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events)
+    return EngineCore(
+        info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events, caretaker
+    )
 
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
@@ -379,32 +413,3 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_tokens: i
             f"{config.kv_cache_memory_bytes} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
         )
     return wanted
-
-
-def _build_manager(
-    lora: LoRAConfig,
-    model: Decoder,
-    backend: KernelBackend,
-    arena: Arena,
-    blocks: KVBlockAllocator,
-    events: EventLog,
-) -> LoRAModelManager:
-    """On a CPU the arena is host and device memory in one; another device has host memory of its own, pinned for a GPU."""
-    targets = model.lora_targets()
-    host_arena = None
-    if arena.device.type != "cpu":
-        host_arena = Arena(lora.host_memory_bytes, arena.chunk_bytes, "cpu", is_pinned=arena.device.type == "cuda")
-    manager = LoRAModelManager(
-        lora,
-        targets,
-        backend,
-        model.activation_dtype,
-        arena,
-        open_weights=lambda spec: read_spec(spec, targets, lora),
-        base_bias=model.base_bias,
-        host_arena=host_arena,
-        on_digest_dropped=blocks.drop_digest,
-        events=events,
-    )
-    model.bind_lora(manager.table, backend)
-    return manager

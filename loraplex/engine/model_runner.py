@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.core import BASE_SLOT, Request
 from loraplex.engine.batch import BatchBuilder, BuiltStep
 from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
@@ -41,6 +42,10 @@ class ModelRunner:
     def kv_block_bytes(self) -> int:
         return self._kv[0].nbytes
 
+    @property
+    def workspace_nbytes(self) -> int:
+        return self._model.workspace_nbytes
+
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
         """Run the plan. On a CPU the tokens are there when this returns."""
@@ -56,6 +61,15 @@ class ModelRunner:
         with self._profiler.part("sample"):
             self._take_prompt_logprobs(step, logits)
             return StepHandle(self._sample(step, logits))
+
+    @torch.inference_mode()
+    def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
+        """The likeliest next token after each token of a prompt whose KV blocks are reserved; None when logits are not finite."""
+        token_ids = list(request.prompt_token_ids)
+        state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
+        plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))
+        logits = self._model.compute_logits(self._model.forward(self._builder.build(plan).batch, self._kv))
+        return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
     def _take_prompt_logprobs(self, step: BuiltStep, logits: torch.Tensor) -> None:
         for rows in step.prompt_rows:

@@ -28,6 +28,7 @@ from loraplex.errors import EngineError, LoraplexError
 
 IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
+CARE_POLL_MS = 10
 NUM_VERB_THREADS = 8
 
 
@@ -81,7 +82,7 @@ class EngineProcess:
     def _patience_ms(self) -> int:
         """How long to wait for messages: not at all while tokens flow."""
         if not self._engine.has_unfinished:
-            return IDLE_POLL_MS
+            return CARE_POLL_MS if self._engine.is_in_care else IDLE_POLL_MS
         return LOADING_POLL_MS if self._engine.is_stalled else 0
 
     def _read(self, timeout_ms: int) -> None:

@@ -50,6 +50,7 @@ class Scheduler:
         self._blocks = blocks
         self._residency = residency
         self._max_num_seqs = max_num_seqs
+        self._max_running = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._aging_steps = aging_steps
@@ -96,6 +97,10 @@ class Scheduler:
         assert self._uncommitted is None, "a step is in flight"
         states = [state for state in self._states.values() if state.request.adapter_id == adapter_id]
         return [self._finish(state, FinishReason.ERROR, error=error) for state in states]
+
+    def throttle(self, share: int) -> None:
+        """Admit requests up to one in `share` of the batch's places (at least one); 1 is as many as ever. Those that run go on."""
+        self._max_running = max(1, self._max_num_seqs // share)
 
     @property
     def has_unfinished(self) -> bool:
@@ -196,7 +201,7 @@ class Scheduler:
         blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
         others = [state for state in self._waiting if not self._is_aged(state)] if aged else self._waiting.copy()
         for state in aged + others:
-            if budget <= 0 or len(self._running) >= self._max_num_seqs:
+            if budget <= 0 or len(self._running) >= self._max_running:
                 break
             if state.preempted_at_step == self._step_id:
                 continue  # it gave way in this very step

@@ -53,6 +53,26 @@ class KernelBackend(Protocol):
         """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`); any thread may call it."""
         ...
 
+    @property
+    def adapter_format(self) -> str:
+        """Names the layout of packed blocks, for copies of them on disk: equal names, equal bytes."""
+        ...
+
+    def packed_layouts(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    ) -> tuple[SliceLayout | None, ...]:
+        """What `pack` returns, from shapes and dtypes alone: the tensors may be on the meta device."""
+        ...
+
+    def unpack(
+        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
+    ) -> tuple[SliceWeights | None, ...]:
+        """The inverse of `pack`, in the block's dtype: packing the result gives the same layouts and bytes. `out_features` by slice.
+
+        The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
+        """
+        ...
+
     def add_lora(
         self,
         y: torch.Tensor,
@@ -72,6 +92,19 @@ class KernelBackend(Protocol):
 
         on_seconds(operator, seconds) is told how long each took, where they are not called from Python.
         """
+        ...
+
+    def reserve_workspace(self, num_rows: int) -> None:
+        """Steps will have up to `num_rows` rows: scratch memory of captured steps is made for so many at once. More rows make it grow."""
+        ...
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Scratch memory that captured steps keep between steps (address space; pages come with their first use)."""
+        ...
+
+    def release_workspace(self) -> int:
+        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only."""
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:

@@ -47,7 +47,7 @@ def _check_state(weights: StoredWeights, is_shared: bool) -> None:
     assert has_device == (state in (WeightState.COPYING, WeightState.DEVICE)), f"{weights.digest} is {state}"
     if state in (WeightState.HOST, WeightState.COPYING) or (is_shared and has_device):
         assert has_host, f"{weights.digest} is {state} without host memory"
-    if weights.num_running or weights.num_pinned:
+    if weights.num_running or (weights.num_pinned and not weights.is_restoring):
         assert weights.is_on_device, f"{weights.digest} is in use or pinned, and {state}"
 
 

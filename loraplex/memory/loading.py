@@ -130,6 +130,19 @@ def raise_again(error: LoraplexError) -> None:
     raise error_from_payload(error.to_payload()) from error
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on a device."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a CUDA error is of those after which the process cannot use the device any more."""
+    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "out of memory" not in str(error)
+
+
 def copy_extents(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """Copy host memory to the device beside what runs there; returns when it is done."""
     device = targets[0].device

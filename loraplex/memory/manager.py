@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,6 +28,10 @@ from loraplex.errors import AdapterConflictError, AdapterNotFoundError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.arena import Arena
+from loraplex.memory.damage import DamageControl
+from loraplex.memory.disk_cache import DiskCache
+from loraplex.memory.health import AdapterHealth
+from loraplex.memory.housekeeping import Housekeeping
 from loraplex.memory.integrity import check_integrity
 from loraplex.memory.loading import Loader, LoaderThreads
 from loraplex.memory.packing import BaseBias, Packer
@@ -36,6 +41,7 @@ from loraplex.memory.stats import MemoryStats
 from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
 from loraplex.memory.tiers import build_tiers
 from loraplex.memory.transfers import Transfers
+from loraplex.memory.weight_reader import WeightReader
 from loraplex.memory.weight_store import WeightStore
 from loraplex.metrics import MemoryReport
 
@@ -77,16 +83,22 @@ class LoRAModelManager:
         loader: Loader | None = None,
         on_digest_dropped: Callable[[str], None] | None = None,
         events: EventLog | None = None,
+        disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
+        disk = disk_tier(packer)
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
         self.table = device.table
         self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        self._store = WeightStore(host, device, clock, events or EventLog())
-        self._transfers = Transfers(self._store, packer, self._loader, lora_config.num_loader_threads)
+        self._store = WeightStore(host, device, clock, events or EventLog(), disk)
+        reader = WeightReader(packer, host, disk, lora_config.num_loader_threads)
+        damage = DamageControl(self._store)
+        self._transfers = Transfers(self._store, reader, self._loader, damage)
+        self.health = AdapterHealth(self._store, self._transfers, damage)
+        self.housekeeping = Housekeeping(self._store, self._transfers)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
@@ -128,6 +140,8 @@ class LoRAModelManager:
     def poll(self) -> None:
         """Once a step, before scheduling: a new scheduling pass begins; dropped digests are told to the KV cache."""
         with self._lock:
+            if self._store.device_lost is not None:
+                raise self._store.device_lost
             self._store.room.pass_id += 1
             dropped = [digest for digest in self._store.dropped if digest not in self._store.weights]
             self._store.dropped.clear()
@@ -316,10 +330,30 @@ class LoRAModelManager:
                     index_to_id[each.lora_slot] = next(iter(each.adapters))
         return index_to_id
 
+    def digest_of(self, adapter_id: int) -> str:
+        with self._lock:
+            return self._adapter(adapter_id).weights.digest
+
+    def compact(self, max_bytes: int, deadline_s: float) -> Any:  # STUB
+        from types import SimpleNamespace
+
+        return SimpleNamespace(num_chunks_freed=0)
+
+    def alarm_with(self, alarm: Callable[[str], None]) -> None:
+        """Have `alarm` called, from any thread, when a load cannot allocate memory."""
+        self._transfers.alarm = alarm
+
+    def release_pages(self) -> int:
+        """Give the pages of free memory back to the system; returns the bytes."""
+        return self._store.host.pool.arena.release_pages()
+
     def list_adapters(self) -> list[AdapterResidency]:
         """All adapters that resolve, in the order in which they were added."""
         with self._lock:
-            return [adapter.residency() for adapter in self._adapters.values()]
+            return [
+                adapter.residency(self._store.is_on_disk(adapter.weights), self.health.state_of(adapter.weights.digest))
+                for adapter in self._adapters.values()
+            ]
 
     def stats(self) -> MemoryStats:
         with self._lock:

@@ -13,11 +13,13 @@ from loraplex.core import Tier, WaitsFor
 class MemoryCounters:
     """Running totals.
 
-    loads: finished ones, by what asked for them (add, request, prefetch, promote, pin). evictions: by tier and reason: `device_room`,
+    loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by the tier that was read. evictions: by tier and reason: `device_room`,
     `host_room` (somebody else needed the room), `verb` (by name). misses: references that had to wait or to promote first.
+    damaged: copies whose bytes had changed; suspended, recovered: contents that gave wrong results, and then right ones again.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
+    loads_from: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
     num_load_failures: int = 0
     load_s: float = 0.0
@@ -27,6 +29,10 @@ class MemoryCounters:
     num_drops: int = 0
     num_hits: int = 0
     num_misses: int = 0
+    num_damaged: int = 0
+    num_suspended: int = 0
+    num_recovered: int = 0
+    scrubbed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

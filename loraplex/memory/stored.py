@@ -63,6 +63,7 @@ class LoadJob:
     began_s: float
     is_awaited: bool = False
     is_done: bool = False
+    num_failed_copies: int = 0
     error: LoraplexError | None = None
 
 
@@ -113,18 +114,20 @@ class StoredAdapter:
                 f"adapter {self.name!r} (id {self.adapter_id}) was removed meanwhile; add it again"
             )
 
-    def residency(self) -> AdapterResidency:
+    def residency(self, is_on_disk: bool, fault: str | None) -> AdapterResidency:
+        """is_on_disk: the disk tier has its content. fault: why it is suspended."""
         weights = self.weights
+        is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
         return AdapterResidency(
             adapter_id=self.adapter_id,
-            tier=_TIERS[weights.state],
+            tier=Tier.DISK if is_out and is_on_disk else _TIERS[weights.state],
             lora_slot=weights.lora_slot if weights.is_on_device else None,
             nbytes=self.spec.nbytes if weights.layout is None else weights.nbytes,
             num_running=self.num_running,
             is_pinned=self.is_pinned,
             is_loading=weights.job is not None,
             last_used_s=weights.last_used_s,
-            error=None if weights.last_error is None else weights.last_error.message,
+            error=fault or (None if weights.last_error is None else weights.last_error.message),
         )
 
 
@@ -134,6 +137,7 @@ class StoredWeights:
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. wanted_in_pass: the last scheduling pass in which a request asked in vain.
+    checksums: of the extents as they were loaded. is_restoring: damaged copies were let go and the weights are on their way back.
     has_missed: the next reference taken counts as a miss. is_prefetch_off: the last load failed and nobody asked since.
     """
 
@@ -141,6 +145,8 @@ class StoredWeights:
     adapters: dict[int, StoredAdapter] = field(default_factory=dict)
     state: WeightState = WeightState.SOURCE
     layout: PackedLayout | None = None
+    checksums: tuple[int, ...] = ()
+    is_restoring: bool = False
     host: Place | None = None
     device: Place | None = None
     num_running: int = 0

@@ -12,31 +12,44 @@ Everything here is called with the lock held, except where it says otherwise.
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from loraplex.core import WaitsFor
-from loraplex.errors import AdapterError, EngineShutdownError
+from loraplex.core import Tier, WaitsFor
+from loraplex.errors import AdapterError, DeviceLostError, EngineShutdownError
 from loraplex.events import EventKind
-from loraplex.memory.loading import Loader, as_adapter_error, copy_extents, raise_again, read_weights
-from loraplex.memory.packing import PackedLayout, Packer
+from loraplex.memory.damage import DamageControl
+from loraplex.memory.loading import (
+    Loader,
+    as_adapter_error,
+    copy_extents,
+    is_device_lost,
+    is_out_of_memory,
+    raise_again,
+)
+from loraplex.memory.packing import PackedLayout
 from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
 from loraplex.memory.tiers import Place
+from loraplex.memory.weight_reader import LoadedWeights, WeightReader
 from loraplex.memory.weight_store import WeightStore
+
+MAX_FAILED_COPIES = 2
+"""Places on the device that are tried after one that could not be written."""
 
 FAILURE_TTL_S = 60.0
 """After this long nobody waits any more for the error of a failed load: the requests that did have ended otherwise."""
 
 
 class Transfers:
-    """Moves the weights of a store towards the device; at most `max_concurrent_loads` read and pack at once."""
+    """Moves the weights of a store towards the device."""
 
-    def __init__(self, store: WeightStore, packer: Packer, loader: Loader, max_concurrent_loads: int) -> None:
+    def __init__(self, store: WeightStore, reader: WeightReader, loader: Loader, damage: DamageControl) -> None:
         self._store = store
-        self._packer = packer
+        self._damage = damage
+        self._reader = reader
         self._loader = loader
-        self._busy = threading.BoundedSemaphore(max_concurrent_loads)
+        self.alarm: Callable[[str], None] = lambda reason: None
 
     def advance(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         """One move towards the device; None when it is there. LOAD: `weights.job` is under way.
@@ -93,6 +106,10 @@ class Transfers:
     def _promote(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         assert weights.layout is not None
         assert weights.host is not None
+        damaged = self._damage.find(weights, Tier.HOST)
+        if damaged and weights.num_running == 0:
+            self._damage.discard(weights, Tier.HOST, damaged)
+            return self._start_load(weights, demand)
         weights.device = self._store.take(self._store.device, weights, weights.layout.sizes, demand)
         if weights.device is None:
             return self._store.wait_for_room(self._store.device, weights)
@@ -127,19 +144,14 @@ class Transfers:
 
     def run_load(self, job: LoadJob) -> None:
         """Read, pack, take over. Without the lock, in any thread. Errors go into the job; only what ends the process is raised."""
-        weights = job.weights
         try:
-            with self._busy:
-                plan = self._packer.plan(read_weights(weights, job.sources))
-            extents = self._reserve(job, plan.sizes).extents
-            with self._busy:
-                layout = plan.write([self._store.host.pool.view(extent) for extent in extents])
+            loaded = self._reader.read(job, partial(self._reserve, job))
         except BaseException as error:
             self._fail(job, error)
             if not isinstance(error, Exception):
                 raise
         else:
-            self._finish_load(job, layout)
+            self._finish_load(job, loaded)
 
     def _start_load(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
         assert weights.layout is not None, "the first load is begun by `begin_first_load`"
@@ -172,29 +184,30 @@ class Transfers:
             assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
             return weights.host
 
-    def _finish_load(self, job: LoadJob, layout: PackedLayout) -> None:
+    def _finish_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
         with self._store.lock:
             weights = job.weights
-            weights.layout, weights.state = layout, WeightState.HOST
-            self._store.counters.loads[job.demand.cause] += 1
-            load_s = self._store.clock() - job.began_s
-            self._store.counters.load_s += load_s
-            tell(
-                self._store.events,
-                EventKind.LOAD,
-                weights,
-                "is in host memory",
-                cause=job.demand.cause,
-                seconds=load_s,
-                nbytes=layout.nbytes,
-            )
+            weights.layout, weights.checksums, weights.state = loaded.layout, loaded.checksums, WeightState.HOST
+            self._count_load(job, loaded)
             self._end(job)
-            is_for_device = job.demand.is_for_request and not self._store.is_shared
-            if is_for_device and weights.adapters and not self._store.is_closed:
+            is_for_request = job.demand.is_for_request and not self._store.is_shared
+            if (is_for_request or weights.num_pinned) and weights.adapters and not self._store.is_closed:
                 with suppress(AdapterError):
                     self.advance(weights, job.demand)
                 if weights.job is not None:
                     weights.job.is_awaited = job.is_awaited
+
+    def _count_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
+        store, weights, cause = self._store, job.weights, job.demand.cause
+        seconds, nbytes, origin = store.clock() - job.began_s, loaded.layout.nbytes, loaded.origin.value
+        store.counters.loads[cause] += 1
+        store.counters.loads_from[origin] += 1
+        store.counters.load_s += seconds
+        text = f"came to host memory from the {origin}"
+        tell(store.events, EventKind.LOAD, weights, text, cause=cause, seconds=seconds, nbytes=nbytes, origin=origin)
+        if weights.is_restoring:
+            weights.is_restoring = False
+            tell(store.events, EventKind.RECOVERY, weights, f"was restored from the {origin}", nbytes=nbytes)
 
     def _run_copy(self, job: LoadJob) -> None:
         """Copy host memory to the device and publish it. Without the lock, in a loader thread."""
@@ -207,9 +220,28 @@ class Transfers:
             targets = [self._store.device.pool.view(extent) for extent in weights.device.extents]
             copy_extents(sources, targets)
         except Exception as error:
-            self._fail(job, error)
+            self._copy_failed(job, error)
         else:
             self._finish_copy(job)
+
+    def _copy_failed(self, job: LoadJob, error: Exception) -> None:
+        """The memory that could not be written is fenced, and another place is tried; a device that is lost is the engine's matter."""
+        with self._store.lock:
+            if is_device_lost(error):
+                self._store.device_lost = DeviceLostError(f"the device does not answer any more: {error}")
+            weights = job.weights
+            assert weights.device is not None
+            self._damage.fence(weights, Tier.DEVICE, weights.device.extents)
+            job.num_failed_copies += 1
+            sizes = tuple(extent.nbytes for extent in weights.device.extents)
+            if job.num_failed_copies <= MAX_FAILED_COPIES and self._store.device_lost is None:
+                self._store.leave_device(weights)
+                weights.device = self._store.take(self._store.device, weights, sizes, job.demand)
+                if weights.device is not None:
+                    weights.state = WeightState.COPYING
+                    self._loader.submit(partial(self._run_copy, job))
+                    return
+        self._fail(job, error)
 
     def _finish_copy(self, job: LoadJob) -> None:
         with self._store.lock:
@@ -217,17 +249,21 @@ class Transfers:
             assert weights.layout is not None
             assert weights.device is not None
             self._publish(weights, weights.layout, weights.device)
+            if job.num_failed_copies:
+                tell(self._store.events, EventKind.RECOVERY, weights, "was copied to another place of the device")
             self._store.counters.num_copies += 1
             self._store.counters.copy_s += self._store.clock() - job.began_s
             self._end(job)
 
     def _fail(self, job: LoadJob, error: BaseException) -> None:
+        if is_out_of_memory(error):
+            self.alarm(f"the load of adapter {job.sources[-1].name!r} could not allocate memory: {error}")
         with self._store.lock:
             weights = job.weights
             job.error = as_adapter_error(error, job.sources[-1].name)
             if weights.state is WeightState.COPYING:
                 self._store.leave_device(weights)
-            else:
+            elif weights.state is WeightState.LOADING:
                 self._store.leave_host(weights)
             if job.is_awaited:
                 weights.failure = LoadFailure(job.error, self._store.clock())

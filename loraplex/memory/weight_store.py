@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from loraplex.core import WaitsFor
-from loraplex.errors import EngineShutdownError
+from loraplex.errors import DeviceLostError, EngineShutdownError
 from loraplex.events import EventKind, EventLog
+from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.quarantine import Quarantine
 from loraplex.memory.room import Room
 from loraplex.memory.stats import MemoryCounters, MemoryStats
@@ -28,10 +29,12 @@ class WeightStore:
         device: DeviceCache,
         clock: Callable[[], float],
         events: EventLog,
+        disk: DiskCache | None = None,
     ) -> None:
         self.lock = threading.Condition(threading.Lock())
         self.host = host
         self.device = device
+        self.disk = disk
         self.is_shared = device.pool is None  # both tiers are one memory
         self.quarantine = Quarantine(host.pool if device.pool is None else device.pool)
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
@@ -40,6 +43,7 @@ class WeightStore:
         self.counters = MemoryCounters()
         self.dropped: list[str] = []
         self.is_closed = False
+        self.device_lost: DeviceLostError | None = None
         self.events = events
         self.clock = clock
 
@@ -92,11 +96,20 @@ class WeightStore:
             self.leave_device(weights)
         self.leave_host(weights)
 
+    def is_on_disk(self, weights: StoredWeights) -> bool:
+        return self.disk is not None and self.disk.has(weights.digest)
+
+    def forget_on_disk(self, weights: StoredWeights) -> None:
+        """Drop the disk tier's copy."""
+        if self.disk is not None:
+            self.disk.drop(weights.digest)
+
     def drop(self, weights: StoredWeights) -> None:
         """Nobody has this content any more: every tier is freed, and the KV cache is told. A job under way does it at its end."""
         if weights.job is not None:
             return
         self.evict_to_source(weights)
+        self.forget_on_disk(weights)
         tell(self.events, EventKind.DROP, weights, "is gone from every tier")
         del self.weights[weights.digest]
         self.dropped.append(weights.digest)

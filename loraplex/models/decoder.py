@@ -180,6 +180,11 @@ class Decoder:
         assert residual is not None
         return self.norm.forward_add(x, residual)[0]
 
+    @property
+    def workspace_nbytes(self) -> int:
+        """Scratch memory that is kept between steps."""
+        return self._ops.workspace_nbytes
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""
         return self.lm_head.forward(hidden)

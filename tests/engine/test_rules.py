@@ -176,11 +176,12 @@ def test_rule_2_a_load_does_not_share_a_failure_that_is_not_its_own(
     driver: Driver, bench: Bench, own_copy: Path, tmp_path: Path
 ) -> None:
     """The same content is loaded from a good source while a request's load from a vanished one is under way, and fails."""
-    store = driver.engine.adapters._store
+    manager = driver.engine.adapters
+    store, transfers = manager._store, manager._transfers
     evict_to_source(driver, "mine")
     shutil.rmtree(own_copy)
-    jobs, loader = HeldJobs(), store._loader
-    store._loader = jobs
+    jobs, loader = HeldJobs(), transfers._loader
+    transfers._loader = jobs
     request_id, expected = ask_mine(driver, bench)
     driver.step()
     twin = shutil.copytree(bench.versions[0], tmp_path / "twin")
@@ -192,7 +193,7 @@ def test_rule_2_a_load_does_not_share_a_failure_that_is_not_its_own(
         load.join(0.01)
     jobs.run()
     load.join()
-    store._loader = loader
+    transfers._loader = loader
     assert [result.status for result in results] == [LoadStatus.LOADED]
     driver.finish()
     assert driver.tokens(request_id) == expected, "the content is in memory again, wherever it came from"

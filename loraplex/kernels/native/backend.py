@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -18,7 +19,7 @@ from loraplex.kernels.native.attention import has_native_layout, paged_attention
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
-from loraplex.kernels.native.program import OnSeconds, Recorder, StepProgram
+from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
@@ -38,9 +39,25 @@ class NativeBackend(TorchBackend):
         if library.note:
             self.description += f" ({library.note})"
         self._recorder: Recorder | None = None
+        self._programs: WeakSet[StepProgram] = WeakSet()
+        self._workspace_rows = LEAST_ROWS
 
     def captured(self, forward: LayersForward, on_seconds: OnSeconds | None = None) -> LayersForward:
-        return StepProgram(self, forward, on_seconds)
+        program = StepProgram(self, forward, on_seconds, self._workspace_rows)
+        self._programs.add(program)
+        return program
+
+    def reserve_workspace(self, num_rows: int) -> None:
+        self._workspace_rows = num_rows
+        for program in self._programs:
+            program.reserve(num_rows)
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return sum(program.workspace_nbytes for program in self._programs)
+
+    def release_workspace(self) -> int:
+        return sum(program.release() for program in self._programs)
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
@@ -61,6 +78,20 @@ class NativeBackend(TorchBackend):
         self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
     ) -> tuple[SliceLayout | None, ...]:
         return lora.pack(self.library, slices, out)
+
+    @property
+    def adapter_format(self) -> str:
+        return f"panels{lora.panel_columns(self.library)}.1"
+
+    def packed_layouts(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    ) -> tuple[SliceLayout | None, ...]:
+        return lora.layout_block(slices)[1]
+
+    def unpack(
+        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
+    ) -> tuple[SliceWeights | None, ...]:
+        return lora.unpack(self.library, layouts, in_features, out_features, block)
 
     def add_lora(
         self,

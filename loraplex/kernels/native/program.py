@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.native.attention import NO_WINDOW, attention_step, has_native_layout, rotary_call
@@ -30,7 +32,7 @@ OPERATORS = ("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv"
 """By number, as in csrc/api.h."""
 
 LEAST_ROWS = 64
-"""Rows that a workspace has room for at first; it grows by doubling."""
+"""Rows that a workspace has room for when nobody says how many a step may have; it grows by doubling."""
 
 OnSeconds = Callable[[str, float], None]
 
@@ -61,7 +63,7 @@ class Workspace:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self._buffers: list[Any] = []
+        self._buffers: list[NDArray[np.uint8]] = []
         self._free: dict[int, list[int]] = defaultdict(list)
 
     def empty(self, width: int) -> torch.Tensor:
@@ -73,13 +75,19 @@ class Workspace:
         return torch.frombuffer(holder, dtype=torch.float32).view(self.num_rows, width)
 
     def _allocate(self, width: int) -> int:
-        buffer = (ctypes.c_char * (4 * self.num_rows * width + ALIGNMENT))()
+        buffer = np.empty(
+            4 * self.num_rows * width + ALIGNMENT, np.uint8
+        )  # pages of rows that no step has cost nothing
         self._buffers.append(buffer)
-        return align(ctypes.addressof(buffer))
+        return align(buffer.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def has(self, address: int) -> bool:
         """Whether this is memory of a tensor given out."""
-        return any(0 <= address - ctypes.addressof(buffer) < len(buffer) for buffer in self._buffers)
+        return any(0 <= address - buffer.ctypes.data < buffer.nbytes for buffer in self._buffers)
 
 
 def _holder_type(num_floats: int) -> Any:
@@ -222,11 +230,18 @@ class StepProgram:
     that is not native is left to `forward` itself.
     """
 
-    def __init__(self, backend: NativeBackend, forward: LayersForward, on_seconds: OnSeconds | None) -> None:
+    def __init__(
+        self,
+        backend: NativeBackend,
+        forward: LayersForward,
+        on_seconds: OnSeconds | None,
+        num_rows: int = LEAST_ROWS,
+    ) -> None:
         self._backend = backend
         self._forward = forward
         self._on_seconds = on_seconds
-        self._workspace = Workspace(0)
+        self._num_rows = num_rows
+        self._workspace = Workspace(num_rows)
         self._programs: dict[_Key, _Program] = {}
 
     @torch.inference_mode()
@@ -237,8 +252,7 @@ class StepProgram:
         if not has_native_layout(kv[:, 0]):
             return self._forward(x, rope, kv, batch)
         if len(x) > self._workspace.num_rows:
-            self._programs.clear()
-            self._workspace = Workspace(max(LEAST_ROWS, 1 << (len(x) - 1).bit_length()))
+            self.reserve(1 << (len(x) - 1).bit_length())
         key = _Key(batch.lora is not None and batch.lora.num_segments > 0, kv.data_ptr(), kv.shape)
         program = self._programs.get(key)
         if program is None:
@@ -246,6 +260,23 @@ class StepProgram:
         program.x[: len(x)] = x
         self._run(program, rope, batch, len(x))
         return program.output[: len(x)].clone()
+
+    def reserve(self, num_rows: int) -> None:
+        """A workspace for `num_rows` rows, if it has fewer; steps are recorded anew then."""
+        if num_rows > self._workspace.num_rows:
+            self._num_rows = num_rows
+            self.release()
+
+    def release(self) -> int:
+        """Let recordings and scratch memory go; returns its bytes."""
+        nbytes = self._workspace.nbytes
+        self._programs.clear()
+        self._workspace = Workspace(self._num_rows)
+        return nbytes
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return self._workspace.nbytes
 
     def _record(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, batch: StepBatch

@@ -1,0 +1,199 @@
+"""Between steps: the monitor's look at the memory, a scrub of weights, and what follows when an adapter's results are wrong.
+
+logits not finite -> the adapter is suspended, its requests end (503, Retry-After), all others go on
+                  -> the base answers the diagnostic prompt: wrong, and the engine starts again
+                  -> the adapter is read anew and answers it: right, and it is served again; wrong, and it is tried later
+damaged weights   -> the requests that run on them end, the copy is let go, the next demand restores it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import Request, TokenOutput
+from loraplex.engine.diagnosis import Diagnosis
+from loraplex.engine.engine_memory import EngineMemory
+from loraplex.engine.forecast import Forecast
+from loraplex.engine.model_runner import ModelRunner
+from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
+from loraplex.engine.scheduler import Scheduler
+from loraplex.errors import AdapterError, AdapterFaultError, BaseModelFaultError, LoraplexError
+from loraplex.events import EventLog
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.monitor import MemoryMonitor, Thresholds
+from loraplex.memory.system_memory import system_pressure
+
+SCRUB_INTERVAL_S = 1.0
+FORECAST_INTERVAL_S = 1.0
+MAX_SCRUB_DELAY_S = 5.0
+"""After a longer pause no more is checked at once than in this time."""
+
+
+def make_caretaker(
+    config: EngineConfig,
+    backend: KernelBackend,
+    adapters: LoRAModelManager | None,
+    scheduler: Scheduler,
+    blocks: KVBlockAllocator,
+    runner: ModelRunner,
+    events: EventLog,
+    vocab_size: int,
+) -> Caretaker:
+    """The caretaker of an engine with these parts, on the real clock."""
+    lora = config.lora or LoRAConfig()
+    forecast = Forecast(time.monotonic) if adapters is not None and lora.enable_prediction else None
+    memory = EngineMemory(adapters, blocks, backend, scheduler, system_pressure, forecast)
+    thresholds = Thresholds(
+        config.monitor_interval_s,
+        config.high_pressure,
+        config.critical_pressure,
+        config.relaxed_pressure,
+        config.long_idle_s,
+        config.max_fragmentation,
+    )
+    monitor = MemoryMonitor(memory, thresholds, events, time.monotonic, time.time)
+    diagnosis = Diagnosis(runner.answer, blocks, vocab_size)
+    if adapters is not None:
+        adapters.alarm_with(monitor.alarm)
+    return Caretaker(adapters, scheduler, diagnosis, monitor, forecast, lora, time.monotonic)
+
+
+class Caretaker:
+    """Owned by the engine's thread. `adapters` is None in an engine without LoRA."""
+
+    def __init__(
+        self,
+        adapters: LoRAModelManager | None,
+        scheduler: Scheduler,
+        diagnosis: Diagnosis,
+        monitor: MemoryMonitor,
+        forecast: Forecast | None,
+        lora: LoRAConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._adapters = adapters
+        self._scheduler = scheduler
+        self._diagnosis = diagnosis
+        self._forecast = forecast
+        self._lora = lora
+        self._clock = clock
+        self._last_scrub_s = self._last_forecast_s = clock()
+        self._in_diagnosis: int | None = None
+        self._is_base_suspect = False
+        self.monitor = monitor
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a diagnosis waits for its adapter: the engine should not sleep."""
+        return self._in_diagnosis is not None or self._is_base_suspect
+
+    def refusal(self, adapter_id: int | None) -> AdapterFaultError | None:
+        """The error for a new request, when its adapter is suspended."""
+        return None if adapter_id is None or self._adapters is None else self._adapters.health.refusal(adapter_id)
+
+    def arrived(self, request: Request) -> None:
+        """A request is about to be queued."""
+        if self._forecast is not None:
+            self._forecast.arrived(request)
+
+    def before_step(self) -> list[TokenOutput]:
+        """Care that is due; returns the requests that it ended. Raises BaseModelFaultError when the base itself is wrong."""
+        self.monitor.tick()
+        if self._is_base_suspect:
+            self._check_base()
+        if self._adapters is None:
+            return []
+        ended = self._scrub(self._adapters)
+        self._diagnose(self._adapters)
+        self._prefetch()
+        if self._lora.enable_diagnosis and not self._scheduler.has_unfinished:
+            self._record_one(self._adapters)
+        return ended
+
+    def after_step(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
+        """Suspend the adapters whose results in this step were wrong; returns their other requests, which end."""
+        bad = {
+            sequence.state.request.adapter_id
+            for sequence in plan.sequences
+            if (token := tokens.get(sequence.state.request.request_id)) is not None and token.error is not None
+        }
+        self._is_base_suspect |= None in bad
+        return self._suspend([each for each in bad if each is not None], "its logits are not finite")
+
+    def _prefetch(self) -> None:
+        now_s = self._clock()
+        if self._forecast is not None and now_s - self._last_forecast_s >= FORECAST_INTERVAL_S:
+            self._last_forecast_s = now_s
+            self.monitor.prefetch()
+
+    # ------------------------------------------------------------------------------------------------- wrong results
+
+    def _suspend(self, adapter_ids: Iterable[int], reason: str) -> list[TokenOutput]:
+        assert self._adapters is not None or not adapter_ids
+        ended: list[TokenOutput] = []
+        for adapter_id in adapter_ids:
+            assert self._adapters is not None
+            for each in self._adapters.health.suspend(adapter_id, reason):
+                ended += self._end_requests(each)
+        return ended
+
+    def _end_requests(self, adapter_id: int, error: LoraplexError | None = None) -> list[TokenOutput]:
+        error = error or self.refusal(adapter_id)
+        return [] if error is None else self._scheduler.fail_adapter(adapter_id, error)
+
+    def _check_base(self) -> None:
+        self._is_base_suspect = False
+        if not self._diagnosis.is_base_well():
+            raise BaseModelFaultError("the base model answers the diagnostic prompt otherwise than at the start")
+
+    def _diagnose(self, adapters: LoRAModelManager) -> None:
+        if self._in_diagnosis is None:
+            self._in_diagnosis = adapters.health.next_diagnosis()
+            if self._in_diagnosis is None:
+                return
+            self._check_base()
+        adapter_id = self._in_diagnosis
+        try:
+            acquired = adapters.try_acquire(adapter_id)
+        except AdapterError as error:
+            self._in_diagnosis = None
+            adapters.health.still_ill(adapter_id, str(error))
+            return
+        if acquired.lora_slot is None:
+            return  # it is being read; the next step asks again
+        self._in_diagnosis = None
+        try:
+            wrong = self._diagnosis.what_is_wrong(adapters.digest_of(adapter_id), acquired.lora_slot)
+        except MemoryError as error:
+            wrong = str(error)
+        finally:
+            adapters.release(adapter_id)
+        if wrong is None:
+            adapters.health.cleared(adapter_id)
+        else:
+            adapters.health.still_ill(adapter_id, wrong)
+
+    def _record_one(self, adapters: LoRAModelManager) -> None:
+        """The answer of one adapter that has none yet, while nobody waits."""
+        with adapters.health.borrowed(lambda digest: not self._diagnosis.has(digest)) as borrowed:
+            if borrowed is not None:
+                self._diagnosis.record(*borrowed)
+
+    # ------------------------------------------------------------------------------------------------ damaged memory
+
+    def _scrub(self, adapters: LoRAModelManager) -> list[TokenOutput]:
+        elapsed_s = self._clock() - self._last_scrub_s
+        if self._lora.scrub_bytes_per_s == 0 or elapsed_s < SCRUB_INTERVAL_S:
+            return []
+        self._last_scrub_s += elapsed_s
+        ended: list[TokenOutput] = []
+        num_bytes = int(self._lora.scrub_bytes_per_s * min(elapsed_s, MAX_SCRUB_DELAY_S))
+        for adapter_id in adapters.health.scrub(num_bytes):
+            text = f"adapter {adapter_id}: its weights in memory were found damaged and are being restored; try again"
+            ended += self._end_requests(adapter_id, AdapterFaultError(text))
+            adapters.health.restore(adapter_id)
+        return ended

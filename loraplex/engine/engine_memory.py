@@ -1,0 +1,94 @@
+"""An engine's memory as its monitor sees it: the tiers of adapters, the KV cache, scratch memory, the machine."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from loraplex.engine.forecast import Forecast
+from loraplex.engine.scheduler import Scheduler
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.monitor import MemoryLook
+from loraplex.memory.stats import TierStats
+
+COMPACT_BYTES = 8 << 20
+COMPACT_S = 0.001
+"""What compaction may copy and spend between two steps."""
+
+THROTTLED_SHARE = 4
+"""In low-memory mode one in so many of the usual places of a batch is given out anew."""
+
+
+class EngineMemory:
+    """monitor.MonitoredMemory. `adapters` is None in an engine without LoRA; `forecast` is None when nothing is predicted."""
+
+    def __init__(
+        self,
+        adapters: LoRAModelManager | None,
+        blocks: KVBlockAllocator,
+        backend: KernelBackend,
+        scheduler: Scheduler,
+        system_pressure: Callable[[], float | None],
+        forecast: Forecast | None,
+    ) -> None:
+        self._adapters = adapters
+        self._blocks = blocks
+        self._backend = backend
+        self._scheduler = scheduler
+        self._system_pressure = system_pressure
+        self._forecast = forecast
+
+    def look(self) -> MemoryLook:
+        pressure = {"kv": 1 - self._blocks.num_free_blocks / self._blocks.num_blocks}
+        occupancy: dict[str, float] = {}
+        used_bytes: dict[str, int] = {"workspace": self._backend.workspace_nbytes}
+        fragmentation = 0.0
+        system = self._system_pressure()
+        if system is not None:
+            pressure["system"] = system
+        if self._adapters is not None:
+            stats = self._adapters.stats()
+            for tier in (stats.device, stats.host):
+                name = tier.tier.value
+                pressure[name] = min(1.0, stats.committed_bytes / tier.max_bytes)
+                occupancy[name] = _occupancy(tier)
+                used_bytes[name] = tier.used_bytes
+            fragmentation = stats.fragmentation
+        return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
+
+    def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
+        return 0 if self._adapters is None else self._adapters.housekeeping.reclaim_idle(tier, idle_s, share)
+
+    def compact(self) -> int:
+        return 0 if self._adapters is None else self._adapters.compact(COMPACT_BYTES, COMPACT_S).num_chunks_freed
+
+    def prefetch_predicted(self) -> int:
+        if self._adapters is None or self._forecast is None:
+            return 0
+        return sum(self._adapters.housekeeping.prefetch(each, "prediction") for each in self._forecast.due())
+
+    def release_caches(self) -> int:
+        released = self._backend.release_workspace()
+        self._blocks.reset_cache()
+        if self._adapters is not None:
+            released += self._adapters.housekeeping.release_idle()
+            self._adapters.release_pages()
+        _trim_heap()
+        return released
+
+    def throttle(self, is_on: bool) -> None:
+        self._scheduler.throttle(THROTTLED_SHARE if is_on else 1)
+
+
+def _occupancy(tier: TierStats) -> float:
+    by_count = tier.num_adapters / tier.max_adapters if tier.max_adapters else 0.0
+    return max(tier.used_bytes / tier.max_bytes, by_count)
+
+
+def _trim_heap() -> None:
+    """What malloc keeps for later goes back to the system; glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,37 @@
+"""Which adapters the arrivals so far say will be asked for soon (memory/prediction.py), by adapter id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from loraplex.core import Request
+from loraplex.memory.prediction import ArrivalPredictor
+
+HORIZON_S = 5.0
+"""A load from disk takes milliseconds and one from a slow source seconds: earlier is only longer in memory."""
+
+MAX_PREDICTIONS = 4
+"""At once; the next look brings more."""
+
+
+class Forecast:
+    """Told of every request for an adapter; contents are what is predicted, so a reload under the same name is another one."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._predictor = ArrivalPredictor()
+        self._adapter_of: dict[str, int] = {}
+
+    def arrived(self, request: Request) -> None:
+        if request.adapter_id is not None:
+            self._adapter_of[request.adapter_digest] = request.adapter_id
+            self._predictor.observe(request.adapter_digest, self._clock())
+
+    def forget(self, digest: str) -> None:
+        if self._adapter_of.pop(digest, None) is not None:
+            self._predictor.forget(digest)
+
+    def due(self) -> list[int]:
+        """Adapters that will probably be asked for within the horizon, the likeliest first."""
+        predictions = self._predictor.predict(self._clock(), HORIZON_S, MAX_PREDICTIONS)
+        return [self._adapter_of[each.key] for each in predictions if each.key in self._adapter_of]

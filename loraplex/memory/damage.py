@@ -1,0 +1,95 @@
+"""Weights whose bytes are not what was loaded: noticed by their checksums, let go, and read again; memory that does it twice is fenced.
+
+checked   host bytes at each promote, everything in turn by `scrub` (health.py), files of the disk tier as they are read
+restored  a device copy from the host, a host copy from the disk tier, else from the source
+fenced    a chunk that does not hold a pattern, or whose contents were found damaged for the second time
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from loraplex.core import Tier
+from loraplex.events import EventKind
+from loraplex.memory.arena import Arena, Extent
+from loraplex.memory.checksum import checksum
+from loraplex.memory.stored import StoredWeights, tell
+from loraplex.memory.tiers import Place
+from loraplex.memory.weight_store import WeightStore
+
+MAX_FAULTS_OF_A_CHUNK = 1
+PATTERNS = (0x55, 0xAA)
+
+
+class DamageControl:
+    """Called with the store's lock held."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._faults: Counter[tuple[Tier, int]] = Counter()
+
+    def find(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
+        """The extents of one tier that have changed since the load. [] where the weights are not."""
+        place = self._place(weights, tier)
+        if place is None or not weights.checksums:
+            return []
+        memory = self._arena(tier)
+        pairs = zip(place.extents, weights.checksums, strict=True)
+        return [extent for extent, expected in pairs if checksum(memory.view(extent)) != expected]
+
+    def discard(self, weights: StoredWeights, tier: Tier, damaged: Sequence[Extent]) -> None:
+        """Let the copies of `tier` and nearer go; nobody may be running on them. The next demand restores them."""
+        assert weights.num_running == 0, f"requests run on {weights.names}"
+        assert weights.job is None, f"{weights.names} are on their way"
+        store = self._store
+        store.counters.num_damaged += 1
+        fenced = self._fence_bad_chunks(tier, damaged)
+        text = f"has {len(damaged)} damaged pieces in {tier.value} memory and is read again"
+        tell(store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=fenced)
+        weights.is_restoring = True
+        if tier is Tier.DEVICE and not store.is_shared:
+            store.leave_device(weights)
+        else:
+            store.evict_to_source(weights)
+
+    def fence(self, weights: StoredWeights, tier: Tier, extents: Sequence[Extent]) -> None:
+        """Memory that could not be written or read: its chunks are lent to nobody any more."""
+        arena = self._arena(tier)
+        chunks = {chunk for extent in extents for chunk in _chunks(arena, extent)}
+        for chunk in chunks:
+            arena.fence(chunk)
+        text = f"met {tier.value} memory that fails; {len(chunks)} chunks are fenced"
+        tell(self._store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=len(chunks))
+
+    def _place(self, weights: StoredWeights, tier: Tier) -> Place | None:
+        return weights.device if tier is Tier.DEVICE and not self._store.is_shared else weights.host
+
+    def _arena(self, tier: Tier) -> Arena:
+        pool = self._store.device.pool if tier is Tier.DEVICE else None
+        return (self._store.host.pool if pool is None else pool).arena
+
+    def _fence_bad_chunks(self, tier: Tier, damaged: Sequence[Extent]) -> int:
+        arena = self._arena(tier)
+        bad = set()
+        for extent in damaged:
+            holds = holds_patterns(arena.view(extent))
+            for chunk in _chunks(arena, extent):
+                self._faults[tier, chunk] += 1
+                if not holds or self._faults[tier, chunk] > MAX_FAULTS_OF_A_CHUNK:
+                    bad.add(chunk)
+        for chunk in bad:
+            arena.fence(chunk)
+        return len(bad)
+
+
+def _chunks(arena: Arena, extent: Extent) -> range:
+    """Those that an extent touches."""
+    return range(extent.offset // arena.chunk_bytes, (extent.end - 1) // arena.chunk_bytes + 1)
+
+
+def holds_patterns(memory: torch.Tensor) -> bool:
+    """Whether memory gives back what is written to it; overwrites it."""
+    return all(bool((memory.fill_(pattern) == pattern).all()) for pattern in PATTERNS)

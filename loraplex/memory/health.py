@@ -1,0 +1,193 @@
+"""Adapters that give wrong results or lie in damaged memory: suspended, restored, served again.
+
+The engine calls this between steps. It ends the requests of the adapters that it is told to end, and runs the diagnoses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from loraplex.core import Tier
+from loraplex.errors import AdapterError, AdapterFaultError
+from loraplex.events import EventKind
+from loraplex.memory.damage import DamageControl
+from loraplex.memory.recovery import Recovery
+from loraplex.memory.stored import Demand, StoredWeights, tell
+from loraplex.memory.transfers import Transfers
+from loraplex.memory.weight_store import WeightStore
+
+
+class AdapterHealth:
+    """Thread-safe: takes the store's lock."""
+
+    def __init__(self, store: WeightStore, transfers: Transfers, damage: DamageControl) -> None:
+        self._store = store
+        self._transfers = transfers
+        self._damage = damage
+        self._recovery = Recovery(store.clock)
+        self._last_scrubbed = ""
+
+    # ------------------------------------------------------------------------------------------------- wrong results
+
+    def suspend(self, adapter_id: int, reason: str) -> list[int]:
+        """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose requests must end."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is None:
+                return []
+            if self._recovery.open(weights.digest, reason):
+                self._store.counters.num_suspended += 1
+                tell(self._store.events, EventKind.FAULT, weights, f"is suspended: {reason}", cause="results")
+            return list(weights.adapters)
+
+    def refusal(self, adapter_id: int) -> AdapterFaultError | None:
+        """The error for a request of a suspended adapter; None for one that is well or unknown."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is None:
+                return None
+            return self._recovery.refusal(weights.digest, self._store.adapters[adapter_id].name)
+
+    def state_of(self, digest: str) -> str | None:
+        """Why a content is suspended. The lock is held."""
+        return self._recovery.state_of(digest)
+
+    def suspended(self) -> dict[int, str]:
+        """adapter_id -> why."""
+        with self._store.lock:
+            cases = {case.digest: self._recovery.state_of(case.digest) for case in self._recovery}
+            return {
+                adapter_id: text
+                for adapter_id, adapter in self._store.adapters.items()
+                if (text := cases.get(adapter.weights.digest)) is not None
+            }
+
+    def next_diagnosis(self) -> int | None:
+        """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read anew.
+
+        From the second try on the disk tier's copy is not trusted either. Cases of contents that are gone are closed.
+        """
+        with self._store.lock:
+            for gone in [case.digest for case in self._recovery if case.digest not in self._store.weights]:
+                self._recovery.close(gone)
+            case = self._recovery.due()
+            if case is None:
+                return None
+            weights = self._store.weights[case.digest]
+            if not weights.adapters or weights.num_running or weights.job is not None:
+                self._recovery.failed(case.digest, f"{case.reason} (it could not be read anew: it is in use)")
+                return None
+            self._store.evict_to_source(weights)
+            weights.is_restoring = weights.num_pinned > 0
+            if case.num_tries > 1:
+                self._store.forget_on_disk(weights)
+            return next(iter(weights.adapters))
+
+    @contextmanager
+    def borrowed(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, int] | None]:
+        """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted` takes none.
+
+        It counts as no use: the order of eviction and the hit rate stay as they are.
+        """
+        with self._store.lock:
+            found = next((each for each in self._store.weights.values() if self._is_lendable(each, is_wanted)), None)
+            adapter = None if found is None else next(iter(found.adapters.values()))
+            if adapter is not None:
+                adapter.count_running(1)
+        try:
+            if found is None or found.lora_slot is None:
+                yield None
+            else:
+                yield found.digest, found.lora_slot
+        finally:
+            if adapter is not None:
+                with self._store.lock:
+                    adapter.count_running(-1)
+                    self._store.lock.notify_all()
+
+    def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
+        is_there = weights.is_on_device and bool(weights.adapters) and weights.num_running == 0
+        is_well = self._recovery.state_of(weights.digest) is None
+        has_home = not any(adapter.is_removed for adapter in weights.adapters.values())
+        return is_there and is_well and has_home and is_wanted(weights.digest)
+
+    def cleared(self, adapter_id: int) -> None:
+        """The diagnosis found the adapter well."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None and self._recovery.close(weights.digest) is not None:
+                self._store.counters.num_recovered += 1
+                tell(self._store.events, EventKind.RECOVERY, weights, "answers rightly and is served again")
+
+    def still_ill(self, adapter_id: int, reason: str) -> None:
+        """The diagnosis failed; the next one is later, or never."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.failed(weights.digest, reason)
+                state = self._recovery.state_of(weights.digest)
+                tell(self._store.events, EventKind.FAULT, weights, f"is {state}", cause="diagnosis")
+
+    # ------------------------------------------------------------------------------------------------ damaged memory
+
+    def scrub(self, max_bytes: int) -> list[int]:
+        """Check about `max_bytes` of weights, those after the last ones checked; returns adapters that run on damaged ones.
+
+        What is idle is let go at once. The others go by `restore`, once their requests have ended.
+        """
+        in_use: list[int] = []
+        with self._store.lock:
+            for weights in self._after_last(max_bytes):
+                self._last_scrubbed = weights.digest
+                if self._is_damaged(weights):
+                    in_use += self._discard_or_name(weights)
+        return in_use
+
+    def restore(self, adapter_id: int) -> None:
+        """Let the damaged copies of an adapter go, now that its requests have ended."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None and weights.job is None and not weights.num_running:
+                self._discard_or_name(weights)
+
+    def _after_last(self, max_bytes: int) -> list[StoredWeights]:
+        resident = sorted(
+            (each for each in self._store.weights.values() if each.host is not None or each.device is not None),
+            key=lambda each: (each.digest <= self._last_scrubbed, each.digest),
+        )
+        chosen: list[StoredWeights] = []
+        for each in resident:
+            if each.job is None and each.layout is not None and max_bytes > 0:
+                chosen.append(each)
+                max_bytes -= each.nbytes
+        return chosen
+
+    def _is_damaged(self, weights: StoredWeights) -> bool:
+        self._store.counters.scrubbed_bytes += weights.nbytes
+        return any(self._damage.find(weights, tier) for tier in self._tiers())
+
+    def _tiers(self) -> tuple[Tier, ...]:
+        return (Tier.HOST,) if self._store.is_shared else (Tier.DEVICE, Tier.HOST)
+
+    def _discard_or_name(self, weights: StoredWeights) -> list[int]:
+        if weights.num_running:
+            return list(weights.adapters)
+        for tier in self._tiers():
+            damaged = self._damage.find(weights, tier)
+            if damaged:
+                self._damage.discard(weights, tier, damaged)
+        if weights.num_pinned:
+            self._bring_back(weights)
+        return []
+
+    def _bring_back(self, weights: StoredWeights) -> None:
+        """A pinned adapter is not left outside until somebody asks."""
+        try:
+            self._transfers.advance(weights, Demand("restore"))
+        except AdapterError as error:
+            tell(self._store.events, EventKind.FAULT, weights, f"is pinned and cannot come back: {error}")
+
+    def _weights(self, adapter_id: int) -> StoredWeights | None:
+        adapter = self._store.adapters.get(adapter_id)
+        return None if adapter is None else adapter.weights

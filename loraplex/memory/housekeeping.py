@@ -1,0 +1,77 @@
+"""What the monitor does to the adapters' memory: the long idle leave, what can be read again is let go, what will be asked for comes."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from loraplex.core import Tier
+from loraplex.errors import AdapterError, EngineShutdownError
+from loraplex.memory.stored import Demand, StoredWeights
+from loraplex.memory.tiers import Budget
+from loraplex.memory.transfers import Transfers
+from loraplex.memory.weight_store import WeightStore
+
+
+class Housekeeping:
+    """Thread-safe: takes the store's lock."""
+
+    def __init__(self, store: WeightStore, transfers: Transfers) -> None:
+        self._store = store
+        self._transfers = transfers
+
+    def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
+        """One in `share` (at least one) of the adapters that nobody used for `idle_s` leaves a tier, longest idle first; how many.
+
+        What the policy `none` keeps, stays.
+        """
+        store = self._store
+        with store.lock:
+            cache: Budget = store.device if tier == Tier.DEVICE.value else store.host
+            if not cache.policy.evicts:
+                return 0
+            oldest_s = store.clock() - idle_s
+            idle = [each for each in self._idle(cache) if each.last_used_s <= oldest_s]
+            leaving = sorted(idle, key=lambda each: each.last_used_s)[: -(-len(idle) // share)]
+            for each in leaving:
+                self._let_go(each, cache, "idle")
+            return len(leaving)
+
+    def release_idle(self) -> int:
+        """All that nobody uses leaves the device and, where that is the same memory, the host; returns the bytes."""
+        store = self._store
+        with store.lock:
+            cache: Budget = store.host if store.is_shared else store.device
+            released = 0
+            for each in self._idle(cache) if cache.policy.evicts else []:
+                released += each.nbytes
+                self._let_go(each, cache, "low_memory")
+            return released
+
+    def prefetch(self, adapter_id: int, cause: str) -> bool:
+        """Bring an adapter nearer that nobody has asked for yet; whether anything was begun."""
+        store = self._store
+        with store.lock:
+            adapter = store.adapters.get(adapter_id)
+            if adapter is None or store.is_closed:
+                return False
+            weights = adapter.weights
+            is_near = weights.host is not None and (store.is_shared or weights.device is not None)
+            if is_near or weights.job is not None or weights.layout is None or weights.is_prefetch_off:
+                return False
+            with suppress(AdapterError, EngineShutdownError):
+                self._transfers.advance(weights, Demand(cause, is_for_request=True))
+            return weights.job is not None
+
+    def _idle(self, cache: Budget) -> list[StoredWeights]:
+        """What may leave `cache`; not what a request waits for."""
+        store = self._store
+        held = [store.weights[digest] for digest in cache.policy.order()]
+        return [each for each in held if each.is_idle and each.wanted_in_pass < store.room.pass_id - 1]
+
+    def _let_go(self, weights: StoredWeights, cache: Budget, cause: str) -> None:
+        self._store.counters.evictions[f"{cache.tier.value}_{cause}"] += 1
+        if cache is self._store.device:
+            self._store.leave_device(weights)
+        else:
+            self._store.evict_to_source(weights)
+        self._store.lock.notify_all()

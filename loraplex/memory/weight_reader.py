@@ -1,0 +1,73 @@
+"""Packed weights into host memory, from the nearest place that has them: the disk tier, else the source.
+
+What was read from a source is written to the disk tier at once, while it is in the processor's cache: then leaving the host costs nothing,
+and coming back is one read. Runs without any lock, in any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.adapters.weights import LoRAModel
+from loraplex.core import Tier
+from loraplex.memory.checksum import checksum
+from loraplex.memory.disk_cache import DiskCache, DiskRead
+from loraplex.memory.loading import read_weights
+from loraplex.memory.packing import PackedLayout, Packer
+from loraplex.memory.stored import LoadJob
+from loraplex.memory.tiers import HostCache, Place
+
+Reserve = Callable[[tuple[int, ...]], Place]
+"""Host memory in pieces of these sizes, for the job under way. May wait; raises AdapterMemoryError."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """What a load brought. checksums: of the extents; origin: the tier that was read."""
+
+    layout: PackedLayout
+    checksums: tuple[int, ...]
+    origin: Tier
+
+
+class WeightReader:
+    """At most `max_concurrent` reads at once; waiting for memory does not count."""
+
+    def __init__(self, packer: Packer, host: HostCache, disk: DiskCache | None, max_concurrent: int) -> None:
+        self._packer = packer
+        self._host = host
+        self._disk = disk
+        self._busy = threading.BoundedSemaphore(max_concurrent)
+
+    def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
+        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve` raises."""
+        loaded = None if self._disk is None else self._from_disk(self._disk, job.weights.digest, reserve)
+        return loaded or self._from_source(job, reserve)
+
+    def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:
+        stored = disk.read_layout(digest)
+        if stored is None:
+            return None
+        views = self._views(reserve(stored.layout.sizes))
+        with self._busy:
+            outcome = disk.read_into(digest, views)
+        return LoadedWeights(stored.layout, stored.checksums, Tier.DISK) if outcome is DiskRead.DONE else None
+
+    def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
+        with self._busy:
+            model: LoRAModel = read_weights(job.weights, job.sources)
+            plan = self._packer.plan(model)
+        views = self._views(reserve(plan.sizes))
+        with self._busy:
+            layout = plan.write(views)
+            checksums = tuple(checksum(view) for view in views)
+            if self._disk is not None:
+                self._disk.write(job.weights.digest, layout, views, checksums)
+        return LoadedWeights(layout, checksums, Tier.SOURCE)
+
+    def _views(self, place: Place) -> list[torch.Tensor]:
+        return [self._host.pool.view(extent) for extent in place.extents]
