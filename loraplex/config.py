@@ -11,6 +11,7 @@ from typing import Any
 from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
 DEFAULT_HOST_BYTES = 4 * 2**30
@@ -50,7 +51,9 @@ class LoRAConfig:
     bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
     fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
     lora_extra_vocab_size: int = setting(0, "vLLM's option; refused: adapters with added tokens are not honoured yet")
-    eviction_policy: str = setting("lru", "lru, or none: an adapter is only evicted by name")
+    eviction_policy: str = setting(
+        "cost_aware", "lru, lfu, fifo, gdsf or cost_aware; none: an adapter is only evicted by name"
+    )
     aging_steps: int = setting(128, "a request that waits this many steps for adapter room makes running ones give way")
     num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
 
@@ -75,8 +78,8 @@ class LoRAConfig:
             self.lora_dtype in ("auto", *DTYPES), f"lora_dtype must be auto or one of {DTYPES}, got {self.lora_dtype!r}"
         )
         _require(
-            self.eviction_policy in ("lru", "none"),
-            f"eviction_policy must be lru or none, got {self.eviction_policy!r}",
+            self.eviction_policy in EVICTION_POLICIES,
+            f"eviction_policy must be one of {EVICTION_POLICIES}, got {self.eviction_policy!r}",
         )
         _require(self.aging_steps >= 1, f"aging_steps must be >= 1, got {self.aging_steps}")
         _require(self.num_loader_threads >= 1, f"num_loader_threads must be >= 1, got {self.num_loader_threads}")

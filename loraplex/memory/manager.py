@@ -81,7 +81,7 @@ class LoRAModelManager:
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
+        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
         self.table = device.table
         loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._store = WeightStore(

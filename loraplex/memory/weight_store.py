@@ -67,12 +67,10 @@ class WeightStore:
         return self.weights.setdefault(digest, StoredWeights(digest))
 
     def touch(self, weights: StoredWeights) -> None:
-        """Used now: the last to be evicted from the tiers that it is in."""
+        """Looked at now. A request that gets the weights is a use (`acquire`): that happens once, this with every ask."""
         weights.last_used_s = self._clock()
-        if weights.host is not None:
-            self.host.policy.touch(weights.digest)
-        if weights.device is not None:
-            self.device.policy.touch(weights.digest)
+        self.host.policy.touch(weights.digest)
+        self.device.policy.touch(weights.digest)
 
     # ------------------------------------------------------------------------------------------- towards the device
 
@@ -132,6 +130,8 @@ class WeightStore:
         """One more running request; its weights are on the device."""
         weights = adapter.weights
         adapter.count_running(1)
+        self.host.policy.use(weights.digest)
+        self.device.policy.use(weights.digest)
         self.counters.num_misses += weights.has_missed
         self.counters.num_hits += not weights.has_missed
         weights.has_missed = False
@@ -245,7 +245,8 @@ class WeightStore:
             weights = job.weights
             weights.layout, weights.state = layout, WeightState.HOST
             self.counters.loads[job.demand.cause] += 1
-            load_s = self._clock() - job.began_s
+            weights.reload_s = load_s = self._clock() - job.began_s
+            self.host.policy.enter(weights.digest, layout.nbytes, load_s)
             self.counters.load_s += load_s
             tell(
                 self._events,
@@ -379,7 +380,7 @@ class WeightStore:
             victim_by_fragments = next(self.room.candidates(cache, weights, demand), None) if is_stuck else None
             leaving = None if victim_by_fragments is None else [victim_by_fragments]
         if place is not None:
-            cache.policy.touch(weights.digest)
+            cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.host else None)
         elif demand.is_for_request and self.quarantine.nbytes and cache.fits(nbytes):
             weights.wanted_in_pass = self.room.pass_id
             self.room.promise(cache, weights)
@@ -387,6 +388,7 @@ class WeightStore:
 
     def _make_way(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:
         is_spare_copy = cache is self.host and victim.is_on_device and not self.is_shared
+        cache.policy.evict(victim.digest)
         if not is_spare_copy:
             demand.evicted += [name for name in victim.names if name not in demand.evicted]
             self.counters.evictions[f"{cache.tier.value}_room"] += 1
