@@ -11,6 +11,7 @@ from typing import Any
 from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
 DEFAULT_HOST_BYTES = 4 * 2**30
@@ -51,7 +52,6 @@ class LoRAConfig:
     bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
     fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
     lora_extra_vocab_size: int = setting(0, "vLLM's option; refused: adapters with added tokens are not honoured yet")
-    eviction_policy: str = setting("lru", "lru, or none: an adapter is only evicted by name")
     disk_memory_bytes: int = setting(
         DEFAULT_DISK_BYTES, "disk bytes for packed adapters, which come back faster than from their source; 0: none"
     )
@@ -67,6 +67,9 @@ class LoRAConfig:
         True, "record adapters' answers to a diagnostic prompt while the engine is idle, for when results are odd"
     )
     scrub_bytes_per_s: int = setting(16 * 2**20, "bytes of adapters in memory that are checked each second; 0: none")
+    eviction_policy: str = setting(
+        "cost_aware", "lru, lfu, fifo, gdsf or cost_aware; none: an adapter is only evicted by name"
+    )
     aging_steps: int = setting(128, "a request that waits this many steps for adapter room makes running ones give way")
     num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
 
@@ -91,8 +94,8 @@ class LoRAConfig:
             self.lora_dtype in ("auto", *DTYPES), f"lora_dtype must be auto or one of {DTYPES}, got {self.lora_dtype!r}"
         )
         _require(
-            self.eviction_policy in ("lru", "none"),
-            f"eviction_policy must be lru or none, got {self.eviction_policy!r}",
+            self.eviction_policy in EVICTION_POLICIES,
+            f"eviction_policy must be one of {EVICTION_POLICIES}, got {self.eviction_policy!r}",
         )
         _require(self.disk_memory_bytes >= 0, f"disk_memory_bytes must be >= 0, got {self.disk_memory_bytes}")
         _require(

@@ -4,6 +4,7 @@ arena.py         one flat memory in chunks for KV cache and adapters; LoRAMemory
 quarantine.py    freed memory on its way back while launched steps may read it
 packing.py       tensors to packed blocks, one extent per decoder layer
 eviction.py      who goes first
+prediction.py    who comes next, and what came of bringing them early
 tiers.py         host and device as budgets over extents
 stored.py        the records: StoredAdapter by id, StoredWeights by content digest
 room.py          who makes way for whom, and what is refused

@@ -90,7 +90,7 @@ class LoRAModelManager:
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
         disk = disk_tier(packer)
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
+        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
         self.table = device.table
         self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._store = WeightStore(host, device, clock, events or EventLog(), disk)

@@ -6,7 +6,8 @@ Pure bookkeeping: time comes in as an argument, nothing is loaded here. Two sign
                  other key, 1 - exp(-horizon / mean interval), the mean decayed, and never below the time since its last arrival
     successors   how often this key came within SUCCESSOR_WINDOW_S after that one, decayed, when that one has just come
 
-Random traffic over many keys gives low probabilities by itself, so nothing is brought in for it: what is below `min_probability` is not told.
+Random traffic over many keys gives low probabilities by itself; what is below `min_probability` is not told, so next to nothing is
+brought in for it.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Successor:
 
 @dataclass(slots=True)
 class _History:
-    """Of one key. num_seen: arrivals, decayed. mean_s: of its intervals, decayed. period_s, deviations_s: of regular ones, or None and none."""
+    """Of one key. num_seen: arrivals, decayed. mean_s: of its intervals, decayed. period_s, deviations_s: of regular ones."""
 
     last_s: float
     num_seen: float = 1.0
@@ -127,11 +128,11 @@ class _History:
         return (1.0 if mean_s == 0 else -math.expm1(-horizon_s / mean_s)), mean_s
 
     def _regular(self, period_s: float, waited_s: float, horizon_s: float) -> tuple[float, float]:
-        """Of the intervals that would not be over by now, the share that ends within the horizon; half of it for each time it stayed away."""
+        """Of the intervals that would not be over by now, the share that ends within the horizon; half of it for each absence."""
         latest_s = max(self.deviations_s[-1], 0.0)
-        beat = max(1, math.ceil((waited_s - latest_s) / period_s))
-        if beat > MAX_BEATS:
+        if waited_s - latest_s > MAX_BEATS * period_s:
             return 0.0, horizon_s
+        beat = max(1, math.ceil((waited_s - latest_s) / period_s))
         due_s = beat * period_s - waited_s
         ends_s = [due_s + deviation_s for deviation_s in self.deviations_s if due_s + deviation_s >= 0]
         num_within = sum(end_s <= horizon_s for end_s in ends_s)
@@ -166,7 +167,7 @@ class ArrivalPredictor:
             self._histories.popitem(last=False)
 
     def predict(self, now_s: float, horizon_s: float, limit: int) -> list[Prediction]:
-        """At most `limit` keys that come within `horizon_s` with at least `min_probability`, the likeliest first, of equal ones the soonest."""
+        """At most `limit` keys that come within `horizon_s` with at least `min_probability`, the likeliest first, then the soonest."""
         found: dict[str, Prediction] = {}
         for prediction in (*self._arrivals(now_s, horizon_s), *self._successors(now_s, horizon_s)):
             known = found.get(prediction.key)

@@ -71,7 +71,7 @@ class Room:
         return leaving
 
     def victims_for(self, wanted: StoredWeights) -> list[StoredWeights]:
-        """Unpinned weights in use, least recently used first, whose release would make room for `wanted`; [] if none would."""
+        """Unpinned weights in use, the policy's first ones first, whose release would make room for `wanted`; [] if none would."""
         if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
             return []
         caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
@@ -93,7 +93,11 @@ class Room:
         return None if chosen is None else [each for each in chosen if each not in gone]
 
     def _held(self, cache: Budget) -> Iterator[StoredWeights]:
-        return (self._weights[digest] for digest in cache.policy.order())
+        return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
+
+    def _is_queued(self, digest: str) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last."""
+        return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
 
     def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
         is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device

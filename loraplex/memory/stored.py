@@ -139,6 +139,7 @@ class StoredWeights:
     num_running, num_pinned: sums over `adapters`. wanted_in_pass: the last scheduling pass in which a request asked in vain.
     checksums: of the extents as they were loaded. is_restoring: damaged copies were let go and the weights are on their way back.
     has_missed: the next reference taken counts as a miss. is_prefetch_off: the last load failed and nobody asked since.
+    reload_s: what the last load took, its wait for others included; None before the first.
     """
 
     digest: str
@@ -159,6 +160,7 @@ class StoredWeights:
     has_missed: bool = False
     is_prefetch_off: bool = False
     last_used_s: float = 0.0
+    reload_s: float | None = None
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ Not thread-safe: the manager calls them under its lock.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loraplex.config import LoRAConfig
@@ -126,18 +126,23 @@ class DeviceCache(Budget):
 
 
 def build_tiers(
-    lora_config: LoRAConfig, targets: Sequence[LoraTarget], packer: Packer, arena: Arena, host_arena: Arena | None
+    lora_config: LoRAConfig,
+    targets: Sequence[LoraTarget],
+    packer: Packer,
+    arena: Arena,
+    host_arena: Arena | None,
+    clock: Callable[[], float],
 ) -> tuple[HostCache, DeviceCache]:
     """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
     pool = LoRAMemoryPool(arena)
     host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
     name = lora_config.eviction_policy
-    host = HostCache(host_pool, lora_config.host_memory_bytes, lora_config.max_cpu_loras, get_policy(name))
+    host = HostCache(host_pool, lora_config.host_memory_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
     most = host.max_bytes if host_arena is None else arena.num_bytes
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
     device_pool = None if host_arena is None else pool
     max_bytes = min(lora_config.adapter_memory_bytes, most)
-    return host, DeviceCache(table, device_pool, max_bytes, get_policy(name))
+    return host, DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:

@@ -203,6 +203,8 @@ class Transfers:
         store.counters.loads[cause] += 1
         store.counters.loads_from[origin] += 1
         store.counters.load_s += seconds
+        weights.reload_s = seconds
+        store.host.policy.enter(weights.digest, nbytes, seconds)
         text = f"came to host memory from the {origin}"
         tell(store.events, EventKind.LOAD, weights, text, cause=cause, seconds=seconds, nbytes=nbytes, origin=origin)
         if weights.is_restoring:

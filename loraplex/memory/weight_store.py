@@ -51,17 +51,17 @@ class WeightStore:
         return self.weights.setdefault(digest, StoredWeights(digest))
 
     def touch(self, weights: StoredWeights) -> None:
-        """Used now: the last to be evicted from the tiers that it is in."""
+        """Looked at now. A request that gets the weights is a use (`acquire`): that happens once, this with every ask."""
         weights.last_used_s = self.clock()
-        if weights.host is not None:
-            self.host.policy.touch(weights.digest)
-        if weights.device is not None:
-            self.device.policy.touch(weights.digest)
+        self.host.policy.touch(weights.digest)
+        self.device.policy.touch(weights.digest)
 
     def acquire(self, adapter: StoredAdapter) -> None:
         """One more running request; its weights are on the device."""
         weights = adapter.weights
         adapter.count_running(1)
+        self.host.policy.use(weights.digest)
+        self.device.policy.use(weights.digest)
         self.counters.num_misses += weights.has_missed
         self.counters.num_hits += not weights.has_missed
         weights.has_missed = False
@@ -137,7 +137,7 @@ class WeightStore:
             victim_by_fragments = next(self.room.candidates(cache, weights, demand), None) if is_stuck else None
             leaving = None if victim_by_fragments is None else [victim_by_fragments]
         if place is not None:
-            cache.policy.touch(weights.digest)
+            cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.host else None)
         elif demand.is_for_request and self.quarantine.nbytes and cache.fits(nbytes):
             weights.wanted_in_pass = self.room.pass_id
             self.room.promise(cache, weights)
@@ -145,6 +145,7 @@ class WeightStore:
 
     def _make_way(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:
         is_spare_copy = cache is self.host and victim.is_on_device and not self.is_shared
+        cache.policy.evict(victim.digest)
         if not is_spare_copy:
             demand.evicted += [name for name in victim.names if name not in demand.evicted]
             self.counters.evictions[f"{cache.tier.value}_room"] += 1

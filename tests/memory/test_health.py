@@ -97,7 +97,9 @@ def test_memory_that_does_it_twice_is_fenced(rig: Rig) -> None:
     for number in range(MAX_FAULTS_OF_A_CHUNK + 1):
         flip(rig, 1)
         rig.manager.health.scrub(1 << 20)
-        fenced = [event.details["num_fenced_chunks"] for event in events_of(rig).take() if event.kind is EventKind.FAULT]
+        fenced = [
+            event.details["num_fenced_chunks"] for event in events_of(rig).take() if event.kind is EventKind.FAULT
+        ]
         assert [int(number_fenced) > 0 for number_fenced in fenced] == [number >= MAX_FAULTS_OF_A_CHUNK]
         rig.check_output(rig.acquire(1), make_model("d1"))
         rig.manager.release(1)

@@ -225,6 +225,14 @@ class TwoMemoriesNoEviction(TwoMemories):
     policy = "none"
 
 
+class OneMemoryByCost(MemoryMachine):
+    policy = "cost_aware"
+
+
+class TwoMemoriesByCost(TwoMemories):
+    policy = "cost_aware"
+
+
 _SETTINGS = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestOneMemory = MemoryMachine.TestCase
 TestOneMemory.settings = _SETTINGS
@@ -234,3 +242,7 @@ TestTwoMemories = TwoMemories.TestCase
 TestTwoMemories.settings = _SETTINGS
 TestTwoMemoriesNoEviction = TwoMemoriesNoEviction.TestCase
 TestTwoMemoriesNoEviction.settings = _SETTINGS
+TestOneMemoryByCost = OneMemoryByCost.TestCase
+TestOneMemoryByCost.settings = _SETTINGS
+TestTwoMemoriesByCost = TwoMemoriesByCost.TestCase
+TestTwoMemoriesByCost.settings = _SETTINGS
