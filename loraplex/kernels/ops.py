@@ -53,6 +53,26 @@ class KernelBackend(Protocol):
         """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`); any thread may call it."""
         ...
 
+    @property
+    def adapter_format(self) -> str:
+        """Names the layout of packed blocks, for copies of them on disk: equal names, equal bytes."""
+        ...
+
+    def packed_layouts(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    ) -> tuple[SliceLayout | None, ...]:
+        """What `pack` returns, from shapes and dtypes alone: the tensors may be on the meta device."""
+        ...
+
+    def unpack(
+        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
+    ) -> tuple[SliceWeights | None, ...]:
+        """The inverse of `pack`, in the block's dtype: packing the result gives the same layouts and bytes. `out_features` by slice.
+
+        The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
+        """
+        ...
+
     def add_lora(
         self,
         y: torch.Tensor,

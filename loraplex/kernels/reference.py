@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,10 @@ def _accumulator(*dtypes: torch.dtype) -> torch.dtype:
 class StockPacking:
     """The stock layout of a block, shared by the backends that read rows of torch tensors."""
 
+    @property
+    def adapter_format(self) -> str:
+        return "rows.1"
+
     def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
         return layout_block(slices, compute_dtype)[0]
 
@@ -89,6 +94,19 @@ class StockPacking:
                 _copy_part(s.bias, out, layout.bias_offset, layout.dtype)
         return layouts
 
+    def packed_layouts(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    ) -> tuple[SliceLayout | None, ...]:
+        return layout_block(slices, compute_dtype)[1]
+
+    def unpack(
+        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
+    ) -> tuple[SliceWeights | None, ...]:
+        return tuple(
+            None if layout is None else _unpack_slice(layout, in_features, width, block)
+            for layout, width in zip(layouts, out_features, strict=True)
+        )
+
 
 def _copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
     """One part and the gap behind it: equal adapters have equal bytes, and nothing of a victim stays."""
@@ -97,6 +115,17 @@ def _copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtyp
     end = offset + tensor.numel() * dtype.itemsize
     out[offset:end].view(dtype).view(tensor.shape).copy_(tensor)
     out[end : offset + align(end - offset)].zero_()
+
+
+def _unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block: torch.Tensor) -> SliceWeights:
+    def part(offset: int, *shape: int) -> torch.Tensor | None:
+        if offset == ABSENT:
+            return None
+        return block[offset : offset + math.prod(shape) * layout.dtype.itemsize].view(layout.dtype).view(shape)
+
+    lora_a = part(layout.a_offset, layout.rank, in_features)
+    lora_b = part(layout.b_offset, out_features, layout.rank)
+    return SliceWeights(lora_a, lora_b, part(layout.bias_offset, out_features), layout.scale)
 
 
 class StockWeights:

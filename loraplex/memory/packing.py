@@ -17,7 +17,7 @@ from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget
 from loraplex.distributed import shard_bias, shard_lora_a, shard_lora_b
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import SliceLayout, SliceWeights
+from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights
 
 BaseBias = Callable[[str], torch.Tensor | None]
 """Module name -> this shard's slice of the base bias, None for a module without one."""
@@ -61,6 +61,7 @@ class Packer:
         self, targets: Sequence[LoraTarget], backend: KernelBackend, compute_dtype: torch.dtype, base_bias: BaseBias
     ) -> None:
         self._targets = sorted(targets, key=lambda target: target.layer)
+        self._by_name = {target.name: target for target in targets}
         self._backend = backend
         self._compute_dtype = compute_dtype
         self._base_bias = base_bias
@@ -86,6 +87,39 @@ class Packer:
         """Bytes of an adapter of rank 1 on every target: a yardstick for how many adapters a budget may hold."""
         dtype = self._compute_dtype
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
+
+    def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
+        """The tensors of a block, in its dtype; they may lie in `view`, the memory of the block's extent on the host."""
+        target = self._by_name[block.target_name]
+        widths = [s.out_features for s in target.slices]
+        return self._backend.unpack(block.layouts, target.in_features, widths, view[block.offset :])
+
+    def repack(self, block: PackedBlock, slices: Sequence[SliceWeights | None], view: torch.Tensor) -> None:
+        """Write a block whose tensors have the shapes and dtypes that `unpack` gave."""
+        layouts = self._backend.pack(slices, self._compute_dtype, view[block.offset :])
+        assert tuple(layouts) == block.layouts, f"{block.target_name}: a block of another layout"
+
+    def check_layout(self, layout: PackedLayout) -> None:
+        """ValueError unless an adapter of this model is laid out so: then kernels that read by it stay inside its extents."""
+        sizes: list[int] = []
+        last_layer: int | None = None
+        targets = iter(self._targets)
+        for block in layout.blocks:
+            target = next((target for target in targets if target.name == block.target_name), None)
+            if target is None:
+                raise ValueError(f"a block of {block.target_name}, which the model does not have there")
+            if target.layer != last_layer:
+                sizes.append(0)
+                last_layer = target.layer
+            slices = _shapes_of(block, target)
+            nbytes = self._backend.packed_nbytes(slices, self._compute_dtype)
+            layouts = self._backend.packed_layouts(slices, self._compute_dtype)
+            place = (block.extent_index, block.offset)
+            if nbytes == 0 or place != (len(sizes) - 1, sizes[-1]) or layouts != block.layouts:
+                raise ValueError(f"the block of {block.target_name} is not laid out as this model's are")
+            sizes[-1] += nbytes
+        if tuple(sizes) != layout.sizes:
+            raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {sizes}")
 
     def _slice(self, model: LoRAModel, target: LoraTarget, index: int) -> SliceWeights | None:
         layer = model.get_lora(target.slices[index].module_name)
@@ -141,7 +175,26 @@ class PackingPlan:
 
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")  # only shapes and dtypes decide a size
+    return [_shape(1, target.in_features, s.out_features, dtype) for s in target.slices]
 
-    return [SliceWeights(empty(1, target.in_features), empty(s.out_features, 1), None, 1.0) for s in target.slices]
+
+def _shapes_of(block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
+    """Tensors without memory from which `block` could have been packed. Raises ValueError for another number of slices."""
+    return [
+        None
+        if layout is None
+        else _shape(
+            layout.rank, target.in_features, s.out_features, layout.dtype, layout.bias_offset != ABSENT, layout.scale
+        )
+        for s, layout in zip(target.slices, block.layouts, strict=True)
+    ]
+
+
+def _shape(
+    rank: int, in_features: int, out_features: int, dtype: torch.dtype, has_bias: bool = False, scaling: float = 1.0
+) -> SliceWeights:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")  # only shapes and dtypes decide a layout
+
+    lora_a, lora_b = (empty(rank, in_features), empty(out_features, rank)) if rank else (None, None)
+    return SliceWeights(lora_a, lora_b, empty(out_features) if has_bias else None, scaling)

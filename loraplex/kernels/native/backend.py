@@ -62,6 +62,20 @@ class NativeBackend(TorchBackend):
     ) -> tuple[SliceLayout | None, ...]:
         return lora.pack(self.library, slices, out)
 
+    @property
+    def adapter_format(self) -> str:
+        return f"panels{lora.panel_columns(self.library)}.1"
+
+    def packed_layouts(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    ) -> tuple[SliceLayout | None, ...]:
+        return lora.layout_block(slices)[1]
+
+    def unpack(
+        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
+    ) -> tuple[SliceWeights | None, ...]:
+        return lora.unpack(self.library, layouts, in_features, out_features, block)
+
     def add_lora(
         self,
         y: torch.Tensor,

@@ -20,6 +20,9 @@ PART_WIDTH = 8
 OVERREAD_WIDTH = 16
 """A width that is no multiple of this has room for PART_WIDTH more elements behind it."""
 
+PANEL_COLUMNS = {"avx512": 64, "avx2": 64, "portable": 48}
+"""kLoraPanel of csrc/lora_layout.h: columns of a panel, by instruction set."""
+
 NO_SLICE = (0,) * 9
 
 # ------------------------------------------------------------------------------------------------------------- packing
@@ -82,8 +85,16 @@ def _layout(
 def _part_bytes(depth: int, columns: int, dtype: torch.dtype) -> int:
     if depth == 0 or columns == 0:
         return 0
-    width = -(-columns // PART_WIDTH) * PART_WIDTH
+    width = _part_width(columns)
     return align((depth * width + width % OVERREAD_WIDTH) * dtype.itemsize)
+
+
+def _part_width(columns: int) -> int:
+    return -(-columns // PART_WIDTH) * PART_WIDTH
+
+
+def panel_columns(library: NativeLibrary) -> int:
+    return PANEL_COLUMNS[library.isa]
 
 
 def pack(
@@ -125,6 +136,46 @@ def _rows(matrix: torch.Tensor) -> torch.Tensor:
     if matrix.dtype == torch.float64:
         matrix = matrix.to(torch.float32)
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def unpack(
+    library: NativeLibrary,
+    layouts: Sequence[SliceLayout | None],
+    in_features: int,
+    out_features: Sequence[int],
+    block: torch.Tensor,
+) -> tuple[SliceWeights | None, ...]:
+    """As KernelBackend.unpack; A and B are copies, biases lie in `block`."""
+    ranks = [0 if layout is None else layout.rank for layout in layouts]
+    panel = panel_columns(library)
+    rows: list[torch.Tensor] = []
+    whole = next((layout for layout in layouts if layout is not None and layout.rank), None)
+    if whole is not None:
+        together = _unpack_part(block[whole.a_offset :].view(whole.dtype), in_features, sum(ranks), panel)
+        rows += torch.split(together, ranks)
+    slices: list[SliceWeights | None] = []
+    for index, (layout, width) in enumerate(zip(layouts, out_features, strict=True)):
+        if layout is None:
+            slices.append(None)
+            continue
+        a = b = bias = None
+        if layout.rank:
+            a, b = rows[index], _unpack_part(block[layout.b_offset :].view(layout.dtype), layout.rank, width, panel)
+        if layout.bias_offset != ABSENT:
+            bias = block[layout.bias_offset : layout.bias_offset + 4 * width].view(torch.float32)
+        slices.append(SliceWeights(a, b, bias, layout.scale))
+    return tuple(slices)
+
+
+def _unpack_part(part: torch.Tensor, depth: int, columns: int, panel: int) -> torch.Tensor:
+    """[columns, depth] from the panels that `part` begins with."""
+    width = _part_width(columns)
+    matrix = torch.empty(columns, depth, dtype=part.dtype)
+    for first in range(0, columns, panel):
+        stride = min(panel, width - first)
+        rows = part[first * depth : (first + stride) * depth].view(depth, stride)
+        matrix[first : first + panel] = rows[:, : min(stride, columns - first)].T
+    return matrix
 
 
 # ------------------------------------------------------------------------------------------------------------ the call
