@@ -168,3 +168,43 @@ def shard_outputs(model: LoRAModel, size: int, rank: int) -> dict[str, torch.Ten
             x = x.chunk(size, dim=1)[rank]
         outputs[target.name] = output(layout, memory, targets, target, x, "reference")
     return outputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layout_of_this_model_is_known_and_others_are_not(backend: str) -> None:
+    """Whatever else a file says: kernels would read beyond an extent."""
+    packer = Packer(TARGETS, get_backend(backend, CPU), torch.float32, BASE_BIAS.get)
+    layout = pack(make_model("content", rank=5), TARGETS, backend)[0]
+    packer.check_layout(layout)
+    packer.check_layout(PackedLayout((), ()))
+    first, *rest = layout.blocks
+    (part, *parts) = first.layouts
+    assert part is not None
+
+    def with_part(**changes: object) -> PackedLayout:
+        return replace(layout, blocks=(replace(first, layouts=(replace(part, **changes), *parts)), *rest))
+
+    wrong = [
+        with_part(rank=6),
+        with_part(rank=0),
+        with_part(a_offset=64),
+        with_part(b_offset=part.b_offset + 64),
+        with_part(bias_offset=-1),
+        with_part(dtype=torch.float64 if backend == "native" else torch.bfloat16),
+        replace(layout, sizes=(layout.sizes[0] + 64, *layout.sizes[1:])),
+        replace(layout, sizes=(*layout.sizes, 64)),
+        replace(layout, blocks=tuple(rest)),
+        replace(layout, blocks=tuple(reversed(layout.blocks))),
+        replace(layout, blocks=(first, *layout.blocks)),
+        replace(layout, blocks=(replace(first, offset=64), *rest)),
+        replace(layout, blocks=(replace(first, extent_index=1), *rest)),
+        replace(layout, blocks=(replace(first, target_name="other"), *rest)),
+        replace(layout, blocks=(replace(first, layouts=first.layouts[:-1]), *rest)),
+        replace(layout, blocks=(replace(first, layouts=(None,) * len(first.layouts)), *rest)),
+    ]
+    for index, each in enumerate(wrong):
+        try:
+            packer.check_layout(each)
+        except ValueError:
+            continue
+        pytest.fail(f"case {index} is taken")
