@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ from tests.memory.rig import BASE_BIAS, CPU, TARGETS, FakeClock, make_model
 FORM = "reference rows.1 float32 0123abcd"
 DIGEST = "ab12" * 16
 ROOM = 1 << 30
+ROOT = Path(__file__).resolve().parents[2]
 NUM_PAGES = 3
 """Pages of the files that `fill` writes: a header and two of weights."""
 
@@ -63,6 +65,7 @@ def adapter_of(sizes: Sequence[int], seed: int = 0, blocks: Sequence[PackedBlock
     return PackedLayout(tuple(sizes), tuple(blocks)), views, [checksum(view) for view in views]
 
 
+@functools.cache
 def real_adapter(rank: int = 5) -> tuple[Packer, Adapter]:
     packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
     plan = packer.plan(make_model("content", rank))
@@ -733,7 +736,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     """They write the same files, read and evict each other's, all at once: never a wrong byte, never a half file."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WORK, str(seed), str(tmp_path), "400"], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", WORK, str(seed), str(tmp_path), "300"], stderr=subprocess.PIPE, text=True, cwd=ROOT
         )
         for seed in range(3)
     ]

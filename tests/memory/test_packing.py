@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.memory.packing import PackedLayout, Packer
 from tests.kernels.cases import BACKENDS as KERNELS
-from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model
+from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model, make_targets
 
 BACKENDS = tuple(backend.name for backend in KERNELS)
 
@@ -208,3 +209,33 @@ def test_a_layout_of_this_model_is_known_and_others_are_not(backend: str) -> Non
         except ValueError:
             continue
         pytest.fail(f"case {index} is taken")
+
+
+def test_a_form_names_all_that_decides_the_bytes() -> None:
+    """Backend, dtypes, targets, shards, the base's biases; it is the same in the next process."""
+
+    def form(
+        backend: str = "reference",
+        targets: Sequence[LoraTarget] = TARGETS,
+        compute_dtype: torch.dtype = torch.float32,
+        base_bias: Mapping[str, torch.Tensor] = BASE_BIAS,
+        lora_dtype: str = "auto",
+    ) -> str:
+        return Packer(targets, get_backend(backend, CPU), compute_dtype, base_bias.get).form(lora_dtype)
+
+    name = next(iter(BASE_BIAS))
+    shard = [replace(TARGETS[0], shard=Shard(0, 2)), *TARGETS[1:]]
+    forms = [
+        form(),
+        form(targets=TARGETS[:-1]),
+        form(targets=shard),
+        form(compute_dtype=torch.bfloat16),
+        form(base_bias={}),
+        form(base_bias=BASE_BIAS | {name: BASE_BIAS[name] + 1}),
+        form(base_bias=BASE_BIAS | {name: BASE_BIAS[name].bfloat16()}),
+        form(lora_dtype="bfloat16"),
+    ]
+    assert len(set(forms)) == len(forms)
+    assert form() == form("torch") == form(targets=make_targets())  # stock backends share a layout
+    if "native" in BACKENDS:
+        assert form("native") != form()
