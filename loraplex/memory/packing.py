@@ -8,6 +8,7 @@ What a block holds is the backend's business; here it is a number of opaque byte
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,22 @@ class Packer:
         """Bytes of an adapter of rank 1 on every target: a yardstick for how many adapters a budget may hold."""
         dtype = self._compute_dtype
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
+
+    def form(self, lora_dtype: str) -> str:
+        """Names all that decides an adapter's packed bytes beside its content: with equal forms, each other's copies may be used.
+
+        lora_dtype: of the settings; adapters are cast to it when they are read.
+        """
+        model = hashlib.blake2b(digest_size=16)
+        for target in self._targets:
+            model.update(repr(target).encode())
+            for s in target.slices:
+                bias = self._base_bias(s.module_name)
+                if bias is not None:
+                    model.update(f"{s.module_name} {bias.dtype} {tuple(bias.shape)}".encode())
+                    model.update(bias.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        compute_dtype = str(self._compute_dtype).removeprefix("torch.")
+        return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}"
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
         """The tensors of a block, in its dtype; they may lie in `view`, the memory of the block's extent on the host."""

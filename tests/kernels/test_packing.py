@@ -1,15 +1,20 @@
 """packed_nbytes, pack and the views of the slot table: what goes in comes out, aligned, in one dtype, without residue.
 
-The views are of the stock layout; what the native layout holds is checked by what the kernels make of it (native/test_lora.py).
+The views are of the stock layout; what the native layout holds is checked by what the kernels make of it (native/test_lora.py), and by
+`unpack`, which every backend has.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, best_isa, load
 from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, POISON, make_table, make_target, make_weights, same_bits
 
 TARGET = make_target(37, (24, 5, 9))
@@ -74,3 +79,87 @@ def test_too_little_room_is_refused(backend: Any) -> None:
     weights = make_weights(TARGET, (5, 3, 12), FP32, False, torch.Generator().manual_seed(0))
     with pytest.raises(ValueError, match="does not fit in 64"):
         backend.pack(weights, FP32, torch.empty(64, dtype=torch.uint8))
+
+
+# --------------------------------------------------------------------------------------------------------------- unpack
+
+
+def each_library() -> list[Any]:
+    """Every backend, the native one once per instruction set of this machine."""
+    found: list[Any] = [b for b in BACKENDS if b.name != "native"]
+    for isa in ISAS:
+        with suppress(*LOAD_ERRORS):
+            if ISAS.index(isa) >= ISAS.index(best_isa()):
+                found.append(NativeBackend(load(isa), 1))
+    return found
+
+
+def name_of(backend: Any) -> str:
+    return f"native-{backend.library.isa}" if isinstance(backend, NativeBackend) else str(backend.name)
+
+
+def pack(backend: Any, weights: Any, compute_dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    block = torch.full((backend.packed_nbytes(weights, compute_dtype) + 64,), POISON, dtype=torch.uint8)
+    return backend.pack(weights, compute_dtype, block), block
+
+
+@pytest.mark.parametrize("backend", each_library(), ids=name_of)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16, torch.float64], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    "ranks", [(1, 1, 1), (5, None, 12), (48, 5, 5), (0, 3, None), (12, 48, 0), (None, 0, None), (70, 65, 200)], ids=str
+)
+def test_unpack_is_the_inverse_of_pack(
+    backend: Any, dtype: torch.dtype, has_bias: bool, ranks: tuple[int | None, ...]
+) -> None:
+    target = make_target(37, (130, 5, 48))
+    weights = make_weights(target, ranks, dtype, has_bias, torch.Generator().manual_seed(0))
+    layouts, block = pack(backend, weights, BF16)
+    found = backend.unpack(layouts, 37, (130, 5, 48), block)
+    for got, given, layout in zip(found, weights, layouts, strict=True):
+        assert (got is None) == (given is None)
+        if got is None or given is None:
+            continue
+        assert got.scaling == given.scaling
+        for part, original in ((got.lora_a, given.lora_a), (got.lora_b, given.lora_b), (got.bias, given.bias)):
+            assert (part is None) == (original is None)
+            if part is not None:
+                assert same_bits(part, original.to(part.dtype))
+        assert all(part.dtype == layout.dtype for part in (got.lora_a, got.lora_b) if part is not None)
+    again, same = pack(backend, found, BF16)
+    assert again == layouts
+    assert torch.equal(same, block)
+
+
+@pytest.mark.parametrize("backend", each_library(), ids=name_of)
+def test_unpack_keeps_the_bits_of_nan(backend: Any) -> None:
+    weights = make_weights(TARGET, (5, 3, 12), BF16, True, torch.Generator().manual_seed(0))
+    noise = torch.Generator().manual_seed(1)
+    for s in weights:
+        for part in (s.lora_a, s.lora_b):
+            part.view(torch.int16).random_(-(2**15), 2**15, generator=noise)
+    layouts, block = pack(backend, weights, BF16)
+    for got, given in zip(backend.unpack(layouts, 37, (24, 5, 9), block), weights, strict=True):
+        assert same_bits(got.lora_a, given.lora_a)
+        assert same_bits(got.lora_b, given.lora_b)
+
+
+@each_backend
+@pytest.mark.parametrize("ranks", [(5, None, 12), (0, 3, None)], ids=str)
+def test_layouts_are_known_from_shapes_alone(backend: Any, ranks: tuple[int | None, ...]) -> None:
+    weights = make_weights(TARGET, ranks, FP16, True, torch.Generator().manual_seed(0))
+    layouts, _ = pack(backend, weights, FP32)
+    empty = [
+        s and replace(s, **{n: t.to("meta") for n in ("lora_a", "lora_b", "bias") if (t := getattr(s, n)) is not None})
+        for s in weights
+    ]
+    assert backend.packed_layouts(empty, FP32) == layouts
+
+
+def test_layouts_that_differ_have_names_that_differ() -> None:
+    """The portable library's panels are narrower than the others'; stock torch has one layout on every machine."""
+    weights = make_weights(make_target(37, (130,)), (48,), BF16, False, torch.Generator().manual_seed(0))
+    blocks: dict[str, torch.Tensor] = {}
+    for backend in each_library():
+        _, block = pack(backend, weights, BF16)
+        assert torch.equal(blocks.setdefault(backend.adapter_format, block), block), name_of(backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.memory.packing import PackedLayout, Packer
 from tests.kernels.cases import BACKENDS as KERNELS
-from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model
+from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta, make_model, make_targets
 
 BACKENDS = tuple(backend.name for backend in KERNELS)
 
@@ -168,3 +169,73 @@ def shard_outputs(model: LoRAModel, size: int, rank: int) -> dict[str, torch.Ten
             x = x.chunk(size, dim=1)[rank]
         outputs[target.name] = output(layout, memory, targets, target, x, "reference")
     return outputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layout_of_this_model_is_known_and_others_are_not(backend: str) -> None:
+    """Whatever else a file says: kernels would read beyond an extent."""
+    packer = Packer(TARGETS, get_backend(backend, CPU), torch.float32, BASE_BIAS.get)
+    layout = pack(make_model("content", rank=5), TARGETS, backend)[0]
+    packer.check_layout(layout)
+    packer.check_layout(PackedLayout((), ()))
+    first, *rest = layout.blocks
+    (part, *parts) = first.layouts
+    assert part is not None
+
+    def with_part(**changes: object) -> PackedLayout:
+        return replace(layout, blocks=(replace(first, layouts=(replace(part, **changes), *parts)), *rest))
+
+    wrong = [
+        with_part(rank=6),
+        with_part(rank=0),
+        with_part(a_offset=64),
+        with_part(b_offset=part.b_offset + 64),
+        with_part(bias_offset=-1),
+        with_part(dtype=torch.float64 if backend == "native" else torch.bfloat16),
+        replace(layout, sizes=(layout.sizes[0] + 64, *layout.sizes[1:])),
+        replace(layout, sizes=(*layout.sizes, 64)),
+        replace(layout, blocks=tuple(rest)),
+        replace(layout, blocks=tuple(reversed(layout.blocks))),
+        replace(layout, blocks=(first, *layout.blocks)),
+        replace(layout, blocks=(replace(first, offset=64), *rest)),
+        replace(layout, blocks=(replace(first, extent_index=1), *rest)),
+        replace(layout, blocks=(replace(first, target_name="other"), *rest)),
+        replace(layout, blocks=(replace(first, layouts=first.layouts[:-1]), *rest)),
+        replace(layout, blocks=(replace(first, layouts=(None,) * len(first.layouts)), *rest)),
+    ]
+    for index, each in enumerate(wrong):
+        try:
+            packer.check_layout(each)
+        except ValueError:
+            continue
+        pytest.fail(f"case {index} is taken")
+
+
+def test_a_form_names_all_that_decides_the_bytes() -> None:
+    """Backend, dtypes, targets, shards, the base's biases; it is the same in the next process."""
+
+    def form(
+        backend: str = "reference",
+        targets: Sequence[LoraTarget] = TARGETS,
+        compute_dtype: torch.dtype = torch.float32,
+        base_bias: Mapping[str, torch.Tensor] = BASE_BIAS,
+        lora_dtype: str = "auto",
+    ) -> str:
+        return Packer(targets, get_backend(backend, CPU), compute_dtype, base_bias.get).form(lora_dtype)
+
+    name = next(iter(BASE_BIAS))
+    shard = [replace(TARGETS[0], shard=Shard(0, 2)), *TARGETS[1:]]
+    forms = [
+        form(),
+        form(targets=TARGETS[:-1]),
+        form(targets=shard),
+        form(compute_dtype=torch.bfloat16),
+        form(base_bias={}),
+        form(base_bias=BASE_BIAS | {name: BASE_BIAS[name] + 1}),
+        form(base_bias=BASE_BIAS | {name: BASE_BIAS[name].bfloat16()}),
+        form(lora_dtype="bfloat16"),
+    ]
+    assert len(set(forms)) == len(forms)
+    assert form() == form("torch") == form(targets=make_targets())  # stock backends share a layout
+    if "native" in BACKENDS:
+        assert form("native") != form()
