@@ -23,6 +23,7 @@ def assert_noticed(data: torch.Tensor, changed: torch.Tensor) -> None:
     assert checksum(data) != checksum(changed)
 
 
+@settings(deadline=None)
 @given(nbytes=LENGTHS, seed=st.integers(0, 3), fill=st.sampled_from([None, 0, 0xFF, 0x7F, 0x80]))
 def test_numpy_and_torch_agree(nbytes: int, seed: int, fill: int | None) -> None:
     data = noise(nbytes, seed) if fill is None else torch.full((nbytes,), fill, dtype=torch.uint8)
@@ -43,7 +44,7 @@ def test_a_view_inside_an_arena_has_the_number_of_its_bytes() -> None:
     assert checksum(view) == checksum(view.clone()) == checksum(view, is_summed_by_torch=True)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 @given(nbytes=LENGTHS.filter(bool), fill=st.sampled_from([None, 0, 0xFF]), data=st.data())
 def test_one_flipped_bit_is_noticed(nbytes: int, fill: int | None, data: st.DataObject) -> None:
     before = noise(nbytes) if fill is None else torch.full((nbytes,), fill, dtype=torch.uint8)
@@ -52,7 +53,7 @@ def test_one_flipped_bit_is_noticed(nbytes: int, fill: int | None, data: st.Data
     assert_noticed(before, after)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 @given(nbytes=LENGTHS.filter(bool), fill=st.sampled_from([None, 0]), data=st.data())
 def test_a_changed_run_is_noticed(nbytes: int, fill: int | None, data: st.DataObject) -> None:
     before = noise(nbytes) if fill is None else torch.zeros(nbytes, dtype=torch.uint8)
@@ -66,7 +67,7 @@ def test_a_changed_run_is_noticed(nbytes: int, fill: int | None, data: st.DataOb
         assert_noticed(before, after)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 @given(nbytes=LENGTHS.filter(bool), piece=st.sampled_from([8, 64, ROW_BYTES]), data=st.data())
 def test_pieces_that_changed_places_are_noticed(nbytes: int, piece: int, data: st.DataObject) -> None:
     """Words, cache lines, pages."""

@@ -57,6 +57,7 @@ def layout_of(sizes: list[int], dtype: torch.dtype) -> PackedLayout:
 # ------------------------------------------------------------------------------------------------------------- lossless
 
 
+@settings(deadline=None)
 @given(
     lines=st.lists(st.integers(0, 900), max_size=4),
     dtype=st.sampled_from([FP32, FP16, BF16, torch.float64]),
@@ -129,7 +130,7 @@ def test_the_stated_ratio_of_weights(dtype: torch.dtype, most: float) -> None:
 
 
 @each_backend
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(
     rank=st.sampled_from([1, 5, 12, 48]),
     dtype=st.sampled_from([FP32, FP16, BF16]),

@@ -394,6 +394,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     value=JSON | st.tuples(st.just([640, 64]), st.lists(st.tuples(st.text(), JSON, JSON, st.lists(JSON)), max_size=3))
 )
