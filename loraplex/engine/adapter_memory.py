@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget
 from loraplex.engine.adapter_opener import read_spec
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
@@ -44,24 +41,15 @@ def build_manager(
         host_arena=host_arena,
         on_digest_dropped=blocks.drop_digest,
         events=events,
-        disk_tier=lambda packer: open_disk_tier(lora, targets, model, backend, packer),
+        disk_tier=lambda packer: open_disk_tier(lora, packer),
     )
     model.bind_lora(manager.table, backend)
     return manager
 
 
-def open_disk_tier(
-    lora: LoRAConfig, targets: Sequence[LoraTarget], model: Decoder, backend: KernelBackend, packer: Packer
-) -> DiskCache | None:
-    """Packed adapters on disk, in a form that names all that packing depends on beside the adapter; None when it is off."""
+def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:
+    """Packed adapters on disk; None when the disk tier is off."""
     if lora.disk_memory_bytes == 0 or lora.disk_cache_dir == "none":
         return None
     folder = default_folder() / "adapters" if lora.disk_cache_dir is None else Path(lora.disk_cache_dir)
-    biases = hashlib.blake2b(digest_size=16)
-    for target in targets:
-        for part in target.slices:
-            bias = model.base_bias(part.module_name)
-            biases.update(b"-" if bias is None else bias.float().cpu().contiguous().numpy().tobytes())
-    shape = hashlib.blake2b(repr(targets).encode(), digest_size=16).hexdigest()
-    form = f"{backend.adapter_format} {model.activation_dtype} {lora.lora_dtype} {shape} {biases.hexdigest()}"
-    return DiskCache(folder, lora.disk_memory_bytes, form, packer.check_layout)
+    return DiskCache(folder, lora.disk_memory_bytes, packer.form(lora.lora_dtype), packer.check_layout)

@@ -86,7 +86,8 @@ class EngineCore:
         if self.is_stalled:
             return ended
         try:
-            tokens = self._run_with_what_is_left(plan)
+            with self._memory_in_use(plan.step_id):
+                tokens = self._run(plan)
         except Exception as error:
             if is_device_lost(error):
                 raise DeviceLostError(f"the device does not answer any more: {error}") from error
@@ -104,20 +105,16 @@ class EngineCore:
         self._num_steps += not self.is_stalled
         return plan
 
-    def _run_with_what_is_left(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
+    def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
         """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it writes again."""
         try:
-            return self._run(plan)
+            return self._runner.launch(plan).result()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._caretaker.monitor.alarm(f"a step could not allocate memory: {error}")
             self._caretaker.monitor.tick()
-        return self._run(plan)
-
-    def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
-        with self._memory_in_use(plan.step_id):
-            return self._runner.launch(plan).result()
+        return self._runner.launch(plan).result()
 
     def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
         with self._profiler.part("commit"):

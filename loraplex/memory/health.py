@@ -66,7 +66,7 @@ class AdapterHealth:
     def next_diagnosis(self) -> int | None:
         """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read anew.
 
-        From the second try on the disk tier's copy is not trusted either. Cases of contents that are gone are closed.
+        From the second try on copies on disk or compressed are not trusted either. Cases of contents that are gone are closed.
         """
         with self._store.lock:
             for gone in [case.digest for case in self._recovery if case.digest not in self._store.weights]:
@@ -81,7 +81,7 @@ class AdapterHealth:
             self._store.evict_to_source(weights)
             weights.is_restoring = weights.num_pinned > 0
             if case.num_tries > 1:
-                self._store.forget_on_disk(weights)
+                self._store.forget_copies(weights)
             return next(iter(weights.adapters))
 
     @contextmanager

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from loraplex.core import Tier
 from loraplex.errors import AdapterError, EngineShutdownError
-from loraplex.memory.stored import Demand, StoredWeights
+from loraplex.memory.compressed_copies import CompressedCopies
+from loraplex.memory.loading import Loader
+from loraplex.memory.stored import Demand, StoredAdapter, StoredWeights
 from loraplex.memory.tiers import Budget
 from loraplex.memory.transfers import Transfers
 from loraplex.memory.weight_store import WeightStore
 
 
 class Housekeeping:
-    """Thread-safe: takes the store's lock."""
+    """Thread-safe: takes the store's lock. release: returns a reference to an adapter, with all that follows from the last one."""
 
-    def __init__(self, store: WeightStore, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        transfers: Transfers,
+        loader: Loader,
+        release: Callable[[StoredAdapter], None],
+    ) -> None:
         self._store = store
         self._transfers = transfers
+        self._loader = loader
+        self._release = release
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         """One in `share` (at least one) of the adapters that nobody used for `idle_s` leaves a tier, longest idle first; how many.
@@ -33,8 +45,30 @@ class Housekeeping:
             idle = [each for each in self._idle(cache) if each.last_used_s <= oldest_s]
             leaving = sorted(idle, key=lambda each: each.last_used_s)[: -(-len(idle) // share)]
             for each in leaving:
-                self._let_go(each, cache, "idle")
+                if store.compressed is not None and cache is store.host:
+                    self._compress_soon(each, store.compressed)
+                else:
+                    self._let_go(each, cache, "idle")
             return len(leaving)
+
+    def _compress_soon(self, weights: StoredWeights, copies: CompressedCopies) -> None:
+        """Held as by a request until a loader thread has compressed it; then it leaves, unless somebody wants it meanwhile."""
+        adapter = next(iter(weights.adapters.values()))
+        adapter.count_running(1)
+        self._loader.submit(partial(self._compress, adapter, copies))
+
+    def _compress(self, adapter: StoredAdapter, copies: CompressedCopies) -> None:
+        store, weights = self._store, adapter.weights
+        assert weights.layout is not None
+        assert weights.host is not None
+        views = [store.host.pool.view(extent) for extent in weights.host.extents]
+        kept = copies.compress(weights.layout, views, weights.checksums)
+        with store.lock:
+            self._release(adapter)
+            is_unwanted = weights.is_idle and weights.wanted_in_pass < store.room.pass_id - 1
+            if is_unwanted and weights.digest in store.weights and copies.put(weights.digest, kept):
+                store.counters.num_compressed += 1
+                self._let_go(weights, store.host, "compressed")
 
     def release_idle(self) -> int:
         """All that nobody uses leaves the device and, where that is the same memory, the host; returns the bytes."""
@@ -45,7 +79,7 @@ class Housekeeping:
             for each in self._idle(cache) if cache.policy.evicts else []:
                 released += each.nbytes
                 self._let_go(each, cache, "low_memory")
-            return released
+            return released + (0 if store.compressed is None else store.compressed.clear())
 
     def prefetch(self, adapter_id: int, cause: str) -> bool:
         """Bring an adapter nearer that nobody has asked for yet; whether anything was begun."""

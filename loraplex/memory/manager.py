@@ -39,7 +39,7 @@ from loraplex.memory.protocols import AdapterMapping, HasAdapterId
 from loraplex.memory.report import memory_report
 from loraplex.memory.stats import MemoryStats
 from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
-from loraplex.memory.tiers import build_tiers
+from loraplex.memory.tiers import build_tiers, compressed_copies
 from loraplex.memory.transfers import Transfers
 from loraplex.memory.weight_reader import WeightReader
 from loraplex.memory.weight_store import WeightStore
@@ -93,12 +93,13 @@ class LoRAModelManager:
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
         self.table = device.table
         self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        self._store = WeightStore(host, device, clock, events or EventLog(), disk)
-        reader = WeightReader(packer, host, disk, lora_config.num_loader_threads)
+        compressed = compressed_copies(lora_config, packer)
+        self._store = WeightStore(host, device, clock, events or EventLog(), disk, compressed)
+        reader = WeightReader(packer, host, disk, compressed, lora_config.num_loader_threads)
         damage = DamageControl(self._store)
         self._transfers = Transfers(self._store, reader, self._loader, damage)
         self.health = AdapterHealth(self._store, self._transfers, damage)
-        self.housekeeping = Housekeeping(self._store, self._transfers)
+        self.housekeeping = Housekeeping(self._store, self._transfers, self._loader, self._release)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
@@ -351,7 +352,9 @@ class LoRAModelManager:
         """All adapters that resolve, in the order in which they were added."""
         with self._lock:
             return [
-                adapter.residency(self._store.is_on_disk(adapter.weights), self.health.state_of(adapter.weights.digest))
+                adapter.residency(
+                    self._store.resting_tier(adapter.weights), self.health.state_of(adapter.weights.digest)
+                )
                 for adapter in self._adapters.values()
             ]
 

@@ -13,7 +13,8 @@ from loraplex.core import Tier, WaitsFor
 class MemoryCounters:
     """Running totals.
 
-    loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by the tier that was read. evictions: by tier and reason: `device_room`,
+    loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by what was read.
+    evictions: by tier and reason: `device_room`,
     `host_room` (somebody else needed the room), `verb` (by name). misses: references that had to wait or to promote first.
     damaged: copies whose bytes had changed; suspended, recovered: contents that gave wrong results, and then right ones again.
     """
@@ -29,6 +30,7 @@ class MemoryCounters:
     num_drops: int = 0
     num_hits: int = 0
     num_misses: int = 0
+    num_compressed: int = 0
     num_damaged: int = 0
     num_suspended: int = 0
     num_recovered: int = 0

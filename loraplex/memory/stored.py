@@ -114,13 +114,13 @@ class StoredAdapter:
                 f"adapter {self.name!r} (id {self.adapter_id}) was removed meanwhile; add it again"
             )
 
-    def residency(self, is_on_disk: bool, fault: str | None) -> AdapterResidency:
-        """is_on_disk: the disk tier has its content. fault: why it is suspended."""
+    def residency(self, resting_tier: Tier, fault: str | None) -> AdapterResidency:
+        """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is suspended."""
         weights = self.weights
         is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
         return AdapterResidency(
             adapter_id=self.adapter_id,
-            tier=Tier.DISK if is_out and is_on_disk else _TIERS[weights.state],
+            tier=resting_tier if is_out else _TIERS[weights.state],
             lora_slot=weights.lora_slot if weights.is_on_device else None,
             nbytes=self.spec.nbytes if weights.layout is None else weights.nbytes,
             num_running=self.num_running,

@@ -18,6 +18,8 @@ from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget, Tier
 from loraplex.kernels.plan import SlotTable
 from loraplex.memory.arena import Arena, Extent, LoRAMemoryPool
+from loraplex.memory.compressed_copies import HOST_SHARE, CompressedCopies
+from loraplex.memory.compression import get_compression
 from loraplex.memory.eviction import EvictionPolicy, get_policy
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.stats import TierStats
@@ -137,12 +139,23 @@ def build_tiers(
     pool = LoRAMemoryPool(arena)
     host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
     name = lora_config.eviction_policy
-    host = HostCache(host_pool, lora_config.host_memory_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
+    host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
+    host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
     most = host.max_bytes if host_arena is None else arena.num_bytes
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
     device_pool = None if host_arena is None else pool
     max_bytes = min(lora_config.adapter_memory_bytes, most)
     return host, DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
+
+
+def compressed_bytes(lora_config: LoRAConfig) -> int:
+    """The part of the host's budget that is for compressed copies."""
+    return 0 if lora_config.host_compression == "none" else lora_config.host_memory_bytes // HOST_SHARE
+
+
+def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopies | None:
+    compression = get_compression(lora_config.host_compression, packer)
+    return None if compression is None else CompressedCopies(compression, compressed_bytes(lora_config))
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:

@@ -199,7 +199,7 @@ class Transfers:
 
     def _count_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
         store, weights, cause = self._store, job.weights, job.demand.cause
-        seconds, nbytes, origin = store.clock() - job.began_s, loaded.layout.nbytes, loaded.origin.value
+        seconds, nbytes, origin = store.clock() - job.began_s, loaded.layout.nbytes, loaded.origin
         store.counters.loads[cause] += 1
         store.counters.loads_from[origin] += 1
         store.counters.load_s += seconds

@@ -1,4 +1,4 @@
-"""Packed weights into host memory, from the nearest place that has them: the disk tier, else the source.
+"""Packed weights into host memory, from the nearest place that has them: a compressed copy, the disk tier, the source.
 
 What was read from a source is written to the disk tier at once, while it is in the processor's cache: then leaving the host costs nothing,
 and coming back is one read. Runs without any lock, in any thread.
@@ -15,11 +15,14 @@ import torch
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.memory.checksum import checksum
+from loraplex.memory.compressed_copies import CompressedCopies
 from loraplex.memory.disk_cache import DiskCache, DiskRead
 from loraplex.memory.loading import read_weights
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.stored import LoadJob
 from loraplex.memory.tiers import HostCache, Place
+
+COMPRESSED = "compressed"
 
 Reserve = Callable[[tuple[int, ...]], Place]
 """Host memory in pieces of these sizes, for the job under way. May wait; raises AdapterMemoryError."""
@@ -27,26 +30,50 @@ Reserve = Callable[[tuple[int, ...]], Place]
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What a load brought. checksums: of the extents; origin: the tier that was read."""
+    """What a load brought. checksums: of the extents; origin: what was read, `compressed`, `disk` or `source`."""
 
     layout: PackedLayout
     checksums: tuple[int, ...]
-    origin: Tier
+    origin: str
 
 
 class WeightReader:
     """At most `max_concurrent` reads at once; waiting for memory does not count."""
 
-    def __init__(self, packer: Packer, host: HostCache, disk: DiskCache | None, max_concurrent: int) -> None:
+    def __init__(
+        self,
+        packer: Packer,
+        host: HostCache,
+        disk: DiskCache | None,
+        compressed: CompressedCopies | None,
+        max_concurrent: int,
+    ) -> None:
         self._packer = packer
         self._host = host
         self._disk = disk
+        self._compressed = compressed
         self._busy = threading.BoundedSemaphore(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve` raises."""
-        loaded = None if self._disk is None else self._from_disk(self._disk, job.weights.digest, reserve)
+        digest = job.weights.digest
+        loaded = None if self._compressed is None else self._from_compressed(self._compressed, digest, reserve)
+        if loaded is None and self._disk is not None:
+            loaded = self._from_disk(self._disk, digest, reserve)
         return loaded or self._from_source(job, reserve)
+
+    def _from_compressed(self, copies: CompressedCopies, digest: str, reserve: Reserve) -> LoadedWeights | None:
+        kept = copies.get(digest)
+        if kept is None:
+            return None
+        views = self._views(reserve(kept.layout.sizes))
+        with self._busy:
+            copies.compression.restore(kept.copy, kept.layout, views)
+            checksums = tuple(checksum(view) for view in views)
+        copies.drop(digest)
+        if kept.checksums not in (None, checksums):
+            return None  # damaged at rest: the next place is asked
+        return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
     def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:
         stored = disk.read_layout(digest)
@@ -55,7 +82,7 @@ class WeightReader:
         views = self._views(reserve(stored.layout.sizes))
         with self._busy:
             outcome = disk.read_into(digest, views)
-        return LoadedWeights(stored.layout, stored.checksums, Tier.DISK) if outcome is DiskRead.DONE else None
+        return LoadedWeights(stored.layout, stored.checksums, Tier.DISK.value) if outcome is DiskRead.DONE else None
 
     def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         with self._busy:
@@ -67,7 +94,7 @@ class WeightReader:
             checksums = tuple(checksum(view) for view in views)
             if self._disk is not None:
                 self._disk.write(job.weights.digest, layout, views, checksums)
-        return LoadedWeights(layout, checksums, Tier.SOURCE)
+        return LoadedWeights(layout, checksums, Tier.SOURCE.value)
 
     def _views(self, place: Place) -> list[torch.Tensor]:
         return [self._host.pool.view(extent) for extent in place.extents]

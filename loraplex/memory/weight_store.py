@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from loraplex.core import WaitsFor
+from loraplex.core import Tier, WaitsFor
 from loraplex.errors import DeviceLostError, EngineShutdownError
 from loraplex.events import EventKind, EventLog
+from loraplex.memory.compressed_copies import CompressedCopies
 from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.quarantine import Quarantine
 from loraplex.memory.room import Room
@@ -30,11 +31,13 @@ class WeightStore:
         clock: Callable[[], float],
         events: EventLog,
         disk: DiskCache | None = None,
+        compressed: CompressedCopies | None = None,
     ) -> None:
         self.lock = threading.Condition(threading.Lock())
         self.host = host
         self.device = device
         self.disk = disk
+        self.compressed = compressed
         self.is_shared = device.pool is None  # both tiers are one memory
         self.quarantine = Quarantine(host.pool if device.pool is None else device.pool)
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
@@ -96,11 +99,16 @@ class WeightStore:
             self.leave_device(weights)
         self.leave_host(weights)
 
-    def is_on_disk(self, weights: StoredWeights) -> bool:
-        return self.disk is not None and self.disk.has(weights.digest)
+    def resting_tier(self, weights: StoredWeights) -> Tier:
+        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its source."""
+        if self.compressed is not None and self.compressed.get(weights.digest) is not None:
+            return Tier.HOST
+        return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
 
-    def forget_on_disk(self, weights: StoredWeights) -> None:
-        """Drop the disk tier's copy."""
+    def forget_copies(self, weights: StoredWeights) -> None:
+        """Drop the compressed copy and the disk tier's."""
+        if self.compressed is not None:
+            self.compressed.drop(weights.digest)
         if self.disk is not None:
             self.disk.drop(weights.digest)
 
@@ -109,7 +117,7 @@ class WeightStore:
         if weights.job is not None:
             return
         self.evict_to_source(weights)
-        self.forget_on_disk(weights)
+        self.forget_copies(weights)
         tell(self.events, EventKind.DROP, weights, "is gone from every tier")
         del self.weights[weights.digest]
         self.dropped.append(weights.digest)

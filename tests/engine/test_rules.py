@@ -10,8 +10,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from loraplex import LLM, LoRAConfig, LoRARequest, SamplingParams
+from loraplex import LLM, LoRARequest, SamplingParams
 from loraplex.adapters.registry import LoadStatus
 from loraplex.errors import (
     AdapterConflictError,
@@ -36,92 +35,18 @@ from loraplex.errors import (
     PromptTooLongError,
 )
 from tests.engine.driver import Driver, packed_nbytes
-from tests.fixtures import ADAPTER_OPTIONS, TARGET_MODULES, GreedyCase, ModelZoo
-
-PROMPT_LENGTH = 20
-NUM_TOKENS = 16
-MAX_MODEL_LEN = 128
-NAMES = ("one", "two", "three", "four")
-OpenDriver = Callable[..., Driver]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A base model, four adapters of one size and two versions of a fifth; `cases[path]` are two prompts and what it says to them.
-
-    nbytes: what one of the adapters takes on the device.
-    """
-
-    base: Path
-    adapters: Mapping[str, Path]
-    versions: tuple[Path, Path]
-    cases: Mapping[Path | None, list[GreedyCase]]
-    nbytes: int
-
-
-@pytest.fixture(scope="module")
-def bench(zoo: ModelZoo) -> Bench:
-    base = zoo.base("llama")
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
-    paths = [zoo.adapter(base, config, seed=40 + index) for index in range(len(NAMES) + 2)]
-    cases = {path: zoo.fit_cases(base, path, count=2, length=PROMPT_LENGTH) for path in (None, *paths)}
-    adapters = dict(zip(NAMES, paths, strict=False))
-    return Bench(base, adapters, (paths[-2], paths[-1]), cases, packed_nbytes(base, paths[0]))
-
-
-@pytest.fixture
-def open_driver(bench: Bench) -> Iterator[OpenDriver]:
-    """Makes engines; after the test, rule 11 holds in all of them."""
-    drivers: list[Driver] = []
-
-    def make(*, is_lora_on: bool = True, lora: Mapping[str, Any] | None = None, **settings: Any) -> Driver:
-        config = LoRAConfig(**(lora or {}))
-        settings = {"max_model_len": MAX_MODEL_LEN, **settings}
-        drivers.append(Driver(bench.base, config, is_lora_on=is_lora_on, **settings))
-        return drivers[-1]
-
-    yield make
-    for driver in drivers:
-        driver.check_idle()
-        driver.close()
-
-
-@pytest.fixture
-def driver(open_driver: OpenDriver, bench: Bench) -> Driver:
-    """An engine with room for everything, and the four adapters loaded."""
-    return loaded(open_driver(), bench)
-
-
-def loaded(driver: Driver, bench: Bench) -> Driver:
-    for name, path in bench.adapters.items():
-        driver.registry.load(name, str(path))
-    return driver
-
-
-class Asked:
-    """One request for an adapter of the bench (None: the base), and whether it got the oracle's answer."""
-
-    def __init__(
-        self, driver: Driver, bench: Bench, name: str | None, which: int = 0, num_tokens: int = NUM_TOKENS
-    ) -> None:
-        self.case = bench.cases[None if name is None else bench.adapters[name]][which]
-        self._driver = driver
-        self._num_tokens = num_tokens
-        self.request_id = driver.submit(self.case.prompt_token_ids, name, max_tokens=num_tokens)
-
-    def check(self) -> None:
-        assert self._driver.tokens(self.request_id) == self.case.output_token_ids[: self._num_tokens]
-
-
-def content_of(driver: Driver, name: str) -> tuple[int | None, bytes]:
-    """The adapter's lora_slot and its packed bytes, as kernels find them."""
-    ref = driver.registry.resolve(name)
-    store = driver.engine.adapters._store
-    host = store.weights[ref.adapter_digest].host
-    assert host is not None
-    packed = b"".join(store.host.pool.view(extent).numpy().tobytes() for extent in host.extents)
-    return driver.registry.describe(name).lora_slot, packed
-
+from tests.engine.rules_bench import (
+    MAX_MODEL_LEN,
+    NAMES,
+    NUM_TOKENS,
+    PROMPT_LENGTH,
+    Asked,
+    Bench,
+    OpenDriver,
+    content_of,
+    loaded,
+)
+from tests.fixtures import ADAPTER_OPTIONS, ModelZoo
 
 # --------------------------------------------------------------------------------------------------------------- rule 1
 

@@ -1,0 +1,220 @@
+"""What an engine does about wrong results and damaged memory: only the requests of the adapter at fault notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from loraplex.errors import AdapterFaultError, BaseModelFaultError, EngineError
+from loraplex.events import EventKind
+from loraplex.memory.recovery import BACKOFF_S
+from loraplex.metrics import MemoryMode
+from tests.engine.driver import Driver
+from tests.engine.rules_bench import Asked, Bench, OpenDriver, loaded
+
+NAN_BYTE = 0xFF
+
+
+def poison(driver: Driver, name: str) -> None:
+    """NaN in the memory of an adapter, with checksums that call it good: as if it had been loaded so."""
+    from loraplex.memory.checksum import checksum
+
+    store = driver.engine.adapters._store
+    weights = store.weights[driver.registry.resolve(name).adapter_digest]
+    assert weights.host is not None
+    views = [store.host.pool.view(extent) for extent in weights.host.extents]
+    for view in views:
+        view.fill_(NAN_BYTE)
+    weights.checksums = tuple(checksum(view) for view in views)
+
+
+def flip(driver: Driver, name: str) -> None:
+    store = driver.engine.adapters._store
+    weights = store.weights[driver.registry.resolve(name).adapter_digest]
+    assert weights.host is not None
+    store.host.pool.view(weights.host.extents[0])[3] ^= 1
+
+
+def kinds(driver: Driver) -> list[EventKind]:
+    return [event.kind for event in driver.engine.take_events() if event.kind in (EventKind.FAULT, EventKind.RECOVERY)]
+
+
+def settle(driver: Driver, is_settled: Callable[[], bool]) -> None:
+    """Steps of an idle engine, until a diagnosis has ended."""
+    for _ in range(200):
+        driver.step()
+        if is_settled():
+            return
+        driver.engine.adapters.wait_for_change(0.05)
+    raise AssertionError("it does not settle")
+
+
+def is_well(driver: Driver, name: str) -> bool:
+    return driver.engine.adapters.health.refusal(driver.registry.resolve(name).adapter_id) is None
+
+
+def test_nan_suspends_one_adapter_whose_weights_are_read_anew(driver: Driver, bench: Bench) -> None:
+    asked = [Asked(driver, bench, name, which) for name in (None, "one", "two") for which in range(2)]
+    driver.step(3)
+    poison(driver, "one")
+    driver.finish()
+    for each in asked:
+        if asked.index(each) in (2, 3):
+            with pytest.raises((AdapterFaultError, EngineError)) as caught:
+                each.check()
+            assert "not finite" in str(caught.value) or "NaN" in str(caught.value)
+        else:
+            each.check()
+    settle(driver, lambda: is_well(driver, "one"))
+    assert set(kinds(driver)) == {EventKind.FAULT, EventKind.RECOVERY}
+    again = Asked(driver, bench, "one")
+    driver.finish()
+    again.check()
+
+
+def test_while_it_is_suspended_its_requests_are_refused_at_once_and_told_when_to_try_again(
+    driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    health = driver.engine.adapters.health
+    monkeypatch.setattr(health._recovery, "_clock", lambda: clock[0])
+    adapter_id = driver.registry.resolve("one").adapter_id
+    diagnosis = driver.engine._caretaker._diagnosis
+    monkeypatch.setattr(diagnosis, "what_is_wrong", lambda digest, slot: "it is odd")
+    for name in ("one", "two"):
+        Asked(driver, bench, name)
+    driver.step(2)
+    poison(driver, "one")
+    driver.finish()
+    settle(driver, lambda: "odd" in (health.suspended().get(adapter_id) or ""))
+    refusal = health.refusal(adapter_id)
+    assert refusal is not None
+    assert refusal.retry_after_s == BACKOFF_S[0]
+    assert "odd" in (driver.registry.describe("one").error or "")
+    for wait_s in BACKOFF_S[1:]:
+        clock[0] += health.refusal(adapter_id).retry_after_s  # type: ignore[union-attr]
+        settle(driver, lambda wait_s=wait_s: health.refusal(adapter_id).retry_after_s == wait_s)  # type: ignore[misc]
+    monkeypatch.undo()
+    monkeypatch.setattr(health._recovery, "_clock", lambda: clock[0] + BACKOFF_S[-1])
+    settle(driver, lambda: is_well(driver, "one"))
+
+
+def test_a_base_that_answers_otherwise_ends_the_engine(driver: Driver, bench: Bench) -> None:
+    diagnosis = driver.engine._caretaker._diagnosis
+    assert diagnosis.is_base_well()
+    asked = Asked(driver, bench, "one")
+    driver.step(2)
+    poison(driver, "one")
+    diagnosis._base = (1, 2, 3)
+    with pytest.raises(BaseModelFaultError, match="diagnostic prompt"):
+        driver.finish()
+        driver.step(2)
+    driver.engine._caretaker._in_diagnosis = None
+    diagnosis._base = None
+    driver.finish()
+    with pytest.raises((AdapterFaultError, EngineError)):
+        asked.check()
+
+
+def test_answers_are_recorded_when_the_engine_is_idle(driver: Driver, bench: Bench) -> None:
+    asked = [Asked(driver, bench, name) for name in ("one", "two")]
+    driver.finish()
+    diagnosis = driver.engine._caretaker._diagnosis
+    digests = [driver.registry.resolve(name).adapter_digest for name in ("one", "two")]
+    before = driver.stats
+    driver.step(2)
+    assert all(diagnosis.has(digest) for digest in digests)
+    after = driver.stats
+    assert (after.num_adapter_hits, after.num_generated_tokens) == (
+        before.num_adapter_hits,
+        before.num_generated_tokens,
+    )
+    for each in asked:
+        each.check()
+
+
+def test_damage_under_a_running_request_ends_it_and_is_restored(driver: Driver, bench: Bench) -> None:
+    asked = [Asked(driver, bench, name) for name in (None, "one", "two")]
+    driver.step(3)
+    flip(driver, "one")
+    caretaker = driver.engine._caretaker
+    caretaker._last_scrub_s -= 60
+    driver.finish()
+    asked[0].check()
+    asked[2].check()
+    with pytest.raises(AdapterFaultError, match="damaged"):
+        asked[1].check()
+    again = Asked(driver, bench, "one")
+    driver.finish()
+    again.check()
+    assert kinds(driver) == [EventKind.FAULT, EventKind.RECOVERY]
+
+
+def test_damage_at_rest_is_restored_from_the_disk_tier(open_driver: OpenDriver, bench: Bench, tmp_path: Path) -> None:
+    driver = loaded(open_driver(lora={"disk_cache_dir": str(tmp_path)}), bench)
+    flip(driver, "one")
+    asked = Asked(driver, bench, "one")
+    driver.finish()
+    asked.check()
+    loads = [event for event in driver.engine.take_events() if event.kind is EventKind.LOAD]
+    assert loads[-1].details["origin"] == "disk"
+
+
+def test_a_vanished_source_is_served_from_the_disk_tier(open_driver: OpenDriver, bench: Bench, tmp_path: Path) -> None:
+    import shutil
+
+    copy = shutil.copytree(bench.adapters["one"], tmp_path / "copy")
+    driver = loaded(open_driver(lora={"disk_cache_dir": str(tmp_path / "disk")}), bench)
+    driver.registry.load("mine", str(copy))
+    driver.registry.unload("one")
+    shutil.rmtree(copy)
+    driver.registry.evict("mine")
+    driver.registry.evict("mine")
+    assert driver.registry.describe("mine").tier == "disk"
+    request_id = driver.submit(bench.cases[bench.adapters["one"]][0].prompt_token_ids, "mine", max_tokens=8)
+    driver.finish()
+    assert driver.tokens(request_id) == bench.cases[bench.adapters["one"]][0].output_token_ids[:8]
+    driver.registry.unload("mine")
+    assert not list((tmp_path / "disk").rglob("*.lora")) or len(list((tmp_path / "disk").rglob("*.lora"))) == 3
+
+
+def test_a_step_without_memory_runs_again_in_low_memory_mode(
+    driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Asked(driver, bench, name) for name in (None, "one")]
+    driver.step(2)
+    runner, failures = driver.engine._runner, [MemoryError("no memory")]
+    launch = runner.launch
+
+    def failing(plan: object) -> object:
+        if failures:
+            raise failures.pop()
+        return launch(plan)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "launch", failing)
+    driver.finish()
+    for each in asked:
+        each.check()
+    report = driver.engine.memory_report()
+    assert report.mode is MemoryMode.LOW_MEMORY
+    assert report.history[-1].mode is MemoryMode.LOW_MEMORY
+
+
+def test_in_low_memory_mode_base_and_adapters_still_answer_and_it_ends(driver: Driver, bench: Bench) -> None:
+    monitor = driver.engine._caretaker.monitor
+    clock = [0.0]
+    monitor._clock = lambda: clock[0]
+    monitor._memory._system_pressure = lambda: 0.99  # type: ignore[attr-defined]
+    clock[0] = 1e9
+    asked = [Asked(driver, bench, name) for name in (None, "one", "two")]
+    driver.finish()
+    for each in asked:
+        each.check()
+    assert monitor.mode is MemoryMode.LOW_MEMORY
+    monitor._memory._system_pressure = lambda: 0.1  # type: ignore[attr-defined]
+    for _ in range(4):
+        clock[0] += 10
+        driver.step()
+    assert monitor.mode is MemoryMode.NORMAL
