@@ -107,12 +107,6 @@ class Arena:
         """The memory of an extent, uint8."""
         return self.memory[extent.offset : extent.end]
 
-    def fence(self, chunk: int) -> None:  # STUB
-        self.fenced = getattr(self, "fenced", []) + [chunk]
-
-    def release_pages(self) -> int:  # STUB
-        return 0
-
     def _find(self, num_chunks: int, from_end: bool) -> range | None:
         order = range(self.num_chunks - 1, -1, -1) if from_end else range(self.num_chunks)
         length = 0

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -334,11 +333,6 @@ class LoRAModelManager:
     def digest_of(self, adapter_id: int) -> str:
         with self._lock:
             return self._adapter(adapter_id).weights.digest
-
-    def compact(self, max_bytes: int, deadline_s: float) -> Any:  # STUB
-        from types import SimpleNamespace
-
-        return SimpleNamespace(num_chunks_freed=0)
 
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
