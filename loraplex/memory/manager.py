@@ -24,12 +24,14 @@ from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError
-from loraplex.events import EventLog
+from loraplex.events import EventKind, EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.arena import Arena
+from loraplex.memory.compaction import CompactionResult, Compactor
 from loraplex.memory.integrity import check_integrity
 from loraplex.memory.loading import Loader, LoaderThreads
 from loraplex.memory.packing import BaseBias, Packer
+from loraplex.memory.pressure import reclaim_chunks
 from loraplex.memory.protocols import AdapterMapping, HasAdapterId
 from loraplex.memory.report import memory_report
 from loraplex.memory.stats import MemoryStats
@@ -58,7 +60,8 @@ class LoRAModelManager:
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine (pinned for a
     GPU); then weights are copied to `arena`. open_weights: reads the source of a spec, in any thread. base_bias: this shard's slice
-    of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone.
+    of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone. ask_kv: asks the KV cache
+    for chunks of `arena` (LoRAMemoryPool).
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LoRAModelManager:
         host_arena: Arena | None = None,
         loader: Loader | None = None,
         on_digest_dropped: Callable[[str], None] | None = None,
+        ask_kv: Callable[[int], int] | None = None,
         events: EventLog | None = None,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
@@ -82,11 +86,12 @@ class LoRAModelManager:
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena)
+        (device.pool or host.pool).ask_kv = ask_kv
         self.table = device.table
         loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        self._store = WeightStore(
-            host, device, packer, loader, clock, lora_config.num_loader_threads, events or EventLog()
-        )
+        self._events = events or EventLog()
+        self._store = WeightStore(host, device, packer, loader, clock, lora_config.num_loader_threads, self._events)
+        self._compactor = Compactor(self._store, clock)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
@@ -150,6 +155,27 @@ class LoRAModelManager:
         """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
         with self._lock:
             self._lock.wait(timeout_s)
+
+    def reclaim_chunks(self, num_chunks: int) -> int:
+        """Evict idle adapters nobody waits for, until that many chunks of the arena came free; returns how many did.
+
+        Fewer when the rest is in use, pinned or within the adapters' floor. What a step in flight reads comes back with its commit.
+        """
+        with self._lock:
+            return reclaim_chunks(self._store, self._compactor, num_chunks)
+
+    def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
+        """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from any thread."""
+        result = self._compactor.run(max_bytes, deadline_s)
+        if result.num_chunks_freed:
+            self._events.add(
+                EventKind.COMPACTION,
+                f"compaction gave {result.num_chunks_freed} chunks back",
+                num_moved=result.num_moved,
+                nbytes=result.moved_bytes,
+                num_chunks=result.num_chunks_freed,
+            )
+        return result
 
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
 

@@ -14,7 +14,7 @@ class MemoryCounters:
     """Running totals.
 
     loads: finished ones, by what asked for them (add, request, prefetch, promote, pin). evictions: by tier and reason: `device_room`,
-    `host_room` (somebody else needed the room), `verb` (by name). misses: references that had to wait or to promote first.
+    `host_room` (somebody else needed the room), `kv_pressure` (the KV cache did), `verb` (by name). misses: references that had to wait or to promote first.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class MemoryStats:
 
     committed_bytes: of contents in use or pinned, each once: what cannot leave the device or, on a CPU, the host.
     retiring_bytes: freed, but steps that were launched before may still read them. num_waiting: contents that requests asked for in
-    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (arena.PoolStats).
+    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (pool.PoolStats).
     """
 
     device: TierStats
