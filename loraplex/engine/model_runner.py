@@ -41,6 +41,11 @@ class ModelRunner:
     def kv_block_bytes(self) -> int:
         return self._kv[0].nbytes
 
+    def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the KV of blocks to other blocks, between two steps."""
+        moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))
+        self._kv.index_copy_(0, torch.tensor(targets, device=self._kv.device), moved)
+
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
         """Run the plan. On a CPU the tokens are there when this returns."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from loraplex.core import Tier
+from loraplex.events import EventKind, EventLog
 from loraplex.memory.arena import Extent
 from loraplex.memory.pool import LoRAMemoryPool, Move
 from loraplex.memory.stored import StoredWeights
@@ -37,9 +38,10 @@ class CompactionResult:
 class Compactor:
     """Compacts the pools of both tiers: one where they share their memory."""
 
-    def __init__(self, store: WeightStore, clock: Callable[[], float]) -> None:
+    def __init__(self, store: WeightStore, clock: Callable[[], float], events: EventLog) -> None:
         self._store = store
         self._clock = clock
+        self._events = events
 
     def run(self, max_bytes: int, deadline_s: float) -> CompactionResult:
         """Until nothing more is to be had, `max_bytes` are moved, or the clock says `deadline_s`. Takes the lock again and again."""
@@ -55,6 +57,9 @@ class Compactor:
                         self._store.lock.notify_all()
                 total += done
                 is_moving = done.num_moved > 0
+        if total.num_chunks_freed:
+            text = f"compaction gave {total.num_chunks_freed} chunks back"
+            self._events.add(EventKind.COMPACTION, text, num_moved=total.num_moved, nbytes=total.moved_bytes)
         return total
 
     def sides(self) -> list[CompactionSide]:

@@ -24,7 +24,7 @@ from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
 from loraplex.errors import AdapterConflictError, AdapterNotFoundError
-from loraplex.events import EventKind, EventLog
+from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.arena import Arena
 from loraplex.memory.compaction import CompactionResult, Compactor
@@ -89,9 +89,9 @@ class LoRAModelManager:
         (device.pool or host.pool).ask_kv = ask_kv
         self.table = device.table
         loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        self._events = events or EventLog()
-        self._store = WeightStore(host, device, packer, loader, clock, lora_config.num_loader_threads, self._events)
-        self._compactor = Compactor(self._store, clock)
+        events = events or EventLog()
+        self._store = WeightStore(host, device, packer, loader, clock, lora_config.num_loader_threads, events)
+        self._compactor = Compactor(self._store, clock, events)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
         self._draining: dict[int, StoredAdapter] = {}
@@ -166,16 +166,7 @@ class LoRAModelManager:
 
     def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
         """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from any thread."""
-        result = self._compactor.run(max_bytes, deadline_s)
-        if result.num_chunks_freed:
-            self._events.add(
-                EventKind.COMPACTION,
-                f"compaction gave {result.num_chunks_freed} chunks back",
-                num_moved=result.num_moved,
-                nbytes=result.moved_bytes,
-                num_chunks=result.num_chunks_freed,
-            )
-        return result
+        return self._compactor.run(max_bytes, deadline_s)
 
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
 

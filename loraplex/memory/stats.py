@@ -14,7 +14,8 @@ class MemoryCounters:
     """Running totals.
 
     loads: finished ones, by what asked for them (add, request, prefetch, promote, pin). evictions: by tier and reason: `device_room`,
-    `host_room` (somebody else needed the room), `kv_pressure` (the KV cache did), `verb` (by name). misses: references that had to wait or to promote first.
+    `host_room` (somebody else needed the room), `kv_pressure` (the KV cache did), `verb` (by name). misses: references that
+    had to wait or to promote first.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
