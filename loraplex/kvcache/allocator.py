@@ -161,7 +161,7 @@ class KVBlockAllocator:
         """
         with self._lock:
             num_given = self._pool.give_back(num_chunks)
-            self._num_owed = max(0, num_chunks - num_given)
+            self._num_owed = min(num_chunks - num_given, self._pool.num_above_floor)
             return num_given
 
     @property

@@ -97,6 +97,11 @@ class BlockPool:
         """Chunks that it has now."""
         return len(self._num_used)
 
+    @property
+    def num_above_floor(self) -> int:
+        """Chunks that may be given back once nobody uses them."""
+        return max(0, len(self._num_used) - len(self._closed) - self._lender.floor)
+
     def num_refs(self, kv_block: int) -> int:
         return self._num_refs[kv_block]
 
@@ -151,7 +156,7 @@ class BlockPool:
     def give_back(self, num_chunks: int) -> int:
         """Return chunks without references, those with least cached content first; never below the floor. Returns how many."""
         idle = [chunk for chunk, used in self._num_used.items() if used == 0]
-        most = min(num_chunks, self._num_above_floor)
+        most = min(num_chunks, self.num_above_floor)
         leaving = heapq.nsmallest(most, idle, key=lambda chunk: (self._num_cached(chunk), -chunk))
         for chunk in leaving:
             self._return(chunk)
@@ -187,7 +192,7 @@ class BlockPool:
     def sparsest(self, num_chunks: int) -> list[int]:
         """Chunks to be vacated: fenced ones, and of the others as many as the floor allows, those with fewest references first."""
         fenced = [chunk for chunk in self._closed if self._num_used[chunk]]
-        most = min(num_chunks, self._num_above_floor)
+        most = min(num_chunks, self.num_above_floor)
         others = [chunk for chunk in self._num_used if chunk not in self._closed]
         return fenced + heapq.nsmallest(most, others, key=lambda chunk: (self._num_used[chunk], -chunk))
 
@@ -215,10 +220,6 @@ class BlockPool:
         self.release([source])
 
     # -------------------------------------------------------------------------------------------------------- inner part
-
-    @property
-    def _num_above_floor(self) -> int:
-        return max(0, len(self._num_used) - len(self._closed) - self._lender.floor)
 
     def _grow(self) -> bool:
         chunk = self._lender.lend()

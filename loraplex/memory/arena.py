@@ -139,6 +139,16 @@ class Arena:
                 self._set(chunk, owner)
             return chunks
 
+    def lend_at(self, owner: Owner, chunks: range) -> bool:
+        """Lend these, if all of them are free and within the limits."""
+        with self._lock:
+            is_free = chunks.start >= 0 and all(each is None for each in self._owners[chunks.start : chunks.stop])
+            if not is_free or chunks.stop > self.num_chunks or len(chunks) > self._num_lendable(owner):
+                return False
+            for chunk in chunks:
+                self._set(chunk, owner)
+            return True
+
     def give_back(self, owner: Owner, chunks: Iterable[int]) -> None:
         """The chunks are free again; those with a fence are fenced."""
         with self._lock:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from loraplex.core import Tier
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.arena import Extent
-from loraplex.memory.pool import LoRAMemoryPool, Move
+from loraplex.memory.moves import Move
+from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.stored import StoredWeights
 from loraplex.memory.tiers import Place
 from loraplex.memory.weight_store import WeightStore
