@@ -7,7 +7,6 @@ imported when it runs, so that `--help` is quick.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from loraplex import __version__
-from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
+from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.server.config import ServerConfig, ServerSettings
 
@@ -39,9 +38,6 @@ Flat = Parameter(name="*")
 Engine = Annotated[EngineSettings, Flat]
 Lora = Annotated[LoRAConfig, Flat]
 Listed = Parameter(consume_multiple=True)
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b?", re.IGNORECASE)
-_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -340,11 +336,8 @@ def parse_sizes(arguments: Sequence[str]) -> list[str]:
 
 
 def _bytes(text: str) -> str:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        return text
-    number, unit, is_binary = match.groups()
-    return str(int(float(number) * (1024 if is_binary else 1000) ** _POWERS[unit.lower()]))
+    size = parse_bytes(text)
+    return text if size is None else str(size)
 
 
 def _engine_config(

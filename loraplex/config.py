@@ -1,10 +1,12 @@
 """Settings, as frozen dataclasses. The command line takes its names, defaults and help from the fields.
 
-Sizes are bytes, times seconds. A setting that cannot be is a `ConfigError` that names it and its value.
+Sizes are bytes, times seconds. Where a `Size` may be given, it is a number of bytes, a text such as 4GiB or 512MB, or a share such as 40%.
+A setting that cannot be is a `ConfigError` that names it and its value.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,46 @@ DEFAULT_HOST_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 16 * 2**30
 
 
+Size = int | str
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b?", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(text: str) -> int | None:
+    """Bytes of 512MiB, 2GiB, 4GB; None for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    number, unit, is_binary = match.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** _POWERS[unit.lower()])
+
+
+def num_bytes(name: str, size: Size, whole: int | None) -> int:
+    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or nobody knows the whole."""
+    text = str(size).strip()
+    share = _SHARE.fullmatch(text)
+    parsed = int(text) if text.isdecimal() else parse_bytes(text)
+    if share is not None and float(share[1]) <= 100:
+        if whole is None:
+            of_what = (
+                "the machine's memory, which is not known"
+                if name == "device_memory"
+                else "device_memory, which is not set"
+            )
+            raise ConfigError(f"{name} is {text}, a share of {of_what}; give bytes")
+        parsed = int(whole * float(share[1]) / 100)
+    if parsed is None or parsed < 1:
+        raise ConfigError(f"{name} must be bytes > 0, a size such as 4GiB, or a share such as 40%, got {size!r}")
+    return parsed
+
+
+def _check_size(name: str, size: Size | None) -> None:
+    if size is not None:
+        num_bytes(name, size, 1 << 40)
+
+
 def setting(default: Any, text: str) -> Any:
     """A dataclass field with its help text beside it."""
     return field(default=default, metadata={"help": text})
@@ -28,6 +70,13 @@ def _require(is_fine: bool, text: str) -> None:
         raise ConfigError(text)
 
 
+def _require_one(name: str, size: Size | None, size_bytes: int, default: int) -> None:
+    _require(
+        size is None or size_bytes == default,
+        f"{name} ({size}) and {name}_bytes ({size_bytes}) are one setting; give one",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
     """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional bounds under vLLM's names."""
@@ -35,6 +84,12 @@ class LoRAConfig:
     adapter_memory_bytes: int = setting(DEFAULT_ADAPTER_BYTES, "device bytes for adapters")
     host_memory_bytes: int = setting(
         DEFAULT_HOST_BYTES, "host bytes for adapters; on a CPU it bounds device and host together"
+    )
+    adapter_memory: int | str | None = setting(
+        None, "adapter_memory_bytes as 4GiB, or as 40% of device_memory (default with device_memory: all of it)"
+    )
+    adapter_floor: int | str | None = setting(
+        None, "device memory that the KV cache never takes from adapters; needs device_memory (default: a tenth of it)"
     )
     max_loras: int | None = setting(
         None, "at most this many adapters on the device (vLLM's name; default: bytes decide)"
@@ -75,6 +130,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         _require(self.adapter_memory_bytes > 0, f"adapter_memory_bytes must be > 0, got {self.adapter_memory_bytes}")
+        _check_size("adapter_memory", self.adapter_memory)
+        _check_size("adapter_floor", self.adapter_floor)
+        _require_one("adapter_memory", self.adapter_memory, self.adapter_memory_bytes, DEFAULT_ADAPTER_BYTES)
         _require(self.host_memory_bytes > 0, f"host_memory_bytes must be > 0, got {self.host_memory_bytes}")
         _require(self.max_loras is None or self.max_loras > 0, f"max_loras must be > 0, got {self.max_loras}")
         floor = self.max_loras or 1
@@ -142,6 +200,20 @@ class EngineSettings:
     max_waiting_requests: int = setting(4096, "requests beyond this many waiting ones are refused with 429")
     block_size: int = setting(16, "tokens of a KV block")
     kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
+    device_memory: int | str | None = setting(
+        None,
+        "memory that KV cache and adapters share by demand: bytes, 4GiB, or 40% of the machine's or the GPU's (default: the "
+        "KV cache's and the adapters' added up, so that neither takes from the other)",
+    )
+    kv_cache_memory: int | str | None = setting(
+        None,
+        "kv_cache_memory_bytes as 4GiB, or as 40% of device_memory (default with device_memory: all but adapter_floor)",
+    )
+    kv_cache_floor: int | str | None = setting(
+        None,
+        "memory that adapters never take from the KV cache; needs device_memory (default: a tenth of it, and at least one request of "
+        "max_model_len)",
+    )
     kv_cache_dtype: str = setting(
         "auto", "auto (the model's), float32, float16 or bfloat16: how keys and values are kept"
     )
@@ -172,6 +244,13 @@ class EngineSettings:
             "kv_cache_memory_bytes",
         ):
             _require(getattr(self, name) >= 1, f"{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("device_memory", "kv_cache_memory", "kv_cache_floor"):
+            _check_size(name, getattr(self, name))
+        _require_one("kv_cache_memory", self.kv_cache_memory, self.kv_cache_memory_bytes, DEFAULT_KV_CACHE_BYTES)
+        _require(
+            self.kv_cache_floor is None or self.device_memory is not None,
+            f"kv_cache_floor ({self.kv_cache_floor}) needs device_memory: without it nobody takes from the KV cache",
+        )
         _require(self.block_size % 8 == 0, f"block_size must be a multiple of 8, got {self.block_size}")
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
@@ -201,4 +280,8 @@ class EngineConfig(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
+        _require(
+            self.lora is None or self.lora.adapter_floor is None or self.device_memory is not None,
+            "adapter_floor needs device_memory: without it nobody takes from the adapters",
+        )
         _require(bool(self.model), "model is empty; give a directory or a hub id")

@@ -40,9 +40,11 @@ def build_manager(
         base_bias=model.base_bias,
         host_arena=host_arena,
         on_digest_dropped=blocks.drop_digest,
+        ask_kv=blocks.give_back,
         events=events,
         disk_tier=lambda packer: open_disk_tier(lora, packer),
     )
+    blocks.reclaim = manager.reclaim_chunks
     model.bind_lora(manager.table, backend)
     return manager
 

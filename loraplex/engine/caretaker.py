@@ -46,7 +46,7 @@ def make_caretaker(
     """The caretaker of an engine with these parts, on the real clock."""
     lora = config.lora or LoRAConfig()
     forecast = Forecast(time.monotonic) if adapters is not None and lora.enable_prediction else None
-    memory = EngineMemory(adapters, blocks, backend, scheduler, system_pressure, forecast)
+    memory = EngineMemory(adapters, blocks, backend, scheduler, system_pressure, forecast, time.monotonic)
     thresholds = Thresholds(
         config.monitor_interval_s,
         config.high_pressure,

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
 from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.caretaker import Caretaker, make_caretaker
+from loraplex.engine.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
@@ -29,7 +29,7 @@ from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
-from loraplex.memory.arena import Arena, Owner
+from loraplex.memory.arena import KVShare
 from loraplex.memory.loading import is_device_lost, is_out_of_memory
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.stats import MemoryStats
@@ -42,8 +42,9 @@ from loraplex.profiler import STEP_PARTS, Profiler
 
 logger = logging.getLogger(__name__)
 
-MAX_DEFAULT_MODEL_LEN = 8192
-CHUNK_BYTES = 1 << 20
+MAX_VACATED_CHUNKS = 8
+"""Of a step: KV chunks that are emptied, by copying, for adapters that wait for memory."""
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -100,6 +101,8 @@ class EngineCore:
         with self._profiler.part("schedule"):
             if self._adapters is not None:
                 self._adapters.poll()
+            if self._blocks.num_chunks_owed:
+                self.vacate_kv(min(MAX_VACATED_CHUNKS, self._blocks.num_chunks_owed))
             plan = self._scheduler.schedule()
         self.is_stalled = not plan.sequences
         self._num_steps += not self.is_stalled
@@ -119,6 +122,10 @@ class EngineCore:
     def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
         with self._profiler.part("commit"):
             return self._scheduler.commit(plan, tokens)
+
+    def vacate_kv(self, num_chunks: int) -> int:
+        """Move KV blocks together between two steps, until that many chunks went back to the arena; returns how many did."""
+        return self._blocks.vacate(num_chunks, self._runner.move_kv_blocks)
 
     @contextlib.contextmanager
     def _memory_in_use(self, step_id: int) -> Iterator[None]:
@@ -268,10 +275,10 @@ def build_engine(
     backend = _backend(config, device, profiler)
     model = _load_model(config, path, model_config, dtype, backend, device, progress)
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    memory = _Memory.plan(config, model_config, model, getattr(torch, kv_cache_dtype), device)
-    blocks = KVBlockAllocator(memory.num_blocks, config.block_size, is_prefix_caching=config.enable_prefix_caching)
+    memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device)
+    blocks = _build_blocks(config, memory)
     events = EventLog()
-    adapters = None if config.lora is None else build_manager(config.lora, model, backend, memory.arena, blocks, events)
+    adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
     scheduler = Scheduler(
         blocks,
         adapters,
@@ -292,9 +299,9 @@ def build_engine(
         backend=backend.name,
         vocab_size=model_config.vocab_size,
         max_model_len=memory.max_model_len,
-        num_kv_blocks=memory.num_blocks,
+        num_kv_blocks=memory.num_kv_blocks,
         block_size=config.block_size,
-        adapter_memory_bytes=0 if config.lora is None else config.lora.adapter_memory_bytes,
+        adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
         kv_cache_dtype=kv_cache_dtype,
         backend_description=backend.description,
@@ -356,57 +363,11 @@ def _device(name: str) -> torch.device:
     return device
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """The arena with the KV cache's share taken out of it."""
-
-    arena: Arena
-    kv: torch.Tensor
-    num_blocks: int
-    max_model_len: int
-
-    @classmethod
-    def plan(
-        cls,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        model: Decoder,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-    ) -> _Memory:
-        """The KV cache takes whole chunks of `kv_cache_memory_bytes`; adapters have the rest."""
-        block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
-        num_blocks = config.kv_cache_memory_bytes // block_bytes
-        max_model_len = _max_model_len(config, model_config, num_blocks * config.block_size)
-        most = config.max_num_seqs * -(-max_model_len // config.block_size)
-        num_blocks = min(num_blocks, most)
-        blocks_per_chunk = max(1, min(num_blocks, CHUNK_BYTES // block_bytes))
-        num_kv_chunks = num_blocks // blocks_per_chunk
-        chunk_bytes = blocks_per_chunk * block_bytes
-        arena = Arena(num_kv_chunks * chunk_bytes + _adapter_bytes(config.lora, device), chunk_bytes, device)
-        chunks = arena.lend(Owner.KV, num_kv_chunks)
-        assert chunks is not None
-        num_blocks = num_kv_chunks * blocks_per_chunk
-        kv = arena.bytes_of(chunks).view(kv_dtype).view(model.kv_shape(num_blocks, config.block_size))
-        return cls(arena, kv, num_blocks, min(max_model_len, num_blocks * config.block_size))
-
-
-def _adapter_bytes(lora: LoRAConfig | None, device: torch.device) -> int:
-    """On a CPU host and device are one memory, and the host budget bounds both."""
-    if lora is None:
-        return 0
-    return max(lora.host_memory_bytes, lora.adapter_memory_bytes) if device.type == "cpu" else lora.adapter_memory_bytes
-
-
-def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_tokens: int) -> int:
-    wanted, allowed = config.max_model_len, model_config.max_model_len
-    if wanted is None:
-        wanted = min(allowed, MAX_DEFAULT_MODEL_LEN, kv_tokens)
-    if wanted > allowed:
-        raise ConfigError(f"max_model_len is {wanted}, the model's positions end at {allowed}; lower it")
-    if wanted > kv_tokens or wanted < 2:
-        raise ConfigError(
-            f"one request of max_model_len {config.max_model_len or allowed} tokens does not fit in the KV cache of "
-            f"{config.kv_cache_memory_bytes} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
-        )
-    return wanted
+def _build_blocks(config: EngineConfig, memory: MemoryPlan) -> KVBlockAllocator:
+    return KVBlockAllocator(
+        memory.num_kv_blocks,
+        config.block_size,
+        is_prefix_caching=config.enable_prefix_caching,
+        chunks=KVShare(memory.arena),
+        blocks_per_chunk=memory.blocks_per_chunk,
+    )

@@ -32,6 +32,7 @@ class EngineMemory:
         scheduler: Scheduler,
         system_pressure: Callable[[], float | None],
         forecast: Forecast | None,
+        clock: Callable[[], float],
     ) -> None:
         self._adapters = adapters
         self._blocks = blocks
@@ -39,6 +40,7 @@ class EngineMemory:
         self._scheduler = scheduler
         self._system_pressure = system_pressure
         self._forecast = forecast
+        self._clock = clock
 
     def look(self) -> MemoryLook:
         pressure = {"kv": 1 - self._blocks.num_free_blocks / self._blocks.num_blocks}
@@ -62,7 +64,11 @@ class EngineMemory:
         return 0 if self._adapters is None else self._adapters.housekeeping.reclaim_idle(tier, idle_s, share)
 
     def compact(self) -> int:
-        return 0 if self._adapters is None else self._adapters.compact(COMPACT_BYTES, COMPACT_S).num_chunks_freed
+        return (
+            0
+            if self._adapters is None
+            else self._adapters.compact(COMPACT_BYTES, self._clock() + COMPACT_S).num_chunks_freed
+        )
 
     def prefetch_predicted(self) -> int:
         if self._adapters is None or self._forecast is None:

@@ -46,6 +46,11 @@ class ModelRunner:
     def workspace_nbytes(self) -> int:
         return self._model.workspace_nbytes
 
+    def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the KV of blocks to other blocks, between two steps."""
+        moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))
+        self._kv.index_copy_(0, torch.tensor(targets, device=self._kv.device), moved)
+
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
         """Run the plan. On a CPU the tokens are there when this returns."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.core import Request
-from loraplex.kvcache.block_pool import BlockPool
+from loraplex.kvcache.block_pool import BlockPool, ChunkLender, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
 
 
@@ -28,13 +29,30 @@ class KVBlockAllocator:
     """Block tables over a `BlockPool`, sharing full blocks through a `PrefixCache`.
 
     A request's table covers positions [0, len(blocks) * block_size). Blocks are shared only when full and computed.
+    `num_blocks` and `num_free_blocks` are of the ceiling: what is not lent to the KV cache yet counts as free.
+
+    Tables are the engine's thread's; `give_back` and `fence` may come from any thread. `reclaim(num_chunks)`, called with no lock
+    held, asks the adapters for chunks; returns how many came.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, is_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        is_prefix_caching: bool = True,
+        chunks: ChunkLender | None = None,
+        blocks_per_chunk: int = 1,
+        reclaim: Callable[[int], int] | None = None,
+    ) -> None:
+        """`num_blocks` of its own, unless a lender of `chunks` is given."""
+        self.reclaim = reclaim
         self._block_size = block_size
         self._cache = PrefixCache() if is_prefix_caching else None
-        self._pool = BlockPool(num_blocks, on_reuse=None if self._cache is None else self._cache.forget)
+        self._pool = BlockPool(chunks or FixedChunks(num_blocks // blocks_per_chunk), blocks_per_chunk, self._cache)
         self._tables: dict[str, _Table] = {}
+        self._lock = threading.Lock()
+        self._num_owed = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
@@ -48,24 +66,30 @@ class KVBlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free_blocks
+        return self._pool.num_blocks - self._pool.num_used_blocks
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the arena that the KV cache has now."""
+        return self._pool.num_chunks
 
     def start(self, request: Request, token_ids: Sequence[int]) -> int:
         assert request.request_id not in self._tables, f"request {request.request_id} has a block table already"
         table = _Table(request.adapter_digest, [root_key(request.adapter_digest, request.cache_salt)])
-        self._tables[request.request_id] = table
-        if self._cache is None:
-            return 0
-        # The last token is always computed: the step needs its logits. Prompt logprobs need those of every token.
-        is_sharable = request.sampling_params.prompt_logprobs is None
-        for begin in range(0, len(token_ids) - self._block_size if is_sharable else 0, self._block_size):
-            key = next_key(table.keys[-1], token_ids[begin : begin + self._block_size])
-            kv_block = self._cache.find(key)
-            if kv_block is None:
-                break
-            self._pool.share(kv_block)
-            table.keys.append(key)
-            table.blocks.append(kv_block)
+        with self._lock:
+            self._tables[request.request_id] = table
+            if self._cache is None:
+                return 0
+            # The last token is always computed: the step needs its logits. Prompt logprobs need those of every token.
+            is_sharable = request.sampling_params.prompt_logprobs is None
+            for begin in range(0, len(token_ids) - self._block_size if is_sharable else 0, self._block_size):
+                key = next_key(table.keys[-1], token_ids[begin : begin + self._block_size])
+                kv_block = self._cache.find(key)
+                if kv_block is None:
+                    break
+                self._pool.share(kv_block)
+                table.keys.append(key)
+                table.blocks.append(kv_block)
         num_cached = len(table.blocks) * self._block_size
         table.num_queried, table.num_hit = len(token_ids), num_cached
         return num_cached
@@ -75,11 +99,21 @@ class KVBlockAllocator:
         missing = -(-num_tokens // self._block_size) - len(table.blocks)
         if missing <= 0:
             return True
-        blocks = self._pool.allocate(missing)
-        if blocks is None:
+        return self._allocate(table, missing) or (self._reclaim(missing) and self._allocate(table, missing))
+
+    def _allocate(self, table: _Table, count: int) -> bool:
+        with self._lock:
+            blocks = self._pool.allocate(count)
+        table.blocks += blocks or ()
+        return blocks is not None
+
+    def _reclaim(self, count: int) -> bool:
+        """Ask the adapters for what `count` blocks lack, if the ceiling allows; whether anything came."""
+        if self.reclaim is None:
             return False
-        table.blocks += blocks
-        return True
+        with self._lock:
+            num_chunks = self._pool.num_chunks_lacking(count)
+        return num_chunks > 0 and self.reclaim(num_chunks) > 0
 
     def block_table(self, request_id: str) -> Sequence[int]:
         return self._tables[request_id].blocks
@@ -95,40 +129,88 @@ class KVBlockAllocator:
             index = len(table.keys) - 1
             begin = index * self._block_size
             table.keys.append(next_key(table.keys[-1], token_ids[begin : begin + self._block_size]))
-            self._cache.publish(table.keys[-1], table.blocks[index], table.adapter_digest)
+            with self._lock:
+                if self._pool.is_usable(table.blocks[index]):
+                    self._cache.publish(table.keys[-1], table.blocks[index], table.adapter_digest)
 
     def free(self, request_id: str) -> None:
-        blocks = self._tables.pop(request_id).blocks
-        self._pool.release(reversed(blocks))
-        for (
-            kv_block
-        ) in blocks:  # what no prompt can share: memory that was touched is touched again, rather than new memory
-            if self._cache is None or not self._cache.has(kv_block):
-                self._pool.reuse_first(kv_block)
+        with self._lock:
+            self._pool.release(reversed(self._tables.pop(request_id).blocks))
 
     def drop_digest(self, adapter_digest: str) -> None:
         """Forget the KV of an adapter's content; its blocks are reused first. Running requests keep their own blocks."""
         if self._cache is not None:
-            for kv_block in self._cache.drop_digest(adapter_digest):
-                self._pool.reuse_first(kv_block)
+            with self._lock:
+                for kv_block in self._cache.drop_digest(adapter_digest):
+                    self._pool.reuse_first(kv_block)
 
     def reset_cache(self) -> None:
         """Forget every cached prefix (running requests keep their blocks)."""
         if self._cache is not None:
-            for kv_block in range(self._pool.num_blocks):
-                self._cache.forget(kv_block)
+            with self._lock:
+                for kv_block in self._pool.blocks():
+                    self._cache.forget(kv_block)
+                    self._pool.reuse_first(kv_block)
+
+    # ---------------------------------------------------------------------------------------------- chunks of the arena
+
+    def give_back(self, num_chunks: int) -> int:
+        """Return chunks that no request uses to the arena, with least cached content first; never below the floor.
+
+        From any thread. What could not be had is owed: see `num_chunks_owed`.
+        """
+        with self._lock:
+            num_given = self._pool.give_back(num_chunks)
+            self._num_owed = min(num_chunks - num_given, self._pool.num_above_floor)
+            return num_given
+
+    @property
+    def num_chunks_owed(self) -> int:
+        """Chunks that `give_back` could not return because requests use some of their blocks; `vacate` may."""
+        return self._num_owed
+
+    def vacate(self, num_chunks: int, move: Callable[[Sequence[int], Sequence[int]], None]) -> int:
+        """Move the blocks of sparsely used chunks into free blocks of others, and give the chunks back; returns how many.
+
+        move(sources, targets) copies the memory of blocks. Engine's thread only, while no step is in flight.
+        """
+        with self._lock:
+            self._num_owed = 0
+            num_given = self._pool.give_back(num_chunks)
+            chunks = self._pool.sparsest(num_chunks - num_given)
+            for index, chunk in enumerate(chunks):
+                sources = self._pool.used_blocks_of(chunk)
+                targets = self._pool.take_elsewhere(len(sources), besides=chunks[index:])
+                if targets is None:
+                    continue
+                move(sources, targets)
+                self._replace(dict(zip(sources, targets, strict=True)))
+                num_given += self._pool.give_back_chunk(chunk)
+            return num_given
+
+    def _replace(self, moved: dict[int, int]) -> None:
+        for source, target in moved.items():
+            self._pool.hand_over(source, target)
+        for table in self._tables.values():
+            table.blocks[:] = [moved.get(kv_block, kv_block) for kv_block in table.blocks]
+
+    def fence(self, chunk: int) -> None:
+        """Never use a chunk again: its free blocks go now, the others when their requests end or `vacate` moves them. From any thread."""
+        with self._lock:
+            self._pool.fence(chunk)
 
     def check_integrity(self) -> None:
         """Assert that references equal the tables that hold each block, and that the cache is consistent."""
-        self._pool.check_integrity()
-        expected = [0] * self._pool.num_blocks
-        for table in self._tables.values():
-            assert len(set(table.blocks)) == len(table.blocks), "a block stands twice in one table"
-            for kv_block in table.blocks:
-                expected[kv_block] += 1
-        for kv_block, refs in enumerate(expected):
-            assert self._pool.num_refs(kv_block) == refs, (
-                f"KV block {kv_block} has {self._pool.num_refs(kv_block)} references, not {refs}"
-            )
-        if self._cache is not None:
-            self._cache.check_integrity()
+        with self._lock:
+            self._pool.check_integrity()
+            expected = dict.fromkeys(self._pool.blocks(), 0)
+            for table in self._tables.values():
+                assert len(set(table.blocks)) == len(table.blocks), "a block stands twice in one table"
+                for kv_block in table.blocks:
+                    expected[kv_block] += 1
+            for kv_block, refs in expected.items():
+                assert self._pool.num_refs(kv_block) == refs, (
+                    f"KV block {kv_block} has {self._pool.num_refs(kv_block)} references, not {refs}"
+                )
+            if self._cache is not None:
+                self._cache.check_integrity()

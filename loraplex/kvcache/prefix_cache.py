@@ -61,6 +61,13 @@ class PrefixCache:
         if not blocks:
             del self._blocks_of_digest[adapter_digest]
 
+    def rename(self, kv_block: int, new_block: int) -> None:
+        """What `kv_block` holds, if it is cached, is in `new_block` now."""
+        if kv_block in self._entry_of:
+            key, adapter_digest = self._entry_of[kv_block]
+            self.forget(kv_block)
+            self.publish(key, new_block, adapter_digest)
+
     def drop_digest(self, adapter_digest: str) -> list[int]:
         """Forget every block of an adapter's content; returns them."""
         blocks = list(self._blocks_of_digest.get(adapter_digest, ()))

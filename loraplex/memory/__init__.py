@@ -1,6 +1,9 @@
 """Where adapters' weights are: tiers, room, residency.
 
-arena.py         one flat memory in chunks for KV cache and adapters; LoRAMemoryPool, its adapter side
+arena.py         one flat memory in chunks, lent to KV cache and adapters within floors and ceilings; pages.py: its pages
+pool.py          LoRAMemoryPool: extents in the adapters' chunks; space.py, holes.py: what lies where, what is free
+compaction.py    extents moved out of sparse chunks; moves.py: which, and where to
+pressure.py      adapters that leave for the KV cache
 quarantine.py    freed memory on its way back while launched steps may read it
 packing.py       tensors to packed blocks, one extent per decoder layer
 eviction.py      who goes first

@@ -1,11 +1,10 @@
-"""One flat piece of memory in chunks, lent to the KV cache and to adapters; the adapters' side hands out extents.
+"""One flat piece of memory in chunks, lent to the KV cache and to adapters by demand.
 
-    Arena            chunks: who has which                        KV takes them from the front, adapters from the back
-    LoRAMemoryPool   extents inside the adapters' chunks          best fit, true size, 64-byte aligned
+    Arena    who has which chunk, within a floor and a ceiling for each        KV takes them from the front, adapters from the back
 
-An extent may lie across the border of adjacent chunks, so that nothing is lost to rounding; one that is larger than a chunk
-takes adjacent ones. A chunk without extents goes back to the arena at once. What free memory holds is undefined: `poison()`
-fills it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
+The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that turned out to
+be bad is fenced: nobody gets it again. What free memory holds is undefined: `poison()` of its owner fills it with 0xFF (NaN in
+every float dtype), so that a test sees who reads or writes what it does not own.
 """
 
 from __future__ import annotations
@@ -13,23 +12,32 @@ from __future__ import annotations
 import enum
 import math
 import threading
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from loraplex.kernels.plan import ALIGNMENT
+from loraplex.memory.pages import release_pages
 
 POISON = 0xFF
 """The byte of poisoned memory: all ones is NaN in float32, float16 and bfloat16."""
 
 
 class Owner(enum.StrEnum):
-    """Who a chunk is lent to."""
+    """Who a chunk is lent to; `fenced` is nobody, for ever."""
 
     KV = "kv"
     ADAPTERS = "adapters"
+    FENCED = "fenced"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Chunks that are kept for an owner, and the most that it may have (None: all that others' floors leave)."""
+
+    floor: int = 0
+    ceiling: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +56,17 @@ class Arena:
     """A flat uint8 tensor `memory` of `num_chunks` chunks of `chunk_bytes`; `num_bytes` is rounded up to whole chunks.
 
     Thread-safe. `is_pinned`: page-locked host memory, for copies to a GPU. The memory is not touched before it is written.
+    An owner without limits has no floor and no ceiling.
     """
 
     def __init__(
-        self, num_bytes: int, chunk_bytes: int, device: torch.device | str, *, is_pinned: bool = False
+        self,
+        num_bytes: int,
+        chunk_bytes: int,
+        device: torch.device | str,
+        *,
+        is_pinned: bool = False,
+        limits: Mapping[Owner, Limits] | None = None,
     ) -> None:
         if num_bytes < 1 or chunk_bytes < 1 or chunk_bytes % ALIGNMENT:
             raise ValueError(
@@ -64,7 +79,12 @@ class Arena:
             self.num_chunks * chunk_bytes, dtype=torch.uint8, device=self.device, pin_memory=is_pinned
         )
         assert self.memory.data_ptr() % ALIGNMENT == 0, "the allocator of this device aligns to less than 64 bytes"
+        self._is_pageable = self.device.type == "cpu" and not is_pinned
+        self._limits = dict(limits or {})
+        assert sum(limit.floor for limit in self._limits.values()) <= self.num_chunks, "the floors exceed the arena"
         self._owners: list[Owner | None] = [None] * self.num_chunks
+        self._num_of: dict[Owner | None, int] = {None: self.num_chunks, **dict.fromkeys(Owner, 0)}
+        self._fence_pending: set[int] = set()
         self._lock = threading.Lock()
 
     @property
@@ -73,7 +93,29 @@ class Arena:
 
     @property
     def num_free_chunks(self) -> int:
-        return self._owners.count(None)
+        return self._num_of[None]
+
+    @property
+    def fenced_bytes(self) -> int:
+        """Bytes that nobody gets again; those of chunks whose owner still has to give them back are not among them."""
+        return self._num_of[Owner.FENCED] * self.chunk_bytes
+
+    def num_lent(self, owner: Owner) -> int:
+        return self._num_of[owner]
+
+    def limits(self, owner: Owner) -> Limits:
+        return self._limits.get(owner, Limits())
+
+    def ceiling(self, owner: Owner) -> int:
+        """The most chunks that `owner` could ever have."""
+        others = sum(limit.floor for each, limit in self._limits.items() if each is not owner)
+        ceiling, most = self.limits(owner).ceiling, self.num_chunks - others
+        return most if ceiling is None else min(ceiling, most)
+
+    def num_lendable(self, owner: Owner) -> int:
+        """Free chunks that `owner` may have now: within its ceiling, and beside what is kept for others."""
+        with self._lock:
+            return self._num_lendable(owner)
 
     def chunks_of(self, owner: Owner) -> list[int]:
         """The chunks lent to `owner`, ascending."""
@@ -86,18 +128,48 @@ class Arena:
             return self._owners.copy()
 
     def lend(self, owner: Owner, num_chunks: int = 1) -> range | None:
-        """`num_chunks` adjacent free chunks, lent to `owner`; None when there are none. KV: the first ones, adapters: the last."""
+        """`num_chunks` adjacent free chunks, lent to `owner`; None when there are none within the limits.
+
+        KV gets the first ones, adapters the last.
+        """
         with self._lock:
-            chunks = self._find(num_chunks, from_end=owner is Owner.ADAPTERS)
-            if chunks is not None:
-                self._set(chunks, owner)
+            is_allowed = num_chunks <= self._num_lendable(owner)
+            chunks = self._find(num_chunks, from_end=owner is Owner.ADAPTERS) if is_allowed else None
+            for chunk in chunks or ():
+                self._set(chunk, owner)
             return chunks
 
+    def lend_at(self, owner: Owner, chunks: range) -> bool:
+        """Lend these, if all of them are free and within the limits."""
+        with self._lock:
+            is_free = chunks.start >= 0 and all(each is None for each in self._owners[chunks.start : chunks.stop])
+            if not is_free or chunks.stop > self.num_chunks or len(chunks) > self._num_lendable(owner):
+                return False
+            for chunk in chunks:
+                self._set(chunk, owner)
+            return True
+
     def give_back(self, owner: Owner, chunks: Iterable[int]) -> None:
+        """The chunks are free again; those with a fence are fenced."""
         with self._lock:
             for chunk in chunks:
                 assert self._owners[chunk] is owner, f"chunk {chunk} belongs to {self._owners[chunk]}, not to {owner}"
-                self._owners[chunk] = None
+                self._set(chunk, Owner.FENCED if chunk in self._fence_pending else None)
+                self._fence_pending.discard(chunk)
+
+    def fence(self, chunk: int) -> Owner | None:
+        """Never lend `chunk` again. Returns who still has it and must give it back (`fence` of that owner's pool does); None: done."""
+        with self._lock:
+            owner = self._owners[chunk]
+            if owner is None or owner is Owner.FENCED:
+                self._set(chunk, Owner.FENCED)
+                return None
+            self._fence_pending.add(chunk)
+            return owner
+
+    def chunk_at(self, offset: int) -> int:
+        """The chunk of a byte."""
+        return offset // self.chunk_bytes
 
     def bytes_of(self, chunks: range) -> torch.Tensor:
         """The memory of adjacent chunks, uint8."""
@@ -106,6 +178,36 @@ class Arena:
     def view(self, extent: Extent) -> torch.Tensor:
         """The memory of an extent, uint8."""
         return self.memory[extent.offset : extent.end]
+
+    def release_pages(self) -> int:
+        """Give the pages of free chunks back to the operating system until they are written again; returns the bytes.
+
+        Those of fenced chunks too. 0 where that cannot be: another device, pinned memory, not Linux.
+        """
+        if not self._is_pageable:
+            return 0
+        with self._lock:  # or a chunk would be lent, and written, in between
+            free = [chunk for chunk, owner in enumerate(self._owners) if owner in (None, Owner.FENCED)]
+            start = self.memory.data_ptr()
+            return sum(
+                release_pages(start + run.start * self.chunk_bytes, len(run) * self.chunk_bytes) for run in _runs(free)
+            )
+
+    def check_integrity(self) -> None:
+        """Assert that the counts are true, nobody has more than its ceiling, and only lent chunks wait for their fence."""
+        with self._lock:
+            for owner, count in self._num_of.items():
+                assert count == self._owners.count(owner), (
+                    f"{owner} has {self._owners.count(owner)} chunks, not {count}"
+                )
+            for owner in self._limits:
+                assert self._num_of[owner] <= self.ceiling(owner), f"{owner} has more chunks than its ceiling"
+            for chunk in self._fence_pending:
+                assert self._owners[chunk] in (Owner.KV, Owner.ADAPTERS), f"chunk {chunk} is not lent"
+
+    def _num_lendable(self, owner: Owner) -> int:
+        kept = sum(max(0, each.floor - self._num_of[other]) for other, each in self._limits.items() if other != owner)
+        return max(0, min(self._num_of[None] - kept, self.ceiling(owner) - self._num_of[owner]))
 
     def _find(self, num_chunks: int, from_end: bool) -> range | None:
         order = range(self.num_chunks - 1, -1, -1) if from_end else range(self.num_chunks)
@@ -117,234 +219,43 @@ class Arena:
                 return range(start, start + num_chunks)
         return None
 
-    def _set(self, chunks: range, owner: Owner) -> None:
-        for chunk in chunks:
-            self._owners[chunk] = owner
+    def _set(self, chunk: int, owner: Owner | None) -> None:
+        self._num_of[self._owners[chunk]] -= 1
+        self._num_of[owner] += 1
+        self._owners[chunk] = owner
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Bytes of a pool. lent = used + free; `free_bytes` lie in holes of lent chunks, the largest of `largest_hole_bytes`.
-
-    fragmentation := free / lent, the share of the lent memory that only compaction can give back (0 when nothing is lent).
-    """
-
-    lent_bytes: int
-    used_bytes: int
-    largest_hole_bytes: int
-    num_chunks: int
-    num_extents: int
-    num_holes: int
-
-    @property
-    def free_bytes(self) -> int:
-        return self.lent_bytes - self.used_bytes
-
-    @property
-    def fragmentation(self) -> float:
-        return self.free_bytes / self.lent_bytes if self.lent_bytes else 0.0
-
-
-class LoRAMemoryPool:
-    """Extents for adapters in chunks borrowed from an arena. Thread-safe.
-
-    An extent takes the end of the smallest hole that holds it: what is left adjoins the next chunk to be borrowed.
-    """
+class KVShare:
+    """What the KV cache sees of the arena (kvcache.block_pool.ChunkLender)."""
 
     def __init__(self, arena: Arena) -> None:
-        self.arena = arena
-        self._extents: dict[int, int] = {}  # offset -> nbytes
-        self._holes = _Holes()
-        self._chunks: set[int] = set()
-        self._used_bytes = 0
-        self._is_poisoned = False
-        self._lock = threading.Lock()
-
-    def allocate(self, nbytes: int) -> Extent | None:
-        """An extent of `nbytes` rounded up to ALIGNMENT; None when neither the holes nor the arena have room."""
-        if nbytes < 1:
-            raise ValueError(f"an extent needs at least one byte, got {nbytes}")
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        with self._lock:
-            return self._allocate(size)
-
-    def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
-        """One extent for each size, or None and nothing changed."""
-        extents: list[Extent] = []
-        for nbytes in sizes:
-            extent = self.allocate(nbytes)
-            if extent is None:
-                self.free_all(extents)
-                return None
-            extents.append(extent)
-        return tuple(extents)
-
-    def free(self, extent: Extent) -> None:
-        """Return an extent. Nothing may read it any more: what was launched before must be done (quarantine.py)."""
-        with self._lock:
-            assert self._extents.get(extent.offset) == extent.nbytes, f"{extent} is not lent by this pool"
-            del self._extents[extent.offset]
-            self._used_bytes -= extent.nbytes
-            if self._is_poisoned:
-                self.arena.view(extent).fill_(POISON)
-            self._add_hole(extent.offset, extent.end)
-
-    def free_all(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            self.free(extent)
-
-    def view(self, extent: Extent) -> torch.Tensor:
-        """The memory of an extent, uint8."""
-        return self.arena.view(extent)
+        self._arena = arena
 
     @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
-    def stats(self) -> PoolStats:
-        with self._lock:
-            return PoolStats(
-                lent_bytes=len(self._chunks) * self.arena.chunk_bytes,
-                used_bytes=self._used_bytes,
-                largest_hole_bytes=self._holes.largest,
-                num_chunks=len(self._chunks),
-                num_extents=len(self._extents),
-                num_holes=len(self._holes),
-            )
-
-    def poison(self) -> None:
-        """For tests: from now on everything that is free holds POISON, and `check_integrity` finds who wrote there."""
-        with self._lock:
-            self._is_poisoned = True
-            for start, end in self._holes:
-                self.arena.memory[start:end].fill_(POISON)
-
-    def check_integrity(self) -> None:
-        """Assert that extents and holes tile the lent chunks exactly, once, and that poisoned holes are untouched."""
-        with self._lock:
-            lent = self.arena.chunks_of(Owner.ADAPTERS)
-            assert sorted(self._chunks) == lent, "pool and arena disagree on who has which chunk"
-            self._holes.check_integrity()
-            used = [(offset, offset + nbytes) for offset, nbytes in self._extents.items()]
-            assert self._used_bytes == sum(end - start for start, end in used)
-            self._check_tiling(sorted([*used, *self._holes]), lent)
-            for start, end in self._holes:
-                self._check_hole(start, end)
-
-    def _check_tiling(self, pieces: Sequence[tuple[int, int]], lent: Sequence[int]) -> None:
-        chunk_bytes = self.arena.chunk_bytes
-        total = sum(end - start for start, end in pieces)
-        assert total == len(lent) * chunk_bytes, "lent bytes are not all accounted for"
-        last_end = 0
-        for start, end in pieces:
-            assert start % ALIGNMENT == 0 == end % ALIGNMENT, f"[{start}, {end}) is not aligned"
-            assert last_end <= start < end, f"[{start}, {end}) overlaps what ends at {last_end}"
-            under = range(start // chunk_bytes, (end - 1) // chunk_bytes + 1)
-            assert self._chunks.issuperset(under), f"[{start}, {end}) is not lent"
-            last_end = end
-
-    def _check_hole(self, start: int, end: int) -> None:
-        assert not _whole_chunks(start, end, self.arena.chunk_bytes), f"[{start}, {end}) has chunks to give back"
-        if self._is_poisoned:
-            is_clean = bool((self.arena.memory[start:end] == POISON).all())
-            assert is_clean, f"somebody wrote into the free bytes [{start}, {end})"
-
-    def _allocate(self, size: int) -> Extent | None:
-        hole = self._holes.take_best(size)
-        if hole is None and self._borrow(size):
-            hole = self._holes.take_best(size)
-        if hole is None:
-            return None
-        start, end = hole
-        if start < end - size:
-            self._add_hole(start, end - size)
-        self._extents[end - size] = size
-        self._used_bytes += size
-        return Extent(end - size, size)
-
-    def _borrow(self, size: int) -> bool:
-        """Borrow chunks until a hole holds `size`: as many as hold it, or fewer beside a hole when the arena is nearly full."""
-        chunk_bytes = self.arena.chunk_bytes
-        for num_chunks in range(math.ceil(size / chunk_bytes), 0, -1):
-            chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
-            if chunks is None:
-                continue
-            self._chunks.update(chunks)
-            if self._is_poisoned:
-                self.arena.bytes_of(chunks).fill_(POISON)
-            start, end = self._holes.merged(chunks.start * chunk_bytes, chunks.stop * chunk_bytes)
-            if end - start >= size:
-                self._holes.add(start, end)
-                return True
-            self._add_hole(start, end)  # gives the chunks back
-        return False
-
-    def _add_hole(self, start: int, end: int) -> None:
-        """[start, end) is free: it joins its neighbours, and the chunks that are free as a whole go back to the arena."""
-        start, end = self._holes.merged(start, end)
-        chunk_bytes = self.arena.chunk_bytes
-        whole = _whole_chunks(start, end, chunk_bytes)
-        if not whole:
-            self._holes.add(start, end)
-            return
-        self._chunks.difference_update(whole)
-        self.arena.give_back(Owner.ADAPTERS, whole)
-        for left, right in ((start, whole.start * chunk_bytes), (whole.stop * chunk_bytes, end)):
-            if left < right:
-                self._holes.add(left, right)
-
-
-class _Holes:
-    """Disjoint free ranges [start, end), found by size (best fit), by start and by end."""
-
-    def __init__(self) -> None:
-        self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
-        self._end_of: dict[int, int] = {}
-        self._start_of: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_size)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._end_of.items())
+    def floor(self) -> int:
+        return self._arena.limits(Owner.KV).floor
 
     @property
-    def largest(self) -> int:
-        return self._by_size[-1][0] if self._by_size else 0
+    def ceiling(self) -> int:
+        return self._arena.ceiling(Owner.KV)
 
-    def add(self, start: int, end: int) -> None:
-        insort(self._by_size, (end - start, start))
-        self._end_of[start] = end
-        self._start_of[end] = start
+    def lend(self) -> int | None:
+        chunks = self._arena.lend(Owner.KV)
+        return None if chunks is None else chunks.start
 
-    def take_best(self, size: int) -> tuple[int, int] | None:
-        """Remove and return the smallest range of at least `size`; among equals the first."""
-        index = bisect_left(self._by_size, (size, 0))
-        if index == len(self._by_size):
-            return None
-        start = self._by_size[index][1]
-        return start, self._remove(start)
+    def give_back(self, chunk: int) -> None:
+        self._arena.give_back(Owner.KV, [chunk])
 
-    def merged(self, start: int, end: int) -> tuple[int, int]:
-        """[start, end) with the ranges that touch it, which are removed."""
-        if start in self._start_of:
-            start = self._start_of[start]
-            self._remove(start)
-        if end in self._end_of:
-            end = self._remove(end)
-        return start, end
-
-    def _remove(self, start: int) -> int:
-        end = self._end_of.pop(start)
-        del self._start_of[end]
-        del self._by_size[bisect_left(self._by_size, (end - start, start))]
-        return end
-
-    def check_integrity(self) -> None:
-        assert self._by_size == sorted((end - start, start) for start, end in self._end_of.items())
-        assert self._start_of == {end: start for start, end in self._end_of.items()}
+    def fence(self, chunk: int) -> bool:
+        return self._arena.fence(chunk) is Owner.KV
 
 
-def _whole_chunks(start: int, end: int, chunk_bytes: int) -> range:
-    """The chunks that lie in [start, end) as a whole."""
-    return range(-(-start // chunk_bytes), end // chunk_bytes)
+def _runs(chunks: Iterable[int]) -> list[range]:
+    """Ascending numbers as ranges of adjacent ones."""
+    runs: list[range] = []
+    for chunk in chunks:
+        if runs and runs[-1].stop == chunk:
+            runs[-1] = range(runs[-1].start, chunk + 1)
+        else:
+            runs.append(range(chunk, chunk + 1))
+    return runs

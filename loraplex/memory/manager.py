@@ -27,6 +27,7 @@ from loraplex.errors import AdapterConflictError, AdapterNotFoundError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.arena import Arena
+from loraplex.memory.compaction import CompactionResult, Compactor
 from loraplex.memory.damage import DamageControl
 from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.health import AdapterHealth
@@ -34,6 +35,7 @@ from loraplex.memory.housekeeping import Housekeeping
 from loraplex.memory.integrity import check_integrity
 from loraplex.memory.loading import Loader, LoaderThreads
 from loraplex.memory.packing import BaseBias, Packer
+from loraplex.memory.pressure import reclaim_chunks
 from loraplex.memory.protocols import AdapterMapping, HasAdapterId
 from loraplex.memory.report import memory_report
 from loraplex.memory.stats import MemoryStats
@@ -64,7 +66,8 @@ class LoRAModelManager:
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine (pinned for a
     GPU); then weights are copied to `arena`. open_weights: reads the source of a spec, in any thread. base_bias: this shard's slice
-    of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone.
+    of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone. ask_kv: asks the KV cache
+    for chunks of `arena` (LoRAMemoryPool).
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class LoRAModelManager:
         host_arena: Arena | None = None,
         loader: Loader | None = None,
         on_digest_dropped: Callable[[str], None] | None = None,
+        ask_kv: Callable[[int], int] | None = None,
         events: EventLog | None = None,
         disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
     ) -> None:
@@ -90,10 +94,13 @@ class LoRAModelManager:
         packer = Packer(targets, backend, compute_dtype, base_bias)
         disk = disk_tier(packer)
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
+        (device.pool or host.pool).ask_kv = ask_kv
         self.table = device.table
         self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
         compressed = compressed_copies(lora_config, packer)
-        self._store = WeightStore(host, device, clock, events or EventLog(), disk, compressed)
+        events = events or EventLog()
+        self._store = WeightStore(host, device, clock, events, disk, compressed)
+        self._compactor = Compactor(self._store, clock, events)
         reader = WeightReader(packer, host, disk, compressed, lora_config.num_loader_threads)
         damage = DamageControl(self._store)
         self._transfers = Transfers(self._store, reader, self._loader, damage)
@@ -164,6 +171,18 @@ class LoRAModelManager:
         """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
         with self._lock:
             self._lock.wait(timeout_s)
+
+    def reclaim_chunks(self, num_chunks: int) -> int:
+        """Evict idle adapters nobody waits for, until that many chunks of the arena came free; returns how many did.
+
+        Fewer when the rest is in use, pinned or within the adapters' floor. What a step in flight reads comes back with its commit.
+        """
+        with self._lock:
+            return reclaim_chunks(self._store, self._compactor, num_chunks)
+
+    def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
+        """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from any thread."""
+        return self._compactor.run(max_bytes, deadline_s)
 
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
 

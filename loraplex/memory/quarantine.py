@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from loraplex.memory.arena import Extent, LoRAMemoryPool
+from loraplex.memory.arena import Extent
+from loraplex.memory.pool import LoRAMemoryPool
 
 
 class Quarantine:
@@ -37,6 +38,11 @@ class Quarantine:
         while self._retired and self._retired[0][0] < oldest:
             self._free(self._retired.popleft()[1])
         return self.nbytes < had_bytes
+
+    @property
+    def is_waiting_for_steps(self) -> bool:
+        """Whether a step is in flight: what is retired now comes back later."""
+        return bool(self._in_flight)
 
     def retire(self, extents: Sequence[Extent]) -> None:
         """Free the extents as soon as the steps in flight are done; now, when there are none."""

@@ -48,7 +48,7 @@ class Room:
 
     # ------------------------------------------------------------------------------------------------------ who may leave
 
-    def candidates(self, cache: Budget, wanted: StoredWeights, demand: Demand) -> Iterator[StoredWeights]:
+    def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
         """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
         if not cache.policy.evicts:
             return
@@ -81,7 +81,20 @@ class Room:
             if more is None:
                 return []
             victims += more
+        return victims or self._holders_beside_kv(wanted)
+
+    def _holders_beside_kv(self, wanted: StoredWeights) -> list[StoredWeights]:
+        """The budget has room and the KV cache has the memory: those whose end gives as much of either back."""
+        cache = self._device if wanted.host is not None else self._host
+        victims: list[StoredWeights] = []
+        for each in self._held(cache) if self._is_kv_in_the_way(cache) else ():
+            if each is not wanted and _can_give_way(each) and sum(v.nbytes for v in victims) < wanted.nbytes:
+                victims.append(each)
         return victims
+
+    def _is_kv_in_the_way(self, cache: Budget) -> bool:
+        pool = self._device.pool if cache is self._device else self._host.pool
+        return pool is not None and pool.is_kv_in_the_way
 
     def _in_the_way(
         self, cache: Budget, wanted: StoredWeights, leaving: list[StoredWeights]
@@ -117,6 +130,8 @@ class Room:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
         if self._quarantine.nbytes or self.promised(cache) not in (None, wanted):
             return
+        if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
+            return  # requests end, and the KV cache gives back
         pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
         can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
         is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
@@ -153,7 +168,9 @@ class Room:
             "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
         )
         rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
-        rule += "; what is free is in pieces that are too small" if cache.fits(nbytes) else ""
+        if cache.fits(nbytes):
+            has_kv = self._is_kv_in_the_way(cache)
+            rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
         return AdapterNoRoomError(
             f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
             f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "

@@ -14,8 +14,8 @@ class MemoryCounters:
     """Running totals.
 
     loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by what was read.
-    evictions: by tier and reason: `device_room`,
-    `host_room` (somebody else needed the room), `verb` (by name). misses: references that had to wait or to promote first.
+    evictions: by tier and reason: `device_room`, `host_room` (somebody else needed the room), `kv_pressure` (the KV cache did), `verb`
+    (by name), `device_idle`, `host_idle`, `host_compressed` (unused for long), `..._low_memory`. misses: references that had to wait.
     damaged: copies whose bytes had changed; suspended, recovered: contents that gave wrong results, and then right ones again.
     """
 
@@ -58,7 +58,7 @@ class MemoryStats:
 
     committed_bytes: of contents in use or pinned, each once: what cannot leave the device or, on a CPU, the host.
     retiring_bytes: freed, but steps that were launched before may still read them. num_waiting: contents that requests asked for in
-    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (arena.PoolStats).
+    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (pool.PoolStats).
     """
 
     device: TierStats

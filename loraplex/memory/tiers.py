@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget, Tier
 from loraplex.kernels.plan import SlotTable
-from loraplex.memory.arena import Arena, Extent, LoRAMemoryPool
+from loraplex.memory.arena import Arena, Extent, Owner
 from loraplex.memory.compressed_copies import HOST_SHARE, CompressedCopies
 from loraplex.memory.compression import get_compression
 from loraplex.memory.eviction import EvictionPolicy, get_policy
 from loraplex.memory.packing import PackedLayout, Packer
+from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.stats import TierStats
 
 MIN_SLOTS = 64
@@ -78,7 +79,7 @@ class HostCache(Budget):
     """Packed weights at rest, in extents of `pool`."""
 
     def __init__(self, pool: LoRAMemoryPool, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy) -> None:
-        super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, pool.arena.num_bytes), max_adapters, policy)
+        super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, _most_bytes(pool.arena)), max_adapters, policy)
         self.pool = pool
 
     def allocate(self, sizes: Sequence[int]) -> Place | None:
@@ -122,6 +123,12 @@ class DeviceCache(Budget):
             offset = extents[block.extent_index].offset + block.offset
             self.table.set_block(block.target_name, lora_slot, offset, block.layouts)
 
+    def publish_extent(self, lora_slot: int, layout: PackedLayout, extent_index: int, extent: Extent) -> None:
+        """The adapter's extent number `extent_index` has moved to `extent`."""
+        for block in layout.blocks:
+            if block.extent_index == extent_index:
+                self.table.set_block(block.target_name, lora_slot, extent.offset + block.offset, block.layouts)
+
     @property
     def free_slots(self) -> frozenset[int]:
         return frozenset(self._free_slots)
@@ -141,7 +148,7 @@ def build_tiers(
     name = lora_config.eviction_policy
     host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
     host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
-    most = host.max_bytes if host_arena is None else arena.num_bytes
+    most = host.max_bytes if host_arena is None else _most_bytes(arena)
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
     device_pool = None if host_arena is None else pool
     max_bytes = min(lora_config.adapter_memory_bytes, most)
@@ -156,6 +163,10 @@ def compressed_bytes(lora_config: LoRAConfig) -> int:
 def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopies | None:
     compression = get_compression(lora_config.host_compression, packer)
     return None if compression is None else CompressedCopies(compression, compressed_bytes(lora_config))
+
+
+def _most_bytes(arena: Arena) -> int:
+    return arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from loraplex.core import Request, SamplingParams
 from loraplex.kvcache.allocator import KVBlockAllocator
-from loraplex.kvcache.block_pool import BlockPool
+from loraplex.kvcache.block_pool import BlockPool, FixedChunks
 from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
 
 BLOCK_SIZE = 8
@@ -40,34 +40,32 @@ def compute(allocator: KVBlockAllocator, request: Request) -> int:
 
 class TestBlockPool:
     def test_allocates_all_or_nothing(self) -> None:
-        pool = BlockPool(3)
+        pool = BlockPool(FixedChunks(3), 1)
         assert pool.allocate(4) is None
-        assert pool.num_free_blocks == 3
+        assert pool.num_used_blocks == 0
         assert sorted(pool.allocate(3) or []) == [0, 1, 2]
         assert pool.allocate(1) is None
 
-    def test_reuses_the_least_recently_freed_block(self) -> None:
-        reused: list[int] = []
-        pool = BlockPool(3, on_reuse=reused.append)
-        blocks = pool.allocate(3)
-        assert blocks is not None
+    def test_the_first_of_those_freed_last_is_reused_first(self) -> None:
+        pool = BlockPool(FixedChunks(4), 1)
+        assert pool.allocate(3) == [0, 1, 2]
+        pool.release([1])
         pool.release([2, 0])
-        assert pool.allocate(2) == [2, 0]
-        assert reused == [0, 1, 2, 2, 0]
+        assert pool.allocate(4) == [2, 0, 1, 3]
 
     def test_a_shared_block_is_freed_by_its_last_release(self) -> None:
-        pool = BlockPool(1)
+        pool = BlockPool(FixedChunks(1), 1)
         pool.allocate(1)
         pool.share(0)
         pool.release([0])
-        assert pool.num_free_blocks == 0
+        assert pool.num_used_blocks == 1
         pool.release([0])
-        assert pool.num_free_blocks == 1
+        assert pool.num_used_blocks == 0
         pool.check_integrity()
 
     def test_releasing_a_free_block_is_a_bug(self) -> None:
         with pytest.raises(AssertionError, match="more often"):
-            BlockPool(1).release([0])
+            BlockPool(FixedChunks(1), 1).release([0])
 
 
 class TestPrefixKeys:

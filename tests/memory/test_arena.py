@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as HypothesisBundle
 from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from loraplex.memory.arena import ALIGNMENT, POISON, Arena, Extent, LoRAMemoryPool, Owner
+from loraplex.kernels.plan import ALIGNMENT
+from loraplex.memory.arena import POISON, Arena, Extent, Owner
+from loraplex.memory.pool import LoRAMemoryPool
 
 CHUNK = 256
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.memory.arena import Arena, LoRAMemoryPool
+from loraplex.memory.arena import Arena
+from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.quarantine import Quarantine
 
 

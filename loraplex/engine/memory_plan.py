@@ -1,0 +1,188 @@
+"""How much memory the KV cache and adapters may have, and the arena that they share.
+
+    device_memory unset    arena = the KV cache's ceiling + the adapters': nobody contends, the KV cache has its chunks from the start
+    device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
+
+The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from loraplex.config import (
+    DEFAULT_ADAPTER_BYTES,
+    DEFAULT_HOST_BYTES,
+    DEFAULT_KV_CACHE_BYTES,
+    EngineConfig,
+    LoRAConfig,
+    Size,
+    num_bytes,
+)
+from loraplex.errors import ConfigError
+from loraplex.memory.arena import Arena, Limits, Owner
+from loraplex.models.config import ModelConfig
+from loraplex.models.decoder import Decoder
+
+MAX_DEFAULT_MODEL_LEN = 8192
+CHUNK_BYTES = 1 << 20
+DEFAULT_FLOOR_PARTS = 10  # a floor is a tenth of the whole unless it is said
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, whoever has its chunk.
+
+    num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes.
+    """
+
+    arena: Arena
+    kv: torch.Tensor
+    blocks_per_chunk: int
+    num_kv_blocks: int
+    max_model_len: int
+    lora: LoRAConfig | None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the settings say, in bytes. whole: the arena's, None where nobody contends. kv_floor: None for the default.
+
+    adapters: what they may have of the arena, the host tier included on a CPU.
+    """
+
+    whole: int | None
+    kv_ceiling: int
+    kv_floor: int | None
+    adapters: int
+    adapter_floor: int
+    lora: LoRAConfig | None
+
+
+def plan_memory(
+    config: EngineConfig, model_config: ModelConfig, model: Decoder, kv_dtype: torch.dtype, device: torch.device
+) -> MemoryPlan:
+    """Raises ConfigError, with both numbers, when the sizes cannot be."""
+    sizes = _sizes(config, device)
+    block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
+    num_blocks = sizes.kv_ceiling // block_bytes
+    max_model_len = _max_model_len(config, model_config, sizes.kv_ceiling, num_blocks * config.block_size)
+    num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    blocks_per_chunk = max(1, min(num_blocks, CHUNK_BYTES // block_bytes))
+    kv_ceiling, chunk_bytes = num_blocks // blocks_per_chunk, blocks_per_chunk * block_bytes
+    max_model_len = min(max_model_len, kv_ceiling * blocks_per_chunk * config.block_size)
+    longest = -(-max_model_len // (config.block_size * blocks_per_chunk))  # chunks of one request
+    if sizes.whole is None:
+        num_chunks = kv_ceiling + -(-sizes.adapters // chunk_bytes)
+        limits = {Owner.KV: Limits(kv_ceiling, kv_ceiling)}
+    else:
+        num_chunks = max(1, sizes.whole // chunk_bytes)
+        limits = _limits(sizes, num_chunks * chunk_bytes, chunk_bytes, kv_ceiling, longest, max_model_len)
+    arena = Arena(num_chunks * chunk_bytes, chunk_bytes, device, limits=limits)
+    kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
+    num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
+    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora)
+
+
+def _sizes(config: EngineConfig, device: torch.device) -> _Sizes:
+    if config.device_memory is None:
+        kv = _size("kv_cache_memory", config.kv_cache_memory, None) or config.kv_cache_memory_bytes
+        lora = None if config.lora is None else _in_bytes(config.lora, None, device)
+        return _Sizes(None, kv, None, _arena_bytes(lora, device), 0, lora)
+    whole = num_bytes("device_memory", config.device_memory, _machine_bytes(device))
+    lora = None if config.lora is None else _in_bytes(config.lora, whole, device)
+    adapters = _arena_bytes(lora, device)
+    floor = None if config.lora is None else _size("adapter_floor", config.lora.adapter_floor, whole)
+    if floor is None:
+        floor = min(adapters, whole // DEFAULT_FLOOR_PARTS)
+    is_unset = config.kv_cache_memory_bytes == DEFAULT_KV_CACHE_BYTES
+    otherwise = whole - floor if is_unset else config.kv_cache_memory_bytes
+    kv = _size("kv_cache_memory", config.kv_cache_memory, whole) or otherwise
+    _check("the KV cache may have", kv, "device_memory is", whole)
+    _check("adapters may have", adapters, "device_memory is", whole)
+    _check("adapter_floor is", floor, "adapters may have", adapters)
+    return _Sizes(whole, kv, _size("kv_cache_floor", config.kv_cache_floor, whole), adapters, floor, lora)
+
+
+def _check(what: str, size: int, than_what: str, most: int) -> None:
+    if size > most:
+        raise ConfigError(f"{what} {size} bytes and {than_what} {most}; lower the first or raise the second")
+
+
+def _size(name: str, size: Size | None, whole: int | None) -> int | None:
+    return None if size is None else num_bytes(name, size, whole)
+
+
+def _in_bytes(lora: LoRAConfig, whole: int | None, device: torch.device) -> LoRAConfig:
+    """`adapter_memory` as bytes. With device_memory, what is not said is all of it; the host budget of a CPU follows the device's."""
+    adapters, host = _size("adapter_memory", lora.adapter_memory, whole), lora.host_memory_bytes
+    if adapters is None:
+        is_unset = whole is not None and lora.adapter_memory_bytes == DEFAULT_ADAPTER_BYTES
+        adapters = whole if whole is not None and is_unset else lora.adapter_memory_bytes
+    if whole is not None and device.type == "cpu" and host == DEFAULT_HOST_BYTES:
+        host = adapters
+    return replace(lora, adapter_memory_bytes=adapters, host_memory_bytes=host, adapter_memory=None, adapter_floor=None)
+
+
+def _arena_bytes(lora: LoRAConfig | None, device: torch.device) -> int:
+    """On a CPU host and device are one memory, and the host budget bounds both."""
+    if lora is None:
+        return 0
+    return max(lora.host_memory_bytes, lora.adapter_memory_bytes) if device.type == "cpu" else lora.adapter_memory_bytes
+
+
+def _limits(
+    sizes: _Sizes, whole: int, chunk_bytes: int, kv_ceiling: int, longest: int, max_model_len: int
+) -> dict[Owner, Limits]:
+    """Floors and ceilings in chunks; `longest` are those of one request of max_model_len."""
+    kv_floor = max(longest, min(kv_ceiling, whole // DEFAULT_FLOOR_PARTS // chunk_bytes))
+    if sizes.kv_floor is not None:
+        kv_floor = -(-sizes.kv_floor // chunk_bytes)
+        if kv_floor < longest:
+            raise ConfigError(
+                f"kv_cache_floor is {sizes.kv_floor} bytes and one request of max_model_len {max_model_len} tokens needs "
+                f"{longest * chunk_bytes}; raise kv_cache_floor or lower max_model_len"
+            )
+    _check("kv_cache_floor is", kv_floor * chunk_bytes, "the KV cache may have", kv_ceiling * chunk_bytes)
+    adapter_floor = sizes.adapter_floor // chunk_bytes
+    floors = (kv_floor + adapter_floor) * chunk_bytes
+    _check("the floors of KV cache and adapters are together", floors, "device_memory is", whole)
+    return {
+        Owner.KV: Limits(kv_floor, kv_ceiling),
+        Owner.ADAPTERS: Limits(adapter_floor, -(-sizes.adapters // chunk_bytes)),
+    }
+
+
+def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_bytes: int, kv_tokens: int) -> int:
+    wanted, allowed = config.max_model_len, model_config.max_model_len
+    if wanted is None:
+        wanted = min(allowed, MAX_DEFAULT_MODEL_LEN, kv_tokens)
+    if wanted > allowed:
+        raise ConfigError(f"max_model_len is {wanted}, the model's positions end at {allowed}; lower it")
+    if wanted > kv_tokens or wanted < 2:
+        raise ConfigError(
+            f"one request of max_model_len {config.max_model_len or allowed} tokens does not fit in the KV cache of "
+            f"{kv_bytes} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
+        )
+    return wanted
+
+
+def _machine_bytes(device: torch.device) -> int | None:
+    """The memory of a GPU, or of this machine as far as its control group goes; None where nobody says."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu":
+        return None
+    with suppress(OSError, ValueError, AttributeError):
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        with suppress(OSError, ValueError):  # "max" is no number
+            return min(physical, int(CGROUP_LIMIT.read_text()))
+        return physical
+    return None
