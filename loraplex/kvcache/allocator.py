@@ -161,7 +161,7 @@ class KVBlockAllocator:
         """
         with self._lock:
             num_given = self._pool.give_back(num_chunks)
-            self._num_owed = min(num_chunks - num_given, self._pool.num_above_floor)
+            self._num_owed = num_chunks - num_given
             return num_given
 
     @property
@@ -172,6 +172,7 @@ class KVBlockAllocator:
     def vacate(self, num_chunks: int, move: Callable[[Sequence[int], Sequence[int]], None]) -> int:
         """Move the blocks of sparsely used chunks into free blocks of others, and give the chunks back; returns how many.
 
+        If those are too few, chunks move to the front of the arena, so that what is free behind is adjacent.
         move(sources, targets) copies the memory of blocks. Engine's thread only, while no step is in flight.
         """
         with self._lock:
@@ -181,12 +182,27 @@ class KVBlockAllocator:
             for index, chunk in enumerate(chunks):
                 sources = self._pool.used_blocks_of(chunk)
                 targets = self._pool.take_elsewhere(len(sources), besides=chunks[index:])
-                if targets is None:
-                    continue
-                move(sources, targets)
-                self._replace(dict(zip(sources, targets, strict=True)))
-                num_given += self._pool.give_back_chunk(chunk)
+                if targets is not None:
+                    num_given += self._move(chunk, sources, targets, move)
+            for chunk in self._pool.farthest(num_chunks - num_given):
+                front = self._pool.move_to_front(chunk)
+                if front is not None:
+                    sources = self._pool.used_blocks_of(chunk)
+                    num_given += self._move(chunk, sources, self._pool.take(front[: len(sources)]), move)
             return num_given
+
+    def _move(
+        self,
+        chunk: int,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        move: Callable[[Sequence[int], Sequence[int]], None],
+    ) -> bool:
+        """Empty a chunk and give it back; False when it is fenced."""
+        if sources:
+            move(sources, targets)
+        self._replace(dict(zip(sources, targets, strict=True)))
+        return self._pool.give_back_chunk(chunk)
 
     def _replace(self, moved: dict[int, int]) -> None:
         for source, target in moved.items():

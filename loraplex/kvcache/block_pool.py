@@ -31,6 +31,10 @@ class ChunkLender(Protocol):
         """A free chunk; None when there is none for the KV cache."""
         ...
 
+    def lend_lower(self, chunk: int) -> int | None:
+        """The first free chunk before `chunk`, to which it moves: it is given back next. None when it is in front of all free ones."""
+        ...
+
     def give_back(self, chunk: int) -> None: ...
 
     def fence(self, chunk: int) -> bool:
@@ -49,6 +53,9 @@ class FixedChunks:
 
     def lend(self) -> int | None:
         return heapq.heappop(self._free) if self._free else None
+
+    def lend_lower(self, chunk: int) -> int | None:
+        return self.lend() if self._free and self._free[0] < chunk else None
 
     def give_back(self, chunk: int) -> None:
         if chunk not in self._fenced:
@@ -154,13 +161,34 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------------------------ chunks
 
     def give_back(self, num_chunks: int) -> int:
-        """Return chunks without references, those with least cached content first; never below the floor. Returns how many."""
+        """Return chunks without references, those with least cached content first; never below the floor.
+
+        If those are too few, others are exchanged for chunks in front, so that what is free behind is adjacent. Returns how many
+        came free.
+        """
         idle = [chunk for chunk, used in self._num_used.items() if used == 0]
         most = min(num_chunks, self.num_above_floor)
         leaving = heapq.nsmallest(most, idle, key=lambda chunk: (self._num_cached(chunk), -chunk))
         for chunk in leaving:
             self._return(chunk)
-        return len(leaving)
+        num_exchanged = 0
+        for chunk in sorted(set(idle) - set(leaving), reverse=True)[: num_chunks - len(leaving)]:
+            if self.move_to_front(chunk) is not None:
+                self._return(chunk)
+                num_exchanged += 1
+        return len(leaving) + num_exchanged
+
+    def move_to_front(self, chunk: int) -> Sequence[int] | None:
+        """The blocks of a chunk nearer to the front, which is taken in place of this one; None when there is none."""
+        lower = self._lender.lend_lower(chunk)
+        if lower is None:
+            return None
+        self._add(lower)
+        return self._blocks_of(lower)
+
+    def farthest(self, num_chunks: int) -> list[int]:
+        """The last chunks, the last one first."""
+        return heapq.nlargest(num_chunks, self._num_used.keys() - self._closed)
 
     def give_back_chunk(self, chunk: int) -> bool:
         """Return this one, whose blocks were moved; False when it went to be fenced, and nobody gets it."""
@@ -199,16 +227,18 @@ class BlockPool:
     def used_blocks_of(self, chunk: int) -> list[int]:
         return [kv_block for kv_block in self._blocks_of(chunk) if self._num_refs.get(kv_block)]
 
-    def take_elsewhere(self, count: int, besides: Collection[int]) -> list[int] | None:
+    def take_elsewhere(self, count: int, besides: Collection[int]) -> Sequence[int] | None:
         """`count` blocks with one reference each from chunks that are not `besides`, without growing; None when fewer are free there."""
         order = (*self._worthless, *self._cached)
         taken = [kv_block for kv_block in order if self._chunk_of(kv_block) not in besides][:count]
-        if len(taken) < count:
-            return None
-        for kv_block in taken:
+        return self.take(taken) if len(taken) == count else None
+
+    def take(self, kv_blocks: Sequence[int]) -> Sequence[int]:
+        """These free blocks, with one reference each."""
+        for kv_block in kv_blocks:
             self.share(kv_block)
             self._forget(kv_block)
-        return taken
+        return kv_blocks
 
     def hand_over(self, source: int, target: int) -> None:
         """`target`, which was taken for it, has the content of `source` now, and all its references and its place in the cache."""
@@ -223,13 +253,15 @@ class BlockPool:
 
     def _grow(self) -> bool:
         chunk = self._lender.lend()
-        if chunk is None:
-            return False
+        if chunk is not None:
+            self._add(chunk)
+        return chunk is not None
+
+    def _add(self, chunk: int) -> None:
         self._num_used[chunk] = 0
         for kv_block in self._blocks_of(chunk):
             self._num_refs[kv_block] = 0
             self._worthless[kv_block] = None
-        return True
 
     def _lend(self) -> int:
         kv_block, _ = (self._worthless or self._cached).popitem(last=False)

@@ -117,6 +117,13 @@ class Arena:
         with self._lock:
             return self._num_lendable(owner)
 
+    @property
+    def is_kv_scattered(self) -> bool:
+        """Whether KV chunks lie behind free ones, so that less of those is adjacent than could be."""
+        with self._lock:
+            first_free = next((chunk for chunk, owner in enumerate(self._owners) if owner is None), self.num_chunks)
+            return Owner.KV in self._owners[first_free:]
+
     def chunks_of(self, owner: Owner) -> list[int]:
         """The chunks lent to `owner`, ascending."""
         with self._lock:
@@ -148,6 +155,14 @@ class Arena:
             for chunk in chunks:
                 self._set(chunk, owner)
             return True
+
+    def lend_lower(self, owner: Owner, chunk: int) -> int | None:
+        """The first free chunk before `chunk`, which `owner` moves there and gives back next: limits are not looked at."""
+        with self._lock:
+            lower = next((each for each in range(chunk) if self._owners[each] is None), None)
+            if lower is not None:
+                self._set(lower, owner)
+            return lower
 
     def give_back(self, owner: Owner, chunks: Iterable[int]) -> None:
         """The chunks are free again; those with a fence are fenced."""
@@ -242,6 +257,9 @@ class KVShare:
     def lend(self) -> int | None:
         chunks = self._arena.lend(Owner.KV)
         return None if chunks is None else chunks.start
+
+    def lend_lower(self, chunk: int) -> int | None:
+        return self._arena.lend_lower(Owner.KV, chunk)
 
     def give_back(self, chunk: int) -> None:
         self._arena.give_back(Owner.KV, [chunk])

@@ -100,11 +100,11 @@ class LoRAMemoryPool:
 
     @property
     def is_kv_in_the_way(self) -> bool:
-        """Whether the KV cache has chunks that this pool may have, once requests end."""
+        """Whether the KV cache has chunks that this pool may have, once requests end, or has them where adjacent ones are needed."""
         arena = self.arena
-        is_below_ceiling = arena.num_lent(Owner.ADAPTERS) < arena.ceiling(Owner.ADAPTERS)
-        has_more_than_floor = arena.num_lent(Owner.KV) > arena.limits(Owner.KV).floor
-        return self.ask_kv is not None and is_below_ceiling and has_more_than_floor
+        if self.ask_kv is None or arena.num_lent(Owner.ADAPTERS) >= arena.ceiling(Owner.ADAPTERS):
+            return False
+        return arena.num_lent(Owner.KV) > arena.limits(Owner.KV).floor or arena.is_kv_scattered
 
     def stats(self) -> PoolStats:
         with self._lock:

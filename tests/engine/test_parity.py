@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from loraplex import LLM, LoRARequest, RequestOutput, SamplingParams
 from loraplex.adapters.fields import HONOURED
+from loraplex.engine import memory_plan
+from loraplex.memory.arena import Owner
 from tests.fixtures import ADAPTER_OPTIONS, FAMILIES, MIN_DISTINCT, MIN_GAP, NUM_TOKENS, GreedyCase, ModelZoo, Oracle
 
 BLOCK_SIZE = 16
@@ -245,6 +247,40 @@ def test_everything_at_once(family: FamilyCases) -> None:
         assert stats.num_prefix_hit_tokens > 0
         assert stats.adapter_evictions["host_room"] > 0
         assert stats.adapter_loads["request"] + stats.adapter_loads["prefetch"] > 0
+
+
+def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what both want: chunks change hands all the time, KV blocks and extents move, and nobody's tokens do."""
+    monkeypatch.setattr(memory_plan, "CHUNK_BYTES", 4 * family.kv_block_bytes)
+    longest = -(-MAX_MODEL_LEN // BLOCK_SIZE) * family.kv_block_bytes
+    wanted = sum(family.adapter_bytes) + len(family.cases) * longest
+    floor = max(family.adapter_bytes) + 64 * 1024
+    device = max(wanted // 2, floor + 2 * longest)
+    with start(family, device_memory=device, adapter_floor=floor, aging_steps=8) as llm:
+        arena, blocks = llm.engine.adapters._store.host.pool.arena, llm.engine._blocks
+        assert arena.num_bytes < wanted
+        llm.engine._runner._kv.fill_(math.nan)
+        llm.engine.adapters._store.host.pool.poison()
+        shares = set()
+        step = llm.engine.step
+
+        def step_and_look() -> Any:
+            outputs = step()
+            shares.add((arena.num_lent(Owner.KV), arena.num_lent(Owner.ADAPTERS)))
+            llm.check_integrity()
+            llm.engine.adapters.compact(1 << 18, math.inf)
+            return outputs
+
+        monkeypatch.setattr(llm.engine, "step", step_and_look)
+        generate(llm, family.cases)
+        generate(llm, list(reversed(family.cases)))
+        assert len({kv for kv, _ in shares}) > 2
+        assert len({adapters for _, adapters in shares}) > 2
+        evictions_by_cause = evictions(llm)
+        assert evictions_by_cause["kv_pressure"] + evictions_by_cause["host_room"] > 0
+        assert blocks.num_free_blocks == blocks.num_blocks == llm.engine.info.num_kv_blocks
+        assert llm.stats().kv_cache_usage == 0
+        print(shares, evictions_by_cause, llm.stats().num_preemptions)
 
 
 # ------------------------------------------------------------------------------------------------- what the cases cover

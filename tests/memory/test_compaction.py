@@ -26,7 +26,7 @@ SIZES = {
 }
 
 
-def filled(sizes: str, keep: float, seed: int, num_chunks: int = 60) -> tuple[LoRAMemoryPool, dict[Extent, int]]:
+def filled(sizes: str, keep: float, seed: int, num_chunks: int = 100) -> tuple[LoRAMemoryPool, dict[Extent, int]]:
     """A full pool in which a random share of the extents stays, each with bytes of its own."""
     rng = Random(seed)
     pool = LoRAMemoryPool(Arena(num_chunks * CHUNK, CHUNK, "cpu"))
