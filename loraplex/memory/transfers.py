@@ -221,8 +221,10 @@ class Transfers:
             sources = [self._store.host.pool.view(extent) for extent in weights.host.extents]
             targets = [self._store.device.pool.view(extent) for extent in weights.device.extents]
             copy_extents(sources, targets)
-        except Exception as error:
+        except (RuntimeError, OSError) as error:
             self._copy_failed(job, error)
+        except Exception as error:
+            self._fail(job, error)
         else:
             self._finish_copy(job)
 

@@ -109,7 +109,7 @@ def test_a_base_that_answers_otherwise_ends_the_engine(driver: Driver, bench: Be
     poison(driver, "one")
     diagnosis._base = (1, 2, 3)
     with pytest.raises(BaseModelFaultError, match="diagnostic prompt"):
-        driver.finish()
+        settle(driver, lambda: False)
     driver.engine._caretaker._in_diagnosis = None
     diagnosis._base = None
     driver.finish()
