@@ -10,11 +10,11 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.progress import track
+from rich.progress import Progress, TimeElapsedColumn, track
 
 from benchmarks.arguments import positive
 from benchmarks.engines import parse_setting
@@ -23,6 +23,8 @@ from benchmarks.machine import cpu_name, isa_in_use
 from benchmarks.open_loop import Lengths, run, saturated_rate, schedule
 from loraplex.core import LoRARequest
 from loraplex.engine.llm import LLM
+
+T = TypeVar("T")
 
 LIMIT_S = 600.0
 """Of the runs that find out what an engine can do."""
@@ -84,6 +86,16 @@ def register(llm: LLM, requests: Sequence[LoRARequest]) -> float:
     for request in track(requests, f"registering {len(requests)} adapters"):
         llm.add_lora(request)
     return time.perf_counter() - began
+
+
+def each(runs: Sequence[T], name_of: Callable[[T], str]) -> Iterator[T]:
+    """The runs in order, with a progress bar that says which one it is at."""
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn()) as progress:
+        bar = progress.add_task("", total=len(runs))
+        for run in runs:
+            progress.update(bar, description=name_of(run))
+            yield run
+            progress.advance(bar)
 
 
 def packed_bytes(made: Fixture, args: argparse.Namespace) -> int:

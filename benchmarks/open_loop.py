@@ -51,8 +51,8 @@ class Lengths:
     @classmethod
     def of(cls, text: str) -> Lengths:
         """`8-64`, or one number for both, at least 1. Raises ArgumentTypeError."""
-        low, _, high = text.partition("-")
-        lengths = cls(positive(low), positive(high or low))
+        low, dash, high = text.partition("-")
+        lengths = cls(positive(low), positive(high if dash else low))
         if lengths.low > lengths.high:
             raise argparse.ArgumentTypeError(f"must be LOW-HIGH, the lower one first, got {text!r}")
         return lengths

@@ -19,13 +19,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.arguments import positive, seconds
 from benchmarks.loaded_engine import (
     add_arguments,
     capacity,
+    each,
     fixture_for,
     lora_requests,
     packed_bytes,
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rate = capacity(llm, requests[:FEW], args.capacity_requests, args.prompt_len, args.output_len, args.rounds)
         sweep = Sweep(llm, requests, args, rate)
         console.print(f"registered in {registered_s:.0f} s; capacity with {FEW} adapters: {rate:.2f} requests/s")
-        for one in track(plan(args.cells, args.rounds), "measuring"):
+        for one in each(plan(args.cells, args.rounds), lambda run: f"{run.cell.name} at {100 * run.load:.0f} %"):
             sweep.run(one)
         llm.check_integrity()
     what = (
