@@ -13,6 +13,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float:
+    """A time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, got {text!r}")
+    return value
+
+
 def listed_of(names: Sequence[str]) -> Callable[[str], list[str]]:
     """Some of these names, separated by commas."""
 

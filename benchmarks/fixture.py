@@ -3,9 +3,12 @@
     python -m benchmarks.fixture --size s --adapters 16
     python -m benchmarks.fixture --size s --adapters 16 --ranks 64                                    1.3 GB of float32
     python -m benchmarks.fixture --size s --adapters 1000 --ranks 8 --adapter-dtype bfloat16          4.9 GB
+    python -m benchmarks.fixture --size s --adapters 2000 --ranks 8 --adapter-dtype bfloat16 --root DIR \\
+        --targets q_proj,k_proj,v_proj,o_proj                                                         3.7 GB, 2 min
 Sizes: `tiny` for a look, `s` (SmolLM2-135M's shape), `m` (Qwen2.5-0.5B's shape as a Llama with a 32k vocabulary). Adapter i has rank
-8, 16, 32, 64 in turn. Weights are drawn so that greedy output does not fall into one repeated token: the residual stream stays O(1) at
-any depth, attention is sharp, embeddings are small. Needs the `dev` extra.
+8, 16, 32, 64 in turn; no two have the same content. Weights are drawn so that greedy output does not fall into one repeated token: the
+residual stream stays O(1) at any depth, attention is sharp, embeddings are small. A run that was broken off goes on where it was. Needs the
+`dev` extra.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import Any
 import torch
 from rich.progress import track
 from safetensors.torch import save_file
+
+from benchmarks.arguments import listed_of
 
 ROOT = Path(__file__).resolve().parent.parent / "fixtures"
 RANKS = (8, 16, 32, 64)
@@ -51,11 +56,14 @@ def fixture(
     *,
     ranks: Sequence[int] = RANKS,
     adapter_dtype: str = "float32",
+    targets: Sequence[str] = TARGET_MODULES,
     seed: int = 7,
     root: Path = ROOT,
 ) -> Fixture:
-    """The fixture of these arguments; made if it is not there."""
+    """The fixture of these arguments, in a folder of `root` that is named after them; what is not there is made."""
     name = f"{size}-r{'-'.join(map(str, ranks))}-{seed}" + ("" if adapter_dtype == "float32" else f"-{adapter_dtype}")
+    if tuple(targets) != TARGET_MODULES:
+        name += "-" + "".join(target[0] for target in targets)
     folder = root / name
     base = folder / "base"
     if not (base / "model.safetensors").exists():
@@ -64,7 +72,7 @@ def fixture(
     missing = [index for index, path in enumerate(adapters) if not (path / "adapter_config.json").exists()]
     for index in track(missing, f"adapters of {name}", disable=not missing):
         dtype = getattr(torch, adapter_dtype)
-        _write_adapter(adapters[index], size, ranks[index % len(ranks)], index, len(ranks), seed, dtype)
+        _write_adapter(adapters[index], size, ranks[index % len(ranks)], index, len(ranks), seed, dtype, targets)
     return Fixture(size, base, adapters)
 
 
@@ -110,13 +118,22 @@ def _gain(name: str, depth: float) -> float:
 
 
 def _write_adapter(
-    path: Path, size: str, rank: int, index: int, num_ranks: int, seed: int, dtype: torch.dtype = torch.float32
+    path: Path,
+    size: str,
+    rank: int,
+    index: int,
+    num_ranks: int,
+    seed: int,
+    dtype: torch.dtype,
+    targets: Sequence[str],
 ) -> None:
     """Scaling is 1 or 2 in turn, so that a lost alpha shows; the update is 0.3 of the base's output in size."""
     alpha = rank * (1 + index // num_ranks % 2)
     generator = torch.Generator().manual_seed(seed * 100_003 + index)
     tensors: dict[str, torch.Tensor] = {}
     for module, num_in, num_out in _linears(SIZES[size]):
+        if module.rpartition(".")[2] not in targets:
+            continue
         key = f"base_model.model.{module}.lora_"
         tensors[key + "A.weight"] = torch.randn(rank, num_in, generator=generator) / math.sqrt(num_in)
         tensors[key + "B.weight"] = torch.randn(num_out, rank, generator=generator) * (
@@ -127,7 +144,7 @@ def _write_adapter(
     save_file(stored, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "r": rank, "lora_alpha": alpha,
-        "target_modules": list(TARGET_MODULES), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
+        "target_modules": list(targets), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
@@ -154,9 +171,25 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--ranks", default="8,16,32,64", help="in turn (default: %(default)s)")
     parser.add_argument("--adapter-dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--targets",
+        type=listed_of(TARGET_MODULES),
+        default=TARGET_MODULES,
+        help="of the adapters (default: all linears)",
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, metavar="DIR", help="where the fixture's folder is made (default: fixtures/)"
+    )
     arguments = parser.parse_args()
     ranks = [int(rank) for rank in arguments.ranks.split(",")]
-    made = fixture(arguments.size, arguments.adapters, ranks=ranks, adapter_dtype=arguments.adapter_dtype)
+    made = fixture(
+        arguments.size,
+        arguments.adapters,
+        ranks=ranks,
+        adapter_dtype=arguments.adapter_dtype,
+        targets=arguments.targets,
+        root=arguments.root,
+    )
     print(f"{made.base} and {len(made.adapters)} adapters")
 
 

@@ -11,27 +11,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.engines import parse_setting
-from benchmarks.fixture import SIZES, Fixture, fixture, fixture_of
-from benchmarks.machine import cpu_name, isa_in_use
+from benchmarks.fixture import Fixture
+from benchmarks.loaded_engine import add_arguments, fixture_for, lora_requests, register, save, start, title_of
 from benchmarks.process_tree import peak_rss_bytes
 from benchmarks.report import wide_console
 from loraplex.bench import FIRST_TOKEN_ID, Workload
-from loraplex.core import LoRARequest, SamplingParams
-from loraplex.engine.llm import LLM
+from loraplex.core import SamplingParams
 from loraplex.metrics import EngineStats
 
 FEW = 5
@@ -105,16 +101,9 @@ class Bench:
 
     def __init__(self, made: Fixture, args: argparse.Namespace) -> None:
         self.args = args
-        self.llm = LLM(str(made.base), **settings_of(args))
-        self.requests = [LoRARequest(path.name, i, str(path)) for i, path in enumerate(made.adapters, 1)]
+        self.llm = start(made, args, settings_of(args))
+        self.requests = lora_requests(made)
         self.draw = random.Random(11)
-
-    def register(self) -> float:
-        """Seconds to register them all."""
-        began = time.perf_counter()
-        for request in track(self.requests, "registering adapters"):
-            self.llm.add_lora(request)
-        return time.perf_counter() - began
 
     def run(self, chosen: Sequence[int]) -> tuple[float, Counters]:
         """(tokens/s, what was counted) of one block of requests."""
@@ -133,14 +122,9 @@ class Bench:
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "dtype": args.dtype,
-        "num_threads": args.threads,
-        "max_num_seqs": args.requests_in_flight,
         "max_waiting_requests": args.requests_in_flight,  # those behind are not known yet: a closed loop
-        "enable_prefix_caching": False,
         "host_memory_bytes": args.host_memory_bytes,
         "adapter_memory_bytes": args.adapter_memory_bytes or args.host_memory_bytes,
-        **dict(parse_setting(text) for text in args.settings),
     }
 
 
@@ -195,22 +179,17 @@ def table_of(sides: Sequence[Side], title: str) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    ranks = [args.rank]
-    made = (
-        fixture_of(args.fixture) if args.fixture
-        else fixture(args.size, args.adapters, ranks=ranks, adapter_dtype="bfloat16")
-    )  # fmt: skip
-    made = Fixture(made.size, made.base, made.adapters[: args.adapters])
+    made = fixture_for(args)
     bench = Bench(made, args)
-    registered_s = bench.register()
+    registered_s = register(bench.llm, bench.requests)
     many, few = measure(bench, len(made.adapters), args)
     peak = peak_rss_bytes(os.getpid())
     stats = bench.llm.stats()
-    title = (
-        f"{made.base.parent.name}, {args.requests} requests of {args.prompt_len}+{args.output_len} tokens, "
-        f"{args.requests_in_flight} in "
-        f"flight, Zipf {args.alpha}, {args.host_memory_bytes / GIB:.1f} GiB for adapters, {args.threads} threads, "
-        f"{cpu_name()}, {isa_in_use()}"
+    title = title_of(
+        made,
+        args,
+        f"{args.requests} requests of {args.prompt_len}+{args.output_len} tokens, {args.requests_in_flight} in flight, "
+        f"Zipf {args.alpha}, {args.host_memory_bytes / GIB:.1f} GiB for adapters",
     )
     console = wide_console()
     console.print(table_of((many, few), title))
@@ -220,33 +199,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"registered in {registered_s:.1f} s; "
         f"{stats.num_adapters} registered; peak RSS {'-' if peak is None else f'{peak / MIB:.0f} MiB'}"
     )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"title": title, "ratio": ratio, "registered_s": registered_s, "peak_rss_bytes": peak}
-        args.json.write_text(json.dumps(figures | {"many": asdict(many), "few": asdict(few)}, indent=1))
+    figures = {"title": title, "ratio": ratio, "registered_s": registered_s, "peak_rss_bytes": peak}
+    save(args.json, figures | {"many": asdict(many), "few": asdict(few)})
     bench.llm.close()
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    new.add_argument("--fixture", type=Path, metavar="DIR", help="a folder with base/ and folders of adapters")
-    new.add_argument("--size", choices=SIZES, default="s", help="without --fixture: what to make (default: s)")
-    new.add_argument("--rank", type=int, default=8, help="of the adapters that are made (default: 8)")
-    new.add_argument("--adapters", type=int, default=1000, help="as many of the fixture (default: 1000)")
+    add_arguments(new, adapters=1000, rank=8)
     new.add_argument("--alpha", type=float, default=0.9, help="of the Zipf distribution (default: 0.9)")
     new.add_argument("--requests", type=int, default=400, help="of each kind (default: 400)")
-    new.add_argument("--requests-in-flight", type=int, default=16)
     new.add_argument("--prompt-len", type=int, default=32)
     new.add_argument("--output-len", type=int, default=32)
     new.add_argument("--host-memory-bytes", type=int, default=2 * GIB, help="for adapters (default: 2 GiB)")
     new.add_argument("--adapter-memory-bytes", type=int, help="of these for running ones (default: all)")
-    new.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    new.add_argument("--dtype", default="float32")
-    new.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings", help="any other setting of LLM"
-    )
-    new.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return new
 
 

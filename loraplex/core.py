@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
-from loraplex.errors import InvalidRequestError
+from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
@@ -165,7 +165,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What `LLM.generate` returns per prompt and `AsyncEngine.generate` yields: cumulative text and tokens."""
+    """What `LLM.generate` returns per prompt, `LLM.step` per request and `AsyncEngine.generate` yields: cumulative text and tokens.
+
+    `error` is why a request failed, from `LLM.step` alone: the others raise it.
+    """
 
     request_id: str
     prompt: str | None
@@ -176,6 +179,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
+    error: LoraplexError | None = None
 
 
 # ------------------------------------------------------------------------------------------------ what a layer offers

@@ -6,28 +6,36 @@ It needs torch, numpy, safetensors, tokenizers and jinja2, and nothing else.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import LoRARequest, RequestOutput, SamplingParams
+from loraplex.core import LoRARequest, RequestMetrics, RequestOutput, SamplingParams
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
-from loraplex.engine.processor import PreparedRequest
+from loraplex.engine.processor import PreparedRequest, ProcessedOutput
+from loraplex.engine.prompt_input import PromptInput, listed_prompts, one_each, single_prompt
 from loraplex.engine.tokenizer import Tokenizer
-from loraplex.errors import AdapterNotFoundError, ConfigError, InvalidRequestError
+from loraplex.errors import (
+    AdapterNotFoundError,
+    ConfigError,
+    InvalidRequestError,
+    LoraplexError,
+    error_from_payload,
+)
 from loraplex.metrics import EngineStats
 from loraplex.models.packed_cache import wait_until_saved
 from loraplex.profiler import Profiler
 
 STALLED_WAIT_S = 0.05
 
-T = TypeVar("T")
-PromptInput = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+_Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]
+"""A prompt, how to sample, its adapter, and whether the tokenizer adds special tokens."""
 
 
 class LLM:
@@ -61,6 +69,7 @@ class LLM:
             served_model_name=config.model,
         )
         self._request_ids = itertools.count()
+        self._submitted: dict[str, tuple[PreparedRequest, list[LoRARef]]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -99,9 +108,9 @@ class LLM:
         differ or a prompt cannot be served, AdapterError when an adapter cannot; nothing has run then. A completion that reaches
         the model's length ends there, with finish_reason `length`, whatever `max_tokens` allows.
         """
-        listed = _listed_prompts(prompts)
-        params = _one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
-        adapters = _one_each(lora_request, len(listed), "lora_request", LoRARequest)
+        listed = listed_prompts(prompts)
+        params = one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
+        adapters = one_each(lora_request, len(listed), "lora_request", LoRARequest)
         requests = zip(listed, params, adapters, strict=True)
         return self._run(
             [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests], cache_salt
@@ -128,37 +137,85 @@ class LLM:
             )
             for conversation in conversations
         ]
-        params = _one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
-        adapters = _one_each(lora_request, len(prompts), "lora_request", LoRARequest)
+        params = one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+        adapters = one_each(lora_request, len(prompts), "lora_request", LoRARequest)
         # The template writes the special tokens itself.
         requests = zip(prompts, params, adapters, strict=True)
         return self._run([(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests])
 
-    def _run(
+    # ------------------------------------------------------------------------------------------------- request by request
+
+    def submit(
         self,
-        requests: Sequence[tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]],
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         cache_salt: str = "",
-    ) -> list[RequestOutput]:
+        request_id: str | None = None,
+    ) -> str:
+        """Queue one prompt for `step`; returns its id, a made one if none is given. Raises what `generate` raises for it.
+
+        With `max_waiting_requests` in the queue it raises EngineOverloadedError. An adapter of an unknown name is loaded here and
+        now: `add_lora` it before where nobody should wait for that.
+        """
+        refs: list[LoRARef] = []
+        self._load_each([lora_request])
+        try:
+            chosen = sampling_params or SamplingParams()
+            prepared = self._prepare((single_prompt(prompt), chosen, lora_request, True), refs, cache_salt, request_id)
+            self._front.outputs.add(prepared)
+            self._queue(prepared)
+        except BaseException:
+            self._release(refs)
+            raise
+        self._submitted[prepared.request_id] = (prepared, refs)
+        return prepared.request_id
+
+    def step(self, stalled_wait_s: float = STALLED_WAIT_S) -> list[RequestOutput]:
+        """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the last one.
+
+        A request that fails ends with `error` set and no completions, and the others go on. Where all of them wait for adapters,
+        this waits for the end of a load, at most `stalled_wait_s`.
+        """
+        _, processed = self._advance(False, stalled_wait_s)
+        outputs = []
+        for one in processed:
+            output = one.output or _failed(self._submitted[one.request_id][0], one.error)
+            outputs.append(output)
+            if output.finished:
+                self._release(self._submitted.pop(one.request_id)[1])
+        return outputs
+
+    def abort(self, request_id: str) -> bool:
+        """End a submitted request; False when it has ended already. No output of it comes any more."""
+        _, refs = self._submitted.pop(request_id, (None, None))
+        if refs is None:
+            return False
+        self.engine.abort(self._front.outputs.remove(request_id))
+        self._release(refs)
+        return True
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request has not ended."""
+        return bool(self._submitted)
+
+    # ---------------------------------------------------------------------------------------------------------- the steps
+
+    def _run(self, requests: Sequence[_Asked], cache_salt: str = "") -> list[RequestOutput]:
+        if self._submitted:
+            raise InvalidRequestError(
+                f"{len(self._submitted)} submitted requests have not ended: step until they have, or abort them, then generate"
+            )
         refs: list[LoRARef] = []
         try:
             self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
-            prepared = [
-                self._front.inputs.prepare(
-                    f"request-{next(self._request_ids)}",
-                    prompt,
-                    params,
-                    adapter=adapter_ref(self._acquire(lora_request, refs)),
-                    lora_request=lora_request,
-                    cache_salt=cache_salt,
-                    add_special_tokens=add_special_tokens,
-                )
-                for prompt, params, lora_request, add_special_tokens in requests
-            ]
+            prepared = [self._prepare(asked, refs, cache_salt) for asked in requests]
             finished = self._complete(prepared)
             return [finished[one.request_id] for one in prepared]
         finally:
-            for ref in refs:
-                self._front.registry_or_refuse().release(ref)
+            self._release(refs)
 
     def _load_each(self, lora_requests: Iterable[LoRARequest | None]) -> None:
         """Each once, however many prompts have it: a reload in place would be another version for every prompt."""
@@ -166,12 +223,38 @@ class LLM:
             if lora_request is not None:
                 self.add_lora(lora_request)
 
+    def _prepare(
+        self, asked: _Asked, refs: list[LoRARef], cache_salt: str, request_id: str | None = None
+    ) -> PreparedRequest:
+        prompt, params, lora_request, add_special_tokens = asked
+        return self._front.inputs.prepare(
+            f"request-{next(self._request_ids)}" if request_id is None else request_id,
+            prompt,
+            params,
+            adapter=adapter_ref(self._acquire(lora_request, refs)),
+            lora_request=lora_request,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+        )
+
     def _acquire(self, lora_request: LoRARequest | None, refs: list[LoRARef]) -> LoRARef | None:
         if lora_request is None:
             return None
         ref = self._front.registry_or_refuse().acquire(lora_request.lora_name)
         refs.append(ref)
         return ref
+
+    def _release(self, refs: Iterable[LoRARef]) -> None:
+        for ref in refs:
+            self._front.registry_or_refuse().release(ref)
+
+    def _queue(self, prepared: PreparedRequest) -> None:
+        """All of its requests, or none. Raises EngineOverloadedError."""
+        for request in prepared.children:
+            for refused in self.engine.add_request(request):
+                self.engine.abort(self._front.outputs.remove(prepared.request_id))
+                assert refused.error is not None
+                raise error_from_payload(refused.error)
 
     def _complete(self, prepared: Sequence[PreparedRequest]) -> dict[str, RequestOutput]:
         """Step until all are finished. At most `max_waiting_requests` are queued at a time."""
@@ -186,24 +269,32 @@ class LLM:
                     refused = self.engine.add_request(left.pop())
                     assert not refused, "the queue was checked before"
                     in_engine += 1
-                for token_output in self.engine.step():
-                    in_engine -= token_output.finish_reason is not None
-                    with self._profiler.part("detokenise"):
-                        processed = self._front.outputs.process(token_output, is_final_only=True)
-                    if processed is None:
-                        continue
-                    in_engine -= len(self.engine.abort(processed.abort_ids))
+                num_ended, outputs = self._advance(True, STALLED_WAIT_S)
+                in_engine -= num_ended
+                for processed in outputs:
                     if processed.error is not None:
                         raise processed.error
                     if processed.output is not None:
                         finished[processed.request_id] = processed.output
-                if self.engine.is_stalled and self.engine.has_unfinished:
-                    self.engine.adapters.wait_for_change(STALLED_WAIT_S)
         except BaseException:
             for one in prepared:
                 self.engine.abort(self._front.outputs.remove(one.request_id))
             raise
         return finished
+
+    def _advance(self, is_final_only: bool, stalled_wait_s: float) -> tuple[int, list[ProcessedOutput]]:
+        """(requests that left the engine, what there is for clients) of one step."""
+        num_ended, outputs = 0, []
+        for token_output in self.engine.step():
+            num_ended += token_output.finish_reason is not None
+            with self._profiler.part("detokenise"):
+                processed = self._front.outputs.process(token_output, is_final_only=is_final_only)
+            if processed is not None:
+                num_ended += len(self.engine.abort(processed.abort_ids))
+                outputs.append(processed)
+        if self.engine.is_stalled and self.engine.has_unfinished:
+            self.engine.adapters.wait_for_change(stalled_wait_s)
+        return num_ended, outputs
 
     # --------------------------------------------------------------------------------------------------------- adapters
 
@@ -273,6 +364,20 @@ class _InProcessStore:
         return len(self._engine.abort_adapter(adapter_id))
 
 
+def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOutput:
+    assert error is not None
+    return RequestOutput(
+        request_id=prepared.request_id,
+        prompt=prepared.prompt,
+        prompt_token_ids=prepared.prompt_token_ids,
+        outputs=(),
+        finished=True,
+        lora_request=prepared.lora_request,
+        metrics=RequestMetrics(prepared.arrival_s, finished_time=time.time()),
+        error=error,
+    )
+
+
 def _run_now(job: Callable[[], None]) -> None:
     """The last release of an unloaded adapter drops it on the spot: nobody else waits in an offline engine."""
     job()
@@ -292,42 +397,3 @@ def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> En
         raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
     engine_settings = {name: value for name, value in settings.items() if name in engine_names}
     return EngineConfig(model=model, lora=LoRAConfig(**lora_settings) if enable_lora else None, **engine_settings)
-
-
-def _listed_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | Sequence[int]]:
-    if not isinstance(prompts, str | Mapping | Sequence):
-        raise InvalidRequestError(f"prompts are strings or token ids, got {type(prompts).__name__}")
-    if isinstance(prompts, str | Mapping) or (prompts and all(isinstance(token, int) for token in prompts)):
-        return [_prompt(cast(PromptInput, prompts))]
-    return [_prompt(cast(PromptInput, prompt)) for prompt in prompts]
-
-
-def _prompt(prompt: PromptInput) -> str | Sequence[int]:
-    """A string, or token ids."""
-    if isinstance(prompt, Mapping):
-        known = {"prompt", "prompt_token_ids"} & set(prompt)
-        if len(prompt) != 1 or not known:
-            raise InvalidRequestError(
-                f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}"
-            )
-        prompt = prompt[known.pop()]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-        return cast(Sequence[int], prompt)
-    raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
-
-
-def _one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
-    """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InvalidRequestError(f"{name} is a {type(given).__name__}; it takes {kind.__name__}, or a list of them")
-    listed: list[T | None] = list(given)
-    if len(listed) != count:
-        raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts: give one, or one for each")
-    wrong = next((one for one in listed if one is not None and not isinstance(one, kind)), None)
-    if wrong is not None:
-        raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
-    return listed
