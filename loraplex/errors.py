@@ -30,6 +30,7 @@
     |   |   `-- AdapterNoRoomError       503  everything on the device is pinned or in use
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   `-- AdapterUnavailableError      503  the last copy is gone and the source too
+    |-- JournalError                     500  done, but not written to the state directory
     |-- EngineError                      500
     |   |-- EngineDeadError              503
     |   |-- EngineOverloadedError        429
@@ -197,6 +198,10 @@ class AdapterContentChangedError(AdapterError):
 class AdapterUnavailableError(AdapterError):
     http_status = 503
     kind = "unavailable_error"
+
+
+class JournalError(LoraplexError):
+    kind = "journal_error"
 
 
 class EngineError(LoraplexError):

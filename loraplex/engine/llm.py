@@ -261,6 +261,7 @@ class _InProcessStore:
     def __init__(self, engine: EngineCore) -> None:
         adapters = engine.adapters
         self.add_adapter = adapters.add_adapter
+        self.attach_adapters = adapters.attach_adapters
         self.drop_adapter = adapters.drop_adapter
         self.promote_adapter = adapters.promote_adapter
         self.evict_adapter = adapters.evict_adapter

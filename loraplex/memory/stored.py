@@ -77,7 +77,10 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class StoredAdapter:
-    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends."""
+    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends.
+
+    is_attached: it was registered without a load, and stays when its first load fails.
+    """
 
     spec: AdapterSpec
     open_weights: Callable[[], LoRAModel]
@@ -85,6 +88,7 @@ class StoredAdapter:
     num_running: int = 0
     is_pinned: bool = False
     is_removed: bool = False
+    is_attached: bool = False
     is_evicted_when_idle: bool = False
 
     @property

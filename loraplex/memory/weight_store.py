@@ -5,6 +5,7 @@ the lock and run outside it: files are read, blocks packed and bytes copied with
 taken over in a short critical section by the thread that did the work, so nobody's poll is needed.
 
     first load (add)     in the thread that asked: how large the adapter is shows only when it is open
+    first load (attach)  in a loader's thread; when it finds no room, what it learnt of the size is kept, and later loads wait for room
     later loads, copies  in the loader's threads: their room is reserved when they begin, so they never wait
 
 Everything here is called with `lock` held, except where it says otherwise.
@@ -183,15 +184,16 @@ class WeightStore:
         try:
             with self._busy:
                 plan = self._packer.plan(read_weights(weights, job.sources))
-            extents = self._reserve(job, plan.sizes).extents
+            place = self._reserve(job, plan.sizes)
             with self._busy:
-                layout = plan.write([self.host.pool.view(extent) for extent in extents])
+                views = None if place is None else [self.host.pool.view(extent) for extent in place.extents]
+                layout = plan.layout() if views is None else plan.write(views)
         except BaseException as error:
             self._fail(job, error)
             if not isinstance(error, Exception):
                 raise
         else:
-            self._finish_load(job, layout)
+            self._finish_load(job, layout, is_placed=place is not None)
 
     def stats(self, num_adapters: int) -> MemoryStats:
         everything, counters = list(self.weights.values()), self.counters
@@ -210,10 +212,10 @@ class WeightStore:
         )
 
     def _start_load(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
-        assert weights.layout is not None, "the first load is begun by `begin_first_load`"
-        weights.host = self._take(self.host, weights, weights.layout.sizes, demand)
-        if weights.host is None:
-            return self._wait_for_room(self.host, weights)
+        if weights.layout is not None:
+            weights.host = self._take(self.host, weights, weights.layout.sizes, demand)
+            if weights.host is None:
+                return self._wait_for_room(self.host, weights)
         weights.state = WeightState.LOADING
         job = self._begin(weights, demand)
         self._loader.submit(partial(self.run_load, job))
@@ -225,8 +227,11 @@ class WeightStore:
         weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self._clock())
         return weights.job
 
-    def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place:
-        """The host room of a load; a first load takes it here and may wait for memory that is on its way back. Takes the lock."""
+    def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
+        """The host room of a load; a first load takes it here and may wait for memory that is on its way back. Takes the lock.
+
+        None for a request's first load without room: it waits for its turn, as it does for a later load.
+        """
         weights, name = job.weights, job.sources[-1].name
         with self.lock:
             if weights.host is None:
@@ -234,28 +239,27 @@ class WeightStore:
             while weights.host is None:
                 weights.host = self._take(self.host, weights, sizes, job.demand)
                 if weights.host is None and not self.room.is_coming(weights):
+                    if job.demand.is_for_request:
+                        return None
                     raise self.room.no_room(self.host, weights, name, sum(sizes))
                 if weights.host is None:
                     self._wait()
             assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
             return weights.host
 
-    def _finish_load(self, job: LoadJob, layout: PackedLayout) -> None:
+    def _finish_load(self, job: LoadJob, layout: PackedLayout, is_placed: bool) -> None:
         with self.lock:
             weights = job.weights
-            weights.layout, weights.state = layout, WeightState.HOST
+            weights.layout = layout
+            weights.state = WeightState.HOST if is_placed else WeightState.SOURCE
+            if not is_placed:
+                self._end(job)
+                return
             self.counters.loads[job.demand.cause] += 1
             load_s = self._clock() - job.began_s
             self.counters.load_s += load_s
-            tell(
-                self._events,
-                EventKind.LOAD,
-                weights,
-                "is in host memory",
-                cause=job.demand.cause,
-                seconds=load_s,
-                nbytes=layout.nbytes,
-            )
+            text, cause, nbytes = "is in host memory", job.demand.cause, layout.nbytes
+            tell(self._events, EventKind.LOAD, weights, text, cause=cause, seconds=load_s, nbytes=nbytes)
             self._end(job)
             is_for_device = job.demand.is_for_request and not self.is_shared
             if is_for_device and weights.adapters and not self.is_closed:
@@ -301,23 +305,18 @@ class WeightStore:
                 weights.failure = LoadFailure(job.error, self._clock())
             weights.is_prefetch_off = True
             self.counters.num_load_failures += 1
-            tell(
-                self._events,
-                EventKind.LOAD_FAILED,
-                weights,
-                f"could not be loaded: {job.error}",
-                cause=job.demand.cause,
-            )
+            text = f"could not be loaded: {job.error}"
+            tell(self._events, EventKind.LOAD_FAILED, weights, text, cause=job.demand.cause)
             if weights.layout is None:
                 self._forget_adapters(weights)
             self._end(job)
 
     def _forget_adapters(self, weights: StoredWeights) -> None:
-        """The first load failed: its adapters were never there. Their `add_adapter` raises."""
-        for adapter_id, adapter in weights.adapters.items():
-            adapter.is_removed = True
-            del self.adapters[adapter_id]
-        weights.adapters.clear()
+        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises."""
+        for adapter_id, adapter in list(weights.adapters.items()):
+            if not adapter.is_attached:
+                adapter.is_removed = True
+                del self.adapters[adapter_id], weights.adapters[adapter_id]
 
     def _end(self, job: LoadJob) -> None:
         weights = job.weights

@@ -206,7 +206,8 @@ class RegistryMachine(RuleBasedStateMachine):
     def start_the_engine_again(self) -> None:
         self.run_jobs()
         self.bench.store.start_again()
-        assert self.registry.restore() == {}
+        self.registry.restore()
+        self.bench.run_jobs()
         for named in self.model.names.values():
             named.is_on_device = named.is_pinned
 
