@@ -229,8 +229,8 @@ class AsyncEngine:
             raise EngineOverloadedError(
                 f"{len(self._streams)} requests are running or waiting, the limit; try again later (--max-waiting-requests)"
             )
-        if ref is not None:
-            self._front.registry_or_refuse().check_may_run(ref)
+        if ref is not None and self._front.registry_or_refuse().is_forced_out(ref.adapter_id):
+            raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
         self._front.outputs.add(prepared)
         try:
             for request in prepared.children:

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import LoRARequest, RequestOutput, SamplingParams
+from loraplex.core import FinishReason, LoRARequest, Request, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
 from loraplex.engine.processor import PreparedRequest
@@ -182,11 +182,11 @@ class LLM:
             for one in prepared:
                 self._front.outputs.add(one)
             while left or in_engine:
+                aborted: list[TokenOutput] = []
                 while left and in_engine < self.config.max_waiting_requests:
-                    refused = self.engine.add_request(left.pop())
-                    assert not refused, "the queue was checked before"
+                    aborted += self._add(left.pop())
                     in_engine += 1
-                for token_output in self.engine.step():
+                for token_output in (*aborted, *self.engine.step()):
                     in_engine -= token_output.finish_reason is not None
                     with self._profiler.part("detokenise"):
                         processed = self._front.outputs.process(token_output, is_final_only=True)
@@ -204,6 +204,14 @@ class LLM:
                 self.engine.abort(self._front.outputs.remove(one.request_id))
             raise
         return finished
+
+    def _add(self, request: Request) -> list[TokenOutput]:
+        """Hand a request to the engine, unless its adapter was unloaded by force meanwhile: then it ends as an aborted one."""
+        if request.adapter_id is not None and self._front.registry_or_refuse().is_forced_out(request.adapter_id):
+            return [TokenOutput(request.request_id, finish_reason=FinishReason.ABORT)]
+        refused = self.engine.add_request(request)
+        assert not refused, "the queue was checked before"
+        return []
 
     # --------------------------------------------------------------------------------------------------------- adapters
 

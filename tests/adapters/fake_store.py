@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from loraplex.adapters.registry import Journal, LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import Journal, LoRARegistry, NameChange, NameRecord, NameUsage, OpenedAdapter
 from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
-from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError
+from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError, JournalError
 from loraplex.events import EventKind
 
 NBYTES = 1000
@@ -162,6 +163,35 @@ class FakeSources:
         if digest == "missing":
             raise AdapterPathNotFoundError(f"no such path: {path}")
         return OpenedAdapter(path=f"/cache{path}", adapter_digest=digest, nbytes=NBYTES, max_rank=8)
+
+
+class MemoryJournal:
+    """Implements registry.Journal in a dict."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, NameRecord] = {}
+        self.last_adapter_id = 0
+        self.error: JournalError | None = None
+        self.num_changes = 0
+
+    def record(self, changes: Sequence[NameChange]) -> Future[None]:
+        for change in changes:
+            self.num_changes += 1
+            if change.record is None:
+                self.names.pop(change.name, None)
+            else:
+                self.names[change.name] = change.record
+                ids = [version.adapter_id for version in change.record.versions]
+                self.last_adapter_id = max(self.last_adapter_id, *ids)
+        written: Future[None] = Future()
+        if self.error is None:
+            written.set_result(None)
+        else:
+            written.set_exception(self.error)
+        return written
+
+    def count(self, take_usage: Callable[[], Sequence[NameUsage]]) -> None:
+        pass
 
 
 @dataclass

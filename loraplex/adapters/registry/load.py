@@ -34,8 +34,6 @@ class AdapterLoader:
         self._open_adapter = open_adapter
         self._clock = clock
         self._effects = effects
-        self._lock = effects.lock
-        self._table = effects.table
         self._drain = drain
         self.next_adapter_id = 1
 
@@ -46,13 +44,13 @@ class AdapterLoader:
         """
         may_share = not wish.load_inplace
         while True:
-            with self._lock:
-                version = self._table.loaded(wish)
+            with self._effects.change() as table:
+                version = table.loaded(wish)
                 if version is not None:
                     return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
-                running = self._table.verbs.get(wish.name)
+                running = table.verbs.get(wish.name)
                 if running is None:
-                    verb = self._table.begin_load(wish)
+                    verb = table.begin_load(wish)
                     break
             wait((running.done,))
             if may_share and running.has_outcome_of(wish):
@@ -102,7 +100,7 @@ class AdapterLoader:
     def _new_version(self, wish: LoadWish, opened: OpenedAdapter, previous: AdapterVersion | None) -> AdapterVersion:
         adapter_id = AdapterId(self.next_adapter_id)
         self.next_adapter_id += 1
-        number = self._table.next_version(wish.name)
+        number = self._effects.table.next_version(wish.name)
         digest, max_rank = opened.adapter_digest, opened.max_rank
         now = self._clock()
         return AdapterVersion(

@@ -37,7 +37,7 @@ from loraplex.adapters.registry.verb import LoadWish
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter, Parting
 from loraplex.adapters.registry.views import Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
-from loraplex.errors import InvalidRequestError, RequestAbortedError
+from loraplex.errors import InvalidRequestError
 from loraplex.events import Detail, EventKind
 
 ABORT_GRACE_S = 5.0
@@ -106,14 +106,12 @@ class LoRARegistry:
             self._table.use(version, self._clock())
             return version.ref
 
-    def check_may_run(self, ref: LoRARef) -> None:
-        """To be asked directly before a request is sent to the engine: RequestAbortedError when its adapter was unloaded by force
-        since `acquire`. A request that is sent before that is aborted by the engine.
+    def is_forced_out(self, adapter_id: int) -> bool:
+        """To be asked directly before a request that has a reference is sent to the engine: whether its adapter was unloaded by force
+        since. The engine aborts only what it was sent before.
         """
         with self._lock:
-            is_forced_out = self._table.in_use(ref.adapter_id).is_forced_out
-        if is_forced_out:
-            raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force; this request was aborted")
+            return self._table.in_use(adapter_id).is_forced_out
 
     def release(self, ref: LoRARef) -> None:
         """Return a reference. The last one of an unloaded, replaced or switched version sets its farewell going."""
