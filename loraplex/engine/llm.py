@@ -53,10 +53,11 @@ class LLM:
         self.config = config
         self._profiler = profiler or Profiler()
         self.engine: EngineCore = build_engine(config, progress, profiler)
+        self._aborted: list[TokenOutput] = []
         self._front = make_front(
             config,
             self.engine.info,
-            None if config.lora is None else _InProcessStore(self.engine),
+            None if config.lora is None else _InProcessStore(self.engine, self._aborted),
             _run_now,
             served_model_name=config.model,
         )
@@ -182,11 +183,10 @@ class LLM:
             for one in prepared:
                 self._front.outputs.add(one)
             while left or in_engine:
-                aborted: list[TokenOutput] = []
                 while left and in_engine < self.config.max_waiting_requests:
-                    aborted += self._add(left.pop())
+                    self._add(left.pop())
                     in_engine += 1
-                for token_output in (*aborted, *self.engine.step()):
+                for token_output in self._step():
                     in_engine -= token_output.finish_reason is not None
                     with self._profiler.part("detokenise"):
                         processed = self._front.outputs.process(token_output, is_final_only=True)
@@ -205,13 +205,20 @@ class LLM:
             raise
         return finished
 
-    def _add(self, request: Request) -> list[TokenOutput]:
+    def _add(self, request: Request) -> None:
         """Hand a request to the engine, unless its adapter was unloaded by force meanwhile: then it ends as an aborted one."""
         if request.adapter_id is not None and self._front.registry_or_refuse().is_forced_out(request.adapter_id):
-            return [TokenOutput(request.request_id, finish_reason=FinishReason.ABORT)]
+            self._aborted.append(TokenOutput(request.request_id, finish_reason=FinishReason.ABORT))
+            return
         refused = self.engine.add_request(request)
         assert not refused, "the queue was checked before"
-        return []
+
+    def _step(self) -> list[TokenOutput]:
+        """What a step added, and what was aborted before or during it."""
+        outputs = self.engine.step()
+        aborted = self._aborted.copy()
+        del self._aborted[: len(aborted)]
+        return outputs + aborted
 
     # --------------------------------------------------------------------------------------------------------- adapters
 
@@ -264,9 +271,9 @@ class LLM:
 
 
 class _InProcessStore:
-    """`AdapterStore` over an engine in this process: the memory's own verbs, and the engine's abort."""
+    """`AdapterStore` over an engine in this process: the memory's own verbs, and the engine's abort, whose outputs go to `aborted`."""
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: EngineCore, aborted: list[TokenOutput]) -> None:
         adapters = engine.adapters
         self.add_adapter = adapters.add_adapter
         self.attach_adapters = adapters.attach_adapters
@@ -277,9 +284,12 @@ class _InProcessStore:
         self.unpin_adapter = adapters.unpin_adapter
         self.list_adapters = adapters.list_adapters
         self._engine = engine
+        self._aborted = aborted
 
     def abort_adapter(self, adapter_id: int) -> int:
-        return len(self._engine.abort_adapter(adapter_id))
+        outputs = self._engine.abort_adapter(adapter_id)
+        self._aborted += outputs
+        return len(outputs)
 
 
 def _run_now(job: Callable[[], None]) -> None:

@@ -54,7 +54,8 @@ class Demand:
 class LoadJob:
     """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
 
-    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it.
+    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it. may_wait: for memory on its way
+    back, since it runs in the thread of who asked; a loader's thread must not, or nobody is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -62,6 +63,7 @@ class LoadJob:
     sources: tuple[StoredAdapter, ...]
     began_s: float
     is_awaited: bool = False
+    may_wait: bool = False
     is_done: bool = False
     error: LoraplexError | None = None
 

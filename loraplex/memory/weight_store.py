@@ -169,7 +169,9 @@ class WeightStore:
         """The caller runs it with `run_load`, with the lock released."""
         self._check_open()
         weights.state = WeightState.LOADING
-        return self._begin(weights, demand)
+        job = self._begin(weights, demand)
+        job.may_wait = True
+        return job
 
     def join(self, job: LoadJob, is_error_raised: bool = True) -> None:
         """Wait for a job; raises its error if it failed."""
@@ -228,19 +230,16 @@ class WeightStore:
         return weights.job
 
     def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
-        """The host room of a load; a first load takes it here and may wait for memory that is on its way back. Takes the lock.
-
-        None for a request's first load without room: it waits for its turn, as it does for a later load.
-        """
+        """The host room of a load; a first load takes it here. Takes the lock. None for one that has no room and may not wait."""
         weights, name = job.weights, job.sources[-1].name
         with self.lock:
             if weights.host is None:
                 self.room.check_size(name, sum(sizes))
             while weights.host is None:
                 weights.host = self._take(self.host, weights, sizes, job.demand)
+                if weights.host is None and not job.may_wait:
+                    return None
                 if weights.host is None and not self.room.is_coming(weights):
-                    if job.demand.is_for_request:
-                        return None
                     raise self.room.no_room(self.host, weights, name, sum(sizes))
                 if weights.host is None:
                     self._wait()

@@ -30,10 +30,10 @@ WAIT_S = 60
 class Life:
     """One server on a state directory: a registry over fakes, and its journal."""
 
-    def __init__(self, directory: Path, count_interval_s: float = NEVER_S) -> None:
+    def __init__(self, directory: Path, count_interval_s: float = NEVER_S, max_versions_kept: int = 2) -> None:
         self.directory = directory
         self.journal = SqliteJournal(directory, BASE, count_interval_s)
-        self.bench = Bench(max_versions_kept=2, journal=self.journal)
+        self.bench = Bench(max_versions_kept=max_versions_kept, journal=self.journal)
         self.registry = self.bench.registry
         self.registry.resume(self.journal.names, self.journal.last_adapter_id)
 
@@ -120,6 +120,17 @@ def test_a_version_number_is_not_used_again_after_a_restart(lives: Callable[[], 
         first.registry.load("a", "/a", load_inplace=True)
     first.registry.move("a")
     assert lives().registry.load("a", "/a", load_inplace=True).ref.adapter_version == 4
+
+
+def test_fewer_versions_are_kept_from_now_on(tmp_path: Path) -> None:
+    many = Life(tmp_path / "state", max_versions_kept=4)
+    for _ in range(5):
+        many.registry.load("a", "/a", load_inplace=True)
+    many.journal.close()
+    few = Life(tmp_path / "state", max_versions_kept=2)
+    assert [each.ref.adapter_version for each in few.registry.describe("a").versions] == [5, 4]
+    few.bench.check_idle()
+    few.journal.close()
 
 
 def test_the_same_load_after_a_restart_is_a_no_op(lives: Callable[[], Life]) -> None:
@@ -309,6 +320,16 @@ def test_after_the_end_nothing_is_promised(lives: Callable[[], Life]) -> None:
     life.journal.close()
     with pytest.raises(JournalError, match="the server ends"):
         life.registry.load("a", "/a")
+
+
+def test_nobody_pays_for_sqlalchemy_without_a_state_directory() -> None:
+    code = (
+        "import sys, loraplex.cli, loraplex.server.run, loraplex.engine.async_engine, loraplex.engine.llm\n"
+        "assert 'sqlalchemy' not in sys.modules\n"
+        "import loraplex.adapters.journal\n"
+        "assert 'sqlalchemy' in sys.modules and 'torch' not in sys.modules.keys() - before\n"
+    ).replace("import loraplex.adapters", "before = set(sys.modules)\nimport loraplex.adapters")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

@@ -375,8 +375,9 @@ class NameTable:
         return NameChange(name, NameRecord(number, alias_of, self._last_numbers[name], records, self.usage(name)))
 
     def restore(self, name: str, record: NameRecord) -> None:
-        """Put back what a journal has of a name. The table must not have it."""
-        current, *kept = (restore_version(name, each, record) for each in record.versions)
+        """Put back what a journal has of a name, as far as that many versions are kept now. The table must not have it."""
+        versions = record.versions[: self._max_versions_kept]
+        current, *kept = (restore_version(name, each, record) for each in versions)
         self.current[name] = current
         if kept:
             self.kept[name] = kept[::-1]
