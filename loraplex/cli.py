@@ -23,6 +23,7 @@ from loraplex.errors import ConfigError, LoraplexError
 from loraplex.server.config import ServerConfig, ServerSettings
 
 if TYPE_CHECKING:
+    from loraplex.adapters.registry import LoRARef
     from loraplex.engine.async_engine import AsyncEngine
 
 app = App(
@@ -370,15 +371,26 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
             base_names=server.served_model_names,
             adapter_roots=None if roots is None else (*roots, *(path for _, path in modules)),
             on_progress=progress.update,
+            state_dir=server.state_dir,
         )
         try:
+            resumed = {} if engine.registry is None else engine.registry.refs()
             for done, (name, path) in enumerate(modules, 1):
-                await engine.load_adapter(name, path)
+                if name in resumed:
+                    _warn_of_another_path(resumed[name], name, path)
+                else:
+                    await engine.load_adapter(name, path)
                 progress.update("adapters", done, len(modules))
         except BaseException:
             await engine.shutdown()
             raise
     return engine
+
+
+def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:
+    """What the state directory has of a name is newer than the flag that loaded it first."""
+    if resumed.lora_path != path.rstrip("/"):
+        print(f"warning: adapter {name!r} stays as the state directory has it: {resumed.lora_path}", file=sys.stderr)
 
 
 def _serve_demo(port: int) -> int:

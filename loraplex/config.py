@@ -103,6 +103,9 @@ class LoRAConfig:
     max_loaded_loras: int | None = setting(
         None, "at most this many registered adapters (SGLang's name; default: no limit)"
     )
+    max_versions_kept: int = setting(
+        2, "versions of a name that stay registered, the current one counted: what a rollback can go back to"
+    )
     lora_dtype: str = setting("auto", "auto (each adapter's own), float32, float16 or bfloat16")
     bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
     fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
@@ -161,6 +164,7 @@ class LoRAConfig:
             f"host_compression must be none, lossless or int8, got {self.host_compression!r}",
         )
         _require(self.scrub_bytes_per_s >= 0, f"scrub_bytes_per_s must be >= 0, got {self.scrub_bytes_per_s}")
+        _require(self.max_versions_kept >= 1, f"max_versions_kept must be >= 1, got {self.max_versions_kept}")
         _require(self.aging_steps >= 1, f"aging_steps must be >= 1, got {self.aging_steps}")
         _require(self.num_loader_threads >= 1, f"num_loader_threads must be >= 1, got {self.num_loader_threads}")
         _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")

@@ -31,6 +31,7 @@
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   |-- AdapterUnavailableError      503  the last copy is gone and the source too
     |   `-- AdapterFaultError            503  its weights or results were found damaged and are being restored; has `retry_after_s`
+    |-- JournalError                     500  done, but not written to the state directory
     |-- EngineError                      500
     |   |-- EngineDeadError              503
     |   |-- EngineOverloadedError        429
@@ -214,6 +215,10 @@ class AdapterFaultError(AdapterError):
 
     def to_payload(self) -> dict[str, Any]:
         return {**super().to_payload(), "retry_after_s": self.retry_after_s}
+
+
+class JournalError(LoraplexError):
+    kind = "journal_error"
 
 
 class EngineError(LoraplexError):

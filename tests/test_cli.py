@@ -300,6 +300,7 @@ class Served:
         self.arguments: dict[str, Any] = {}
         self.loaded: list[tuple[str, str]] = []
         self.is_shut_down = False
+        self.registry = None
 
     async def load_adapter(self, name: str, path: str) -> None:
         if path == "/bad":

@@ -2,20 +2,22 @@
 
 Names, versions, references, fetching and checking of adapters live here, in front of the engine, so that a bad file never reaches it.
 Engines are addressed through a list (one today). When a process dies, the requests in flight end with an error, it is started again,
-and its adapters are loaded again under the same ids.
+and knows its adapters again under the same ids: they are loaded by need.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loraplex.adapters.registry import (
     AdapterInfo,
@@ -44,13 +46,18 @@ from loraplex.engine.remote_store import RemoteStore
 from loraplex.engine.supervisor import EngineSupervisor
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import (
+    ConfigError,
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
     LoraplexError,
     RequestAbortedError,
 )
+from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.metrics import EngineStats
+
+if TYPE_CHECKING:
+    from loraplex.adapters.journal import SqliteJournal
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +95,23 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, served_model_name: str | None, on_progress: ProgressCallback | None
+        self,
+        config: EngineConfig,
+        served_model_name: str | None,
+        on_progress: ProgressCallback | None,
+        journal: SqliteJournal | None = None,
     ) -> None:
         self.config = config
+        self._journal = journal
+        self._loop = asyncio.get_running_loop()
+        self._events_sink: Callable[[EngineEvent], None] | None = None  # called on the event loop
         self._served_model_name = served_model_name or config.model
         self._engines = [
             EngineSupervisor(config, self._on_outputs, self._on_death, self._restore_adapters, on_progress)
         ]
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
-        self._store = RemoteStore(self.call, asyncio.get_running_loop())
+        self._store = RemoteStore(self.call, self._loop)
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         # Set by start(), once the model is known.
@@ -121,13 +135,21 @@ class AsyncEngine:
         base_names: Iterable[str] = (),
         adapter_roots: Sequence[str | Path] | None = None,
         on_progress: ProgressCallback | None = None,
+        state_dir: str | Path | None = None,
     ) -> AsyncEngine:
-        """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere."""
-        engine = cls(config, served_model_name, on_progress)
+        """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere.
+
+        state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when this returns.
+        Raises ConfigError when it cannot be used.
+        """
+        journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
+        engine = cls(config, served_model_name, on_progress, journal)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.engine.adapter_opener")
             await asyncio.gather(engine._supervisor.start(), importing)
             engine._make_front(base_names, adapter_roots)
+            if journal is not None and engine.registry is not None:
+                await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
         except BaseException:
             await engine.shutdown()
             raise
@@ -151,7 +173,17 @@ class AsyncEngine:
             served_model_name=self._served_model_name,
             base_names=base_names,
             adapter_roots=adapter_roots,
+            journal=self._journal,
+            on_change=self._on_registry_change,
         )
+
+    def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
+        """A verb's thread tells what it did; those who listen are on the event loop, which may have ended meanwhile."""
+        sink = self._events_sink
+        if sink is not None:
+            with contextlib.suppress(RuntimeError):
+                event = EngineEvent(kind, time.time(), text, adapter_name=name, details=details)
+                self._loop.call_soon_threadsafe(sink, event)
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -197,6 +229,8 @@ class AsyncEngine:
             raise EngineOverloadedError(
                 f"{len(self._streams)} requests are running or waiting, the limit; try again later (--max-waiting-requests)"
             )
+        if ref is not None and self._front.registry_or_refuse().is_forced_out(ref.adapter_id):
+            raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
         self._front.outputs.add(prepared)
         try:
             for request in prepared.children:
@@ -265,6 +299,7 @@ class AsyncEngine:
         lora_int_id: int | None = None,
         load_inplace: bool = False,
         is_pinned: bool = False,
+        keeps_equal: bool = False,
     ) -> LoadResult:
         load = partial(
             self._front.registry_or_refuse().load,
@@ -273,8 +308,13 @@ class AsyncEngine:
             lora_int_id=lora_int_id,
             load_inplace=load_inplace,
             is_pinned=is_pinned,
+            keeps_equal=keeps_equal,
         )
         return await self._in_verb_thread(load)
+
+    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
+        """To a kept version of the name; None is the one that answered before."""
+        return await self._in_verb_thread(partial(self._front.registry_or_refuse().move, name, version))
 
     async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
         registry = self._front.registry_or_refuse()
@@ -373,9 +413,7 @@ class AsyncEngine:
     async def _restore_adapters(self) -> None:
         if self.registry is None:
             return
-        failed = await asyncio.get_running_loop().run_in_executor(self._verbs, self.registry.restore)
-        for name, error in failed.items():
-            logger.error("adapter %r could not be loaded again: %s", name, error)
+        await asyncio.get_running_loop().run_in_executor(self._verbs, self.registry.restore)
 
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""
@@ -386,3 +424,13 @@ class AsyncEngine:
             await engine.stop()
         for threads in (self._verbs, self._views):
             threads.shutdown(wait=False, cancel_futures=True)
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.close)
+
+
+def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
+    if config.lora is None:
+        raise ConfigError("a state directory is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
+    from loraplex.adapters.journal import SqliteJournal  # brings in sqlalchemy: a third of a second
+
+    return SqliteJournal(state_dir, config.model)

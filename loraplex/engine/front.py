@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapters.registry import LoRARef, LoRARegistry
+from loraplex.adapters.registry import Journal, LoRARef, LoRARegistry, OnChange
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
 from loraplex.core import AdapterStore, EngineInfo, LoRARequest
@@ -58,8 +58,13 @@ def make_front(
     served_model_name: str,
     base_names: Iterable[str] = (),
     adapter_roots: Sequence[str | Path] | None = None,
+    journal: Journal | None = None,
+    on_change: OnChange = lambda kind, name, text, details: None,
 ) -> Front:
-    """Put a front before a started engine; `store` is None when LoRA is off. `adapter_roots` None: adapters may be anywhere."""
+    """Put a front before a started engine; `store` is None when LoRA is off. `adapter_roots` None: adapters may be anywhere.
+
+    journal, on_change: as in `LoRARegistry`.
+    """
     from loraplex.engine.adapter_opener import (
         AdapterOpener,  # brings in torch: a second, spent while an engine process starts
     )
@@ -70,7 +75,16 @@ def make_front(
         roots = None if adapter_roots is None else tuple(Path(root).resolve() for root in adapter_roots)
         opener = AdapterOpener(AdapterSource(roots), info.targets, config.lora)
         names = {served_model_name, *base_names}
-        registry = LoRARegistry(store, opener.open, config.lora.max_loaded_loras, names, run_later=run_later)
+        registry = LoRARegistry(
+            store,
+            opener.open,
+            config.lora.max_loaded_loras,
+            names,
+            run_later=run_later,
+            max_versions_kept=config.lora.max_versions_kept,
+            journal=journal,
+            on_change=on_change,
+        )
     return Front(
         served_model_name,
         tokenizer,

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import LoRARequest, RequestMetrics, RequestOutput, SamplingParams
+from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
 from loraplex.engine.processor import PreparedRequest, ProcessedOutput
@@ -61,10 +61,11 @@ class LLM:
         self.config = config
         self._profiler = profiler or Profiler()
         self.engine: EngineCore = build_engine(config, progress, profiler)
+        self._aborted: list[TokenOutput] = []
         self._front = make_front(
             config,
             self.engine.info,
-            None if config.lora is None else _InProcessStore(self.engine),
+            None if config.lora is None else _InProcessStore(self.engine, self._aborted),
             _run_now,
             served_model_name=config.model,
         )
@@ -266,8 +267,7 @@ class LLM:
                 self._front.outputs.add(one)
             while left or in_engine:
                 while left and in_engine < self.config.max_waiting_requests:
-                    refused = self.engine.add_request(left.pop())
-                    assert not refused, "the queue was checked before"
+                    self._add(left.pop())
                     in_engine += 1
                 num_ended, outputs = self._advance(True, STALLED_WAIT_S)
                 in_engine -= num_ended
@@ -285,7 +285,7 @@ class LLM:
     def _advance(self, is_final_only: bool, stalled_wait_s: float) -> tuple[int, list[ProcessedOutput]]:
         """(requests that left the engine, what there is for clients) of one step."""
         num_ended, outputs = 0, []
-        for token_output in self.engine.step():
+        for token_output in self._step():
             num_ended += token_output.finish_reason is not None
             with self._profiler.part("detokenise"):
                 processed = self._front.outputs.process(token_output, is_final_only=is_final_only)
@@ -295,6 +295,20 @@ class LLM:
         if self.engine.is_stalled and self.engine.has_unfinished:
             self.engine.adapters.wait_for_change(stalled_wait_s)
         return num_ended, outputs
+
+    def _add(self, request: Request) -> None:
+        """Hand a request to the engine; one that is refused, or whose adapter was unloaded by force meanwhile, ends with the next step."""
+        if request.adapter_id is not None and self._front.registry_or_refuse().is_forced_out(request.adapter_id):
+            self._aborted.append(TokenOutput(request.request_id, finish_reason=FinishReason.ABORT))
+            return
+        self._aborted += self.engine.add_request(request)
+
+    def _step(self) -> list[TokenOutput]:
+        """What a step added, and what was aborted before or during it."""
+        outputs = self.engine.step()
+        aborted = self._aborted.copy()
+        del self._aborted[: len(aborted)]
+        return outputs + aborted
 
     # --------------------------------------------------------------------------------------------------------- adapters
 
@@ -347,11 +361,12 @@ class LLM:
 
 
 class _InProcessStore:
-    """`AdapterStore` over an engine in this process: the memory's own verbs, and the engine's abort."""
+    """`AdapterStore` over an engine in this process: the memory's own verbs, and the engine's abort, whose outputs go to `aborted`."""
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: EngineCore, aborted: list[TokenOutput]) -> None:
         adapters = engine.adapters
         self.add_adapter = adapters.add_adapter
+        self.attach_adapters = adapters.attach_adapters
         self.drop_adapter = adapters.drop_adapter
         self.promote_adapter = adapters.promote_adapter
         self.evict_adapter = adapters.evict_adapter
@@ -359,9 +374,12 @@ class _InProcessStore:
         self.unpin_adapter = adapters.unpin_adapter
         self.list_adapters = adapters.list_adapters
         self._engine = engine
+        self._aborted = aborted
 
     def abort_adapter(self, adapter_id: int) -> int:
-        return len(self._engine.abort_adapter(adapter_id))
+        outputs = self._engine.abort_adapter(adapter_id)
+        self._aborted += outputs
+        return len(outputs)
 
 
 def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOutput:

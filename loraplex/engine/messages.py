@@ -37,6 +37,11 @@ class AddAdapter(msgspec.Struct, tag=True, frozen=True):
     spec: AdapterSpec
 
 
+class AttachAdapters(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+    specs: tuple[AdapterSpec, ...]
+
+
 class DropAdapter(msgspec.Struct, tag=True, frozen=True):
     call_id: int
     adapter_id: int
@@ -92,6 +97,7 @@ ToEngine = (
     | AddRequest
     | AbortRequests
     | AddAdapter
+    | AttachAdapters
     | DropAdapter
     | PromoteAdapter
     | EvictAdapter
@@ -151,6 +157,7 @@ _NOT_UNDERSTOOD = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueErr
 
 RESULT_TYPES: Mapping[type, Any] = {
     AddAdapter: AddOutcome,
+    AttachAdapters: None,
     DropAdapter: None,
     PromoteAdapter: AddOutcome,
     EvictAdapter: bool,

@@ -55,6 +55,7 @@ class EngineProcess:
             msg.AddRequest: lambda m: self._ended.extend(engine.add_request(m.request)),
             msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
             msg.AddAdapter: lambda m: self._in_background(m, lambda: engine.adapters.add_adapter(m.spec)),
+            msg.AttachAdapters: lambda m: self._now(m, lambda: engine.adapters.attach_adapters(m.specs)),
             msg.DropAdapter: lambda m: self._in_background(m, lambda: engine.adapters.drop_adapter(m.adapter_id)),
             msg.PromoteAdapter: lambda m: self._in_background(m, lambda: engine.adapters.promote_adapter(m.adapter_id)),
             msg.EvictAdapter: lambda m: self._in_background(m, lambda: engine.adapters.evict_adapter(m.adapter_id)),

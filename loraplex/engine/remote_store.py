@@ -35,6 +35,9 @@ class RemoteStore:
         outcome: AddOutcome = self._call(msg.AddAdapter, spec)
         return outcome
 
+    def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
+        self._call(msg.AttachAdapters, tuple(specs))
+
     def drop_adapter(self, adapter_id: int) -> None:
         try:
             self._call(msg.DropAdapter, adapter_id)

@@ -89,7 +89,8 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
         try:
             return _read_source(adapter, weights.digest)
         except Exception as error:
-            first_error = first_error or _explained(error, adapter, is_reload=weights.layout is not None)
+            is_reload = weights.layout is not None or adapter.is_attached
+            first_error = first_error or _explained(error, adapter, is_reload)
     assert first_error is not None, f"digest {weights.digest} has no source"
     raise first_error
 
@@ -108,7 +109,7 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
     name, path = adapter.spec.adapter_name, adapter.spec.path
     if is_reload and isinstance(error, _SOURCE_GONE):
         return AdapterUnavailableError(
-            f"adapter {name!r}: its last copy in memory was evicted and its source {path!r} cannot be read "
+            f"adapter {name!r}: no copy of it is in memory and its source {path!r} cannot be read "
             f"({error}); bring it back, or unload the adapter"
         )
     if is_reload and isinstance(error, AdapterLoadError):

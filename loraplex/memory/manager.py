@@ -212,6 +212,16 @@ class LoRAModelManager:
             raise
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
+    def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
+        """Know adapters without reading them: what needs their weights first loads them, and gets the error if that fails.
+
+        Known ids with the same content are passed over. Raises AdapterConflictError for another content.
+        """
+        with self._lock:
+            for spec in specs:
+                if self._known(spec) is None:
+                    self._attach(*self._spec_of(spec)).is_attached = True
+
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
         """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error otherwise."""
         if is_mine:

@@ -181,6 +181,10 @@ class PackingPlan:
         self._compute_dtype = compute_dtype
         self._blocks = blocks
 
+    def layout(self) -> PackedLayout:
+        """The layout alone; what is packed for it is thrown away."""
+        return self.write([torch.empty(nbytes, dtype=torch.uint8) for nbytes in self.sizes])
+
     def write(self, views: Sequence[torch.Tensor]) -> PackedLayout:
         """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host."""
         placed = []

@@ -54,7 +54,8 @@ class Demand:
 class LoadJob:
     """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
 
-    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it.
+    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it. may_wait: for memory on its way
+    back, since it runs in the thread of who asked; a loader's thread must not, or nobody is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -62,6 +63,7 @@ class LoadJob:
     sources: tuple[StoredAdapter, ...]
     began_s: float
     is_awaited: bool = False
+    may_wait: bool = False
     is_done: bool = False
     num_failed_copies: int = 0
     error: LoraplexError | None = None
@@ -78,7 +80,10 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class StoredAdapter:
-    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends."""
+    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends.
+
+    is_attached: it was registered without a load, and stays when its first load fails.
+    """
 
     spec: AdapterSpec
     open_weights: Callable[[], LoRAModel]
@@ -86,6 +91,7 @@ class StoredAdapter:
     num_running: int = 0
     is_pinned: bool = False
     is_removed: bool = False
+    is_attached: bool = False
     is_evicted_when_idle: bool = False
 
     @property

@@ -5,6 +5,7 @@ the store's lock and run outside it: files are read, blocks packed and bytes cop
 taken over in a short critical section by the thread that did the work, so nobody's poll is needed.
 
     first load (add)     in the thread that asked: how large the adapter is shows only when it is open
+    first load (attach)  in a loader's thread; when it finds no room, what it learnt of the size is kept, and later loads wait for room
     later loads, copies  in the loader's threads: their room is reserved when they begin, so they never wait
 
 Everything here is called with the lock held, except where it says otherwise.
@@ -133,7 +134,9 @@ class Transfers:
         """The caller runs it with `run_load`, with the lock released."""
         self._store.check_open()
         weights.state = WeightState.LOADING
-        return self._begin(weights, demand)
+        job = self._begin(weights, demand)
+        job.may_wait = True
+        return job
 
     def join(self, job: LoadJob, is_error_raised: bool = True) -> None:
         """Wait for a job; raises its error if it failed."""
@@ -154,10 +157,10 @@ class Transfers:
             self._finish_load(job, loaded)
 
     def _start_load(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
-        assert weights.layout is not None, "the first load is begun by `begin_first_load`"
-        weights.host = self._store.take(self._store.host, weights, weights.layout.sizes, demand)
-        if weights.host is None:
-            return self._store.wait_for_room(self._store.host, weights)
+        if weights.layout is not None:
+            weights.host = self._store.take(self._store.host, weights, weights.layout.sizes, demand)
+            if weights.host is None:
+                return self._store.wait_for_room(self._store.host, weights)
         weights.state = WeightState.LOADING
         job = self._begin(weights, demand)
         self._loader.submit(partial(self.run_load, job))
@@ -169,14 +172,16 @@ class Transfers:
         weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self._store.clock())
         return weights.job
 
-    def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place:
-        """The host room of a load; a first load takes it here and may wait for memory that is on its way back. Takes the lock."""
+    def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
+        """The host room of a load; a first load takes it here. Takes the lock. None for one that has no room and may not wait."""
         weights, name = job.weights, job.sources[-1].name
         with self._store.lock:
             if weights.host is None:
                 self._store.room.check_size(name, sum(sizes))
             while weights.host is None:
                 weights.host = self._store.take(self._store.host, weights, sizes, job.demand)
+                if weights.host is None and not job.may_wait:
+                    return None
                 if weights.host is None and not self._store.room.is_coming(weights):
                     raise self._store.room.no_room(self._store.host, weights, name, sum(sizes))
                 if weights.host is None:
@@ -187,7 +192,11 @@ class Transfers:
     def _finish_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
         with self._store.lock:
             weights = job.weights
-            weights.layout, weights.checksums, weights.state = loaded.layout, loaded.checksums, WeightState.HOST
+            weights.layout, weights.checksums = loaded.layout, loaded.checksums
+            weights.state = WeightState.HOST if loaded.is_placed else WeightState.SOURCE
+            if not loaded.is_placed:
+                self._end(job)
+                return
             self._count_load(job, loaded)
             self._end(job)
             is_for_request = job.demand.is_for_request and not self._store.is_shared
@@ -285,11 +294,11 @@ class Transfers:
             self._end(job)
 
     def _forget_adapters(self, weights: StoredWeights) -> None:
-        """The first load failed: its adapters were never there. Their `add_adapter` raises."""
-        for adapter_id, adapter in weights.adapters.items():
-            adapter.is_removed = True
-            del self._store.adapters[adapter_id]
-        weights.adapters.clear()
+        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises."""
+        for adapter_id, adapter in list(weights.adapters.items()):
+            if not adapter.is_attached:
+                adapter.is_removed = True
+                del self._store.adapters[adapter_id], weights.adapters[adapter_id]
 
     def _end(self, job: LoadJob) -> None:
         weights = job.weights

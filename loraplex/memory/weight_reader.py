@@ -24,17 +24,21 @@ from loraplex.memory.tiers import HostCache, Place
 
 COMPRESSED = "compressed"
 
-Reserve = Callable[[tuple[int, ...]], Place]
-"""Host memory in pieces of these sizes, for the job under way. May wait; raises AdapterMemoryError."""
+Reserve = Callable[[tuple[int, ...]], Place | None]
+"""Host memory in pieces of these sizes, for the job under way. None: there is no room and it may not wait. Raises AdapterMemoryError."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """What a load brought. checksums: of the extents; origin: what was read, `compressed`, `disk` or `source`."""
+    """What a load brought. checksums: of the extents; origin: what was read, `compressed`, `disk` or `source`.
+
+    is_placed: False when there was no room, so that only the layout was learnt.
+    """
 
     layout: PackedLayout
     checksums: tuple[int, ...]
     origin: str
+    is_placed: bool = True
 
 
 class WeightReader:
@@ -67,6 +71,8 @@ class WeightReader:
         if kept is None:
             return None
         views = self._views(reserve(kept.layout.sizes))
+        if views is None:
+            return LoadedWeights(kept.layout, (), COMPRESSED, is_placed=False)
         with self._busy:
             copies.compression.restore(kept.copy, kept.layout, views)
             checksums = tuple(checksum(view) for view in views)
@@ -80,6 +86,8 @@ class WeightReader:
         if stored is None:
             return None
         views = self._views(reserve(stored.layout.sizes))
+        if views is None:
+            return LoadedWeights(stored.layout, (), Tier.DISK.value, is_placed=False)
         with self._busy:
             outcome = disk.read_into(digest, views)
         return LoadedWeights(stored.layout, stored.checksums, Tier.DISK.value) if outcome is DiskRead.DONE else None
@@ -89,6 +97,8 @@ class WeightReader:
             model: LoRAModel = read_weights(job.weights, job.sources)
             plan = self._packer.plan(model)
         views = self._views(reserve(plan.sizes))
+        if views is None:
+            return LoadedWeights(plan.layout(), (), Tier.SOURCE.value, is_placed=False)
         with self._busy:
             layout = plan.write(views)
             checksums = tuple(checksum(view) for view in views)
@@ -96,5 +106,5 @@ class WeightReader:
                 self._disk.write(job.weights.digest, layout, views, checksums)
         return LoadedWeights(layout, checksums, Tier.SOURCE.value)
 
-    def _views(self, place: Place) -> list[torch.Tensor]:
-        return [self._host.pool.view(extent) for extent in place.extents]
+    def _views(self, place: Place | None) -> list[torch.Tensor] | None:
+        return None if place is None else [self._host.pool.view(extent) for extent in place.extents]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import LoadStatus, LoRARegistry
+from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARegistry
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
@@ -17,6 +18,7 @@ from loraplex.server.adapter_schemas import (
     LoadAdapterRequest,
     LoadLoraAdapterRequest,
     LoadReply,
+    PutAdapterRequest,
     ResidencyReply,
     SwitchAdapterRequest,
     SwitchReply,
@@ -65,6 +67,10 @@ class AdapterRoutes:
         post("/v1/adapters/{name:path}/unpin", self.unpin)
         post("/v1/adapters/{name:path}/evict", self.evict)
         post("/v1/adapters/{name:path}/preload", self.preload)
+        post("/v1/adapters/{name:path}/rollback", self.rollback)
+        router.add_api_route(
+            "/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=request_schema(PutAdapterRequest)
+        )
         router.add_api_route("/v1/adapters", self.list_all, methods=["GET"])
         router.add_api_route("/v1/adapters/{name:path}", self.show, methods=["GET"])
         router.add_api_route("/v1/adapters/{name:path}", self.unload, methods=["DELETE"])
@@ -133,6 +139,40 @@ class AdapterRoutes:
         )
         return _json(LoadReply.of(result))
 
+    async def put(self, name: str, request: Request) -> Response:
+        """Say what an adapter is to be; sent twice, it changes nothing. 201 when the name is new."""
+        body = await read_model(request, PutAdapterRequest, self._context.config.max_body_bytes)
+        self._registry(f"adapter {name!r} was to be changed")
+        if body.path is not None:
+            await self._check_path(body.path)
+        result = await self._put(name, body)
+        if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
+            await (self._engine.pin_adapter if body.is_pinned else self._engine.unpin_adapter)(name)
+        is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
+        return _json(LoadReply.of(result), 201 if is_new else 200)
+
+    async def _put(self, name: str, body: PutAdapterRequest) -> LoadResult:
+        if body.path is not None:
+            return await self._engine.load_adapter(
+                name,
+                body.path,
+                lora_int_id=body.lora_int_id,
+                load_inplace=True,
+                is_pinned=bool(body.is_pinned),
+                keeps_equal=True,
+            )
+        result = None if body.version is None else await self._engine.move_adapter(name, body.version)
+        if result is not None and body.lora_int_id is None:
+            return result
+        ref = (await self._engine.describe_adapter(name)).ref
+        adopted = await self._engine.load_adapter(name, ref.lora_path, lora_int_id=body.lora_int_id)
+        return adopted if result is None else replace(result, ref=adopted.ref)
+
+    async def rollback(self, name: str) -> Response:
+        """The version that answered before answers again; the one that does now is kept, so a second rollback goes forward."""
+        self._registry(f"adapter {name!r} was named")
+        return _json(LoadReply.of(await self._engine.move_adapter(name)))
+
     async def unload(self, name: str, query: Annotated[UnloadQuery, Query()]) -> Response:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
         self._registry(f"adapter {name!r} was to be unloaded")
@@ -181,5 +221,5 @@ def _invalid_input(message: str) -> ApiError:
     return ApiError(message, kind="InvalidUserInput", code="invalid_user_input")
 
 
-def _json(reply: Any) -> Response:
-    return Response(encode(reply), media_type="application/json")
+def _json(reply: Any, status: int = 200) -> Response:
+    return Response(encode(reply), status, media_type="application/json")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARef, SwitchResult, UnloadResult
+from loraplex.adapters.registry import (
+    AdapterInfo,
+    LoadResult,
+    LoRARef,
+    SwitchResult,
+    UnloadResult,
+    VersionInfo,
+)
 from loraplex.server.request_model import RequestModel
 
 MAX_PATH_CHARS = 4096
@@ -45,6 +52,26 @@ class LoadAdapterRequest(RequestModel):
     is_pinned: bool = False
 
 
+class PutAdapterRequest(RequestModel):
+    """`PUT /v1/adapters/{name}`: what the adapter is to be. Fields that are not sent stay as they are.
+
+    path: load from there, unless path and content are what answers already; version: let that kept version answer.
+    """
+
+    path: Path | None = None
+    version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+    is_pinned: bool | None = None
+    lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        if self.path is not None and self.version is not None:
+            raise ValueError("path and version exclude each other: send one of them")
+        if not self.model_fields_set:
+            raise ValueError("nothing is to be changed: send path, version, is_pinned or lora_int_id")
+        return self
+
+
 class SwitchAdapterRequest(RequestModel):
     """`POST /v1/adapters/switch`. `new_path` is needed when `new` is not loaded yet."""
 
@@ -55,11 +82,38 @@ class SwitchAdapterRequest(RequestModel):
     force: bool = False
 
 
+class VersionCard(msgspec.Struct, frozen=True):
+    """One version that `name@version` addresses. `state`: current, kept (for a rollback) or draining (goes with its last request)."""
+
+    version: int
+    digest: str
+    path: str
+    rank: int
+    state: str
+    tier: str
+    references: int
+    loaded_time: float
+
+    @classmethod
+    def of(cls, info: VersionInfo) -> VersionCard:
+        ref = info.ref
+        return cls(
+            version=ref.adapter_version,
+            digest=ref.adapter_digest,
+            path=ref.lora_path,
+            rank=ref.max_rank,
+            state=info.state.value,
+            tier=info.tier.value,
+            references=info.num_references,
+            loaded_time=info.loaded_time,
+        )
+
+
 class AdapterCard(msgspec.Struct, frozen=True):
     """One adapter. `bytes` are those of its weights where they are now; times are Unix seconds.
 
-    references: requests that run on this version; draining: older versions that requests still run on;
-    alias_of: the adapter that answers for this name since a switch.
+    references: requests that run on this version; draining: other versions that requests still run on;
+    alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; versions: the newest first.
     """
 
     name: str
@@ -81,6 +135,9 @@ class AdapterCard(msgspec.Struct, frozen=True):
     alias_of: str | None
     aliases: tuple[str, ...]
     error: str | None
+    loads: int
+    requests: int
+    versions: tuple[VersionCard, ...]
 
     @classmethod
     def of(cls, info: AdapterInfo) -> AdapterCard:
@@ -105,6 +162,9 @@ class AdapterCard(msgspec.Struct, frozen=True):
             alias_of=info.alias_of,
             aliases=info.aliases,
             error=info.error,
+            loads=info.num_loads,
+            requests=info.num_requests,
+            versions=tuple(map(VersionCard.of, info.versions)),
         )
 
 
@@ -114,7 +174,10 @@ class AdapterList(msgspec.Struct, frozen=True):
 
 
 class LoadReply(msgspec.Struct, frozen=True):
-    """`status`: loaded, already_loaded, loaded_with_eviction (of `evicted`) or reloaded."""
+    """`status`: loaded, already_loaded, loaded_with_eviction (of `evicted`), reloaded, or moved (to a kept version).
+
+    previous_version: the one that answered before a reload or a move.
+    """
 
     status: str
     name: str
@@ -124,6 +187,7 @@ class LoadReply(msgspec.Struct, frozen=True):
     lora_int_id: int | None
     evicted: tuple[str, ...]
     load_s: float
+    previous_version: int | None
 
     @classmethod
     def of(cls, result: LoadResult) -> LoadReply:
@@ -137,6 +201,7 @@ class LoadReply(msgspec.Struct, frozen=True):
             lora_int_id=ref.lora_int_id,
             evicted=result.evicted,
             load_s=result.load_s,
+            previous_version=result.previous_version,
         )
 
 

@@ -95,7 +95,10 @@ class EngineSurface(Protocol):
         lora_int_id: int | None = None,
         load_inplace: bool = False,
         is_pinned: bool = False,
+        keeps_equal: bool = False,
     ) -> LoadResult: ...
+
+    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult: ...
 
     async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult: ...
 

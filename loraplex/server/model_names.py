@@ -2,6 +2,7 @@
 
 "base"           the base model, under any of its served names
 "sql"            the adapter named sql
+"sql@2"          version 2 of it, while that is kept
 "base:sql"       the same (SGLang); an adapter's own name wins when it has a colon
 lora_path="sql"  the same beside model="base" (SGLang)
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.adapters.registry import LoRARef
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError
 from loraplex.server.engine_surface import EngineSurface
@@ -75,15 +77,16 @@ class ModelNames:
         info = self._engine.model_info
         base = [ModelCard(name, self._created, info.root, None, info.max_model_len) for name in self.served]
         refs = {} if self._engine.registry is None else self._engine.registry.refs()
-        adapters = [
-            ModelCard(name, self._created, ref.lora_path, self.served[0], info.max_model_len)
-            for name, ref in refs.items()
-        ]
-        return base + adapters
+        return base + [self._adapter_card(name, ref) for name, ref in refs.items()]
+
+    def _adapter_card(self, name: str, ref: LoRARef) -> ModelCard:
+        return ModelCard(name, self._created, ref.lora_path, self.served[0], self._engine.model_info.max_model_len)
 
     def card(self, model: str) -> ModelCard:
-        adapter_name = self.adapter_of(model)
-        return next(card for card in self.cards() if card.id == (adapter_name or model))
+        adapter_name, registry = self.adapter_of(model), self._engine.registry
+        if adapter_name is None or registry is None:
+            return next(card for card in self.cards() if card.id == model)
+        return self._adapter_card(adapter_name, registry.resolve(adapter_name))
 
 
 def unknown_model(model: str, param: str = "model") -> ApiError:

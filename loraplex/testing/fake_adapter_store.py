@@ -25,6 +25,12 @@ class FakeAdapterStore:
             self._adapters[spec.adapter_id] = (spec, residency)
             return AddOutcome(True, self._promote(spec.adapter_id))
 
+    def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
+        with self._lock:
+            for spec in specs:
+                residency = AdapterResidency(spec.adapter_id, Tier.SOURCE, None, spec.nbytes, 0, False, False, 0.0)
+                self._adapters.setdefault(spec.adapter_id, (spec, residency))
+
     def drop_adapter(self, adapter_id: int) -> None:
         with self._lock:
             self._find(adapter_id)

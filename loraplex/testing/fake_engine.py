@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from loraplex.adapters.registry import (
@@ -259,11 +260,13 @@ class FakeAsyncEngine:
         lora_int_id: int | None = None,
         load_inplace: bool = False,
         is_pinned: bool = False,
+        keeps_equal: bool = False,
     ) -> LoadResult:
-        load = self._registry_or_refuse().load
-        return await _in_thread(
-            lambda: load(name, path, lora_int_id=lora_int_id, load_inplace=load_inplace, is_pinned=is_pinned)
-        )
+        load = partial(self._registry_or_refuse().load, load_inplace=load_inplace, keeps_equal=keeps_equal)
+        return await _in_thread(lambda: load(name, path, lora_int_id=lora_int_id, is_pinned=is_pinned))
+
+    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
+        return await asyncio.to_thread(self._registry_or_refuse().move, name, version)
 
     async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
         unload = self._registry_or_refuse().unload

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import Journal, LoRARegistry, NameChange, NameRecord, NameUsage, OpenedAdapter
 from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, Tier
-from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError
+from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, AdapterPathNotFoundError, JournalError
+from loraplex.events import EventKind
 
 NBYTES = 1000
 
@@ -68,6 +70,15 @@ class FakeStore:
                 spec.adapter_id, Tier.HOST, None, NBYTES, 0, False, False, 0.0
             )
             return AddOutcome(is_new, self.evicts_on_add)
+
+    def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
+        self.faults.meet("attach")
+        with self._lock:
+            for spec in specs:
+                assert ("drop", spec.adapter_id) not in self.calls, "an adapter_id was used again"
+                where = AdapterResidency(spec.adapter_id, Tier.SOURCE, None, NBYTES, 0, False, False, 0.0)
+                self.specs.setdefault(spec.adapter_id, spec)
+                self.adapters.setdefault(spec.adapter_id, where)
 
     def drop_adapter(self, adapter_id: int) -> None:
         self.faults.meet("drop")
@@ -154,12 +165,44 @@ class FakeSources:
         return OpenedAdapter(path=f"/cache{path}", adapter_digest=digest, nbytes=NBYTES, max_rank=8)
 
 
+class MemoryJournal:
+    """Implements registry.Journal in a dict."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, NameRecord] = {}
+        self.last_adapter_id = 0
+        self.error: JournalError | None = None
+        self.num_changes = 0
+
+    def record(self, changes: Sequence[NameChange]) -> Future[None]:
+        for change in changes:
+            self.num_changes += 1
+            if change.record is None:
+                self.names.pop(change.name, None)
+            else:
+                self.names[change.name] = change.record
+                ids = [version.adapter_id for version in change.record.versions]
+                self.last_adapter_id = max(self.last_adapter_id, *ids)
+        written: Future[None] = Future()
+        if self.error is None:
+            written.set_result(None)
+        else:
+            written.set_exception(self.error)
+        return written
+
+    def count(self, take_usage: Callable[[], Sequence[NameUsage]]) -> None:
+        pass
+
+
 @dataclass
 class Bench:
     """A registry on fakes. Jobs that `release` hands on are kept in `jobs` until `run_jobs`."""
 
     max_loaded_loras: int | None = None
     abort_grace_s: float = 0.0
+    max_versions_kept: int = 1
+    journal: Journal | None = None
+    told: list[tuple[EventKind, str, str]] = field(default_factory=list)
     store: FakeStore = field(default_factory=FakeStore)
     sources: FakeSources = field(default_factory=FakeSources)
     jobs: list[Callable[[], None]] = field(default_factory=list)
@@ -174,6 +217,9 @@ class Bench:
             run_later=self.jobs.append,
             clock=lambda: self.now,
             abort_grace_s=self.abort_grace_s,
+            max_versions_kept=self.max_versions_kept,
+            journal=self.journal,
+            on_change=lambda kind, name, text, details: self.told.append((kind, name, text)),
         )
 
     def run_jobs(self) -> None:
@@ -196,4 +242,5 @@ class Bench:
         self.registry.check_integrity()
         assert self.registry.num_references == 0
         assert set(self.registry.specs()) == set(self.store.specs.values())
-        assert {info.ref.adapter_id for info in self.registry.list_adapters()} == set(self.store.adapters)
+        registered = {each.ref.adapter_id for info in self.registry.list_adapters() for each in info.versions}
+        assert registered == set(self.store.adapters)

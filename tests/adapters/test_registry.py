@@ -17,6 +17,7 @@ from loraplex.errors import (
     AdapterNotFoundError,
     AdapterPathNotFoundError,
     AdapterUnavailableError,
+    EngineDeadError,
     InvalidRequestError,
 )
 from tests.adapters.fake_store import Bench
@@ -679,39 +680,51 @@ def test_describe_and_list(bench: Bench) -> None:
 # ------------------------------------------------------------------------------------------------------------- restart
 
 
-def test_a_restarted_engine_gets_its_adapters_and_pins_back(bench: Bench) -> None:
+def test_a_restarted_engine_gets_its_adapters_at_once_and_its_pins_later(bench: Bench) -> None:
     pinned = bench.registry.load("a", "/a", is_pinned=True).ref
     other = bench.registry.load("b", "/b").ref
     bench.store.start_again()
     assert bench.registry.describe("a").tier is Tier.SOURCE
-    assert bench.registry.restore() == {}
+    bench.registry.restore()
     assert set(bench.store.adapters) == {pinned.adapter_id, other.adapter_id}
+    assert {where.tier for where in bench.store.adapters.values()} == {Tier.SOURCE}
+    assert bench.store.count("add") == 2  # of the loads: nothing is read again
+    bench.run_jobs()
     assert bench.store.pinned() == {pinned.adapter_id}
-
-
-def test_what_cannot_be_restored_refuses_its_own_requests(bench: Bench) -> None:
-    bench.registry.load("a", "/a", is_pinned=True)
-    bench.registry.load("b", "/b")
-    bench.store.start_again()
-    bench.store.faults.errors["add"] = AdapterPathNotFoundError("the source is gone")
-    assert list(bench.registry.restore()) == ["a"]
-    with pytest.raises(AdapterUnavailableError, match="the source is gone"):
-        bench.registry.acquire("a")
-    assert bench.registry.describe("a").error == "the source is gone"
-    bench.registry.release(bench.registry.acquire("b"))
-    result = bench.registry.load("a", "/a")  # not sticky: a plain load is enough
-    assert (result.status, result.ref.adapter_version) == (LoadStatus.RELOADED, 2)
-    assert bench.store.pinned() == {result.ref.adapter_id}
-    bench.registry.release(bench.registry.acquire("a"))
 
 
 def test_a_pin_that_cannot_be_restored_is_lifted(bench: Bench) -> None:
     bench.registry.load("a", "/a", is_pinned=True)
+    kept = bench.registry.load("b", "/b", is_pinned=True).ref
     bench.store.start_again()
+    bench.registry.restore()
     bench.store.faults.errors["pin"] = AdapterNoRoomError("no room")
-    assert list(bench.registry.restore()) == ["a"]
+    bench.run_jobs()
     assert not bench.registry.describe("a").is_pinned
+    assert bench.store.pinned() == {kept.adapter_id}
     bench.registry.release(bench.registry.acquire("a"))
+
+
+def test_a_pin_is_not_lifted_by_the_next_death_of_the_engine(bench: Bench) -> None:
+    pinned = bench.registry.load("a", "/a", is_pinned=True).ref
+    bench.store.start_again()
+    bench.registry.restore()
+    bench.store.faults.errors["pin"] = EngineDeadError("again")
+    bench.run_jobs()
+    assert bench.registry.describe("a").is_pinned
+    bench.store.start_again()
+    bench.registry.restore()
+    bench.run_jobs()
+    assert bench.store.pinned() == {pinned.adapter_id}
+
+
+def test_a_pin_that_was_unloaded_meanwhile_is_no_error(bench: Bench) -> None:
+    bench.registry.load("a", "/a", is_pinned=True)
+    bench.store.start_again()
+    bench.registry.restore()
+    bench.registry.unload("a")
+    bench.run_jobs()
+    assert bench.store.adapters == {}
 
 
 def test_a_version_that_died_with_the_engine_is_forgotten(bench: Bench) -> None:

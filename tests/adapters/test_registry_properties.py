@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import permutations
 
@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from loraplex.adapters.registry import LoadStatus, LoRARef
+from loraplex.adapters.registry import LoadStatus, LoRARef, NameRecord, NameUsage
 from loraplex.errors import (
     AdapterConflictError,
     AdapterError,
@@ -29,12 +29,14 @@ from loraplex.errors import (
     AdapterNotFoundError,
     AdapterTooLargeError,
 )
-from tests.adapters.fake_store import Bench
+from tests.adapters.fake_store import Bench, FakeStore, MemoryJournal
 
 NAMES = st.sampled_from("abcd")
 PATHS = st.sampled_from(["/x", "/y"])
 NUMBERS = st.sampled_from([None, None, 1, 2])
+VERSIONS = st.sampled_from([None, 1, 2, 3, 4])
 MAX_LOADED = 3
+MAX_KEPT = 3
 
 
 @dataclass
@@ -49,6 +51,15 @@ class Named:
     is_on_device: bool = False
     is_leaving: bool = False
     alias_of: str | None = None
+    kept: list[tuple[LoRARef, str, str]] = field(default_factory=list)
+
+    def keep(self, version: tuple[LoRARef, str, str]) -> None:
+        """One more that a rollback can go back to; the eldest goes when they are too many."""
+        self.kept = [*self.kept, version][1 - MAX_KEPT :]
+
+    @property
+    def version(self) -> tuple[LoRARef, str, str]:
+        return self.ref, self.path, self.digest
 
 
 @dataclass
@@ -92,7 +103,8 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(max_loaded_loras=MAX_LOADED)
+        self.journal = MemoryJournal()
+        self.bench = Bench(max_loaded_loras=MAX_LOADED, max_versions_kept=MAX_KEPT, journal=self.journal)
         self.bench.forbid_calls_under_lock()
         self.registry = self.bench.registry
         self.model = Model()
@@ -135,7 +147,41 @@ class RegistryMachine(RuleBasedStateMachine):
         number = number if known is None else number or known.number
         is_pinned |= known is not None and known.is_pinned
         digest = self.model.digests[path]
-        self.model.names[name] = Named(result.ref, path, digest, number, is_pinned, is_on_device=is_pinned)
+        self.model.names[name] = named = Named(result.ref, path, digest, number, is_pinned, is_on_device=is_pinned)
+        if known is not None:
+            assert result.ref.adapter_version > max(ref.adapter_version for ref, _, _ in (known.version, *known.kept))
+            named.kept = known.kept
+            named.keep(known.version)
+
+    @rule(name=NAMES, number=VERSIONS, fails=st.booleans())
+    def move(self, name: str, number: int | None, fails: bool) -> None:
+        named = self.model.names.get(name)
+        versions = {} if named is None else {each[0].adapter_version: each for each in (*named.kept, named.version)}
+        if number is None and named is not None and named.kept:
+            number = named.kept[-1][0].adapter_version
+        if named is None or number not in versions:
+            with pytest.raises(AdapterNotFoundError):
+                self.registry.move(name, number)
+            return
+        chosen = versions[number]
+        is_there = chosen == named.version
+        if is_there and named.alias_of is None:
+            assert self.registry.move(name, number).status is LoadStatus.ALREADY_LOADED
+            return
+        if fails:
+            self.bench.store.faults.errors["promote"] = AdapterTooLargeError("injected")
+            self.bench.store.faults.errors["pin"] = AdapterTooLargeError("injected")
+            with pytest.raises(AdapterTooLargeError, match="injected"):
+                self.registry.move(name, number)
+            self.bench.store.faults.errors.clear()
+            return
+        result = self.registry.move(name, number)
+        assert (result.status, result.ref.adapter_id) == (LoadStatus.MOVED, chosen[0].adapter_id)
+        if not is_there:
+            named.kept.remove(chosen)
+            named.keep(named.version)
+            named.ref, named.path, named.digest = chosen
+        named.alias_of, named.is_leaving, named.is_on_device = None, False, True
 
     @rule(name=NAMES, path=PATHS, load_inplace=st.booleans(), verb=st.sampled_from(["open", "add", "pin"]))
     def load_that_fails(self, name: str, path: str, load_inplace: bool, verb: str) -> None:
@@ -203,10 +249,29 @@ class RegistryMachine(RuleBasedStateMachine):
             answering.is_on_device = verb != "evict"
 
     @rule()
+    def start_the_server_again(self) -> None:
+        """A new registry on the same records: all is as it was, but that nothing runs."""
+        for ref in self.held_refs:
+            self.registry.release(ref)
+        self.held_refs.clear()
+        self.run_jobs()
+        self.bench.store = FakeStore()
+        self.bench.__post_init__()
+        self.bench.forbid_calls_under_lock()
+        self.registry = self.bench.registry
+        self.registry.resume(self.journal.names, self.journal.last_adapter_id)
+        assert self.bench.store.count("add") == 0
+        self.bench.run_jobs()
+        for named in self.model.names.values():
+            named.is_on_device = named.is_pinned
+            named.is_leaving = False
+
+    @rule()
     def start_the_engine_again(self) -> None:
         self.run_jobs()
         self.bench.store.start_again()
-        assert self.registry.restore() == {}
+        self.registry.restore()
+        self.bench.run_jobs()
         for named in self.model.names.values():
             named.is_on_device = named.is_pinned
 
@@ -224,8 +289,27 @@ class RegistryMachine(RuleBasedStateMachine):
         self.held_refs.append(ref)
         return ref
 
+    @rule(target=held, name=NAMES, number=st.integers(1, 5))
+    def acquire_version(self, name: str, number: int) -> LoRARef | MultipleResults[LoRARef]:
+        """What is current or kept is there; others may still run, but never after an unload."""
+        named = self.model.names.get(name)
+        versions = [] if named is None else [each[0] for each in (*named.kept, named.version)]
+        expected = [ref.adapter_id for ref in versions if ref.adapter_version == number]
+        try:
+            ref = self.registry.acquire(f"{name}@{number}")
+        except AdapterNotFoundError:
+            assert not expected
+            return multiple()
+        assert (ref.adapter_name, ref.adapter_version) == (name, number)
+        assert named is not None
+        assert not expected or expected == [ref.adapter_id]
+        self.held_refs.append(ref)
+        return ref
+
     @rule(ref=consumes(held))
     def release(self, ref: LoRARef) -> None:
+        if ref not in self.held_refs:
+            return  # it ended with the server
         self.held_refs.remove(ref)
         self.registry.release(ref)
 
@@ -251,7 +335,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def the_store_holds_what_is_named_or_in_use(self) -> None:
         if self.bench.jobs:
             return  # a farewell is under way
-        named_ids = {named.ref.adapter_id for named in self.model.names.values()}
+        named_ids = {ref.adapter_id for each in self.model.names.values() for ref, _, _ in (each.version, *each.kept)}
         in_use_ids = {ref.adapter_id for ref in self.held_refs}
         assert named_ids <= set(self.bench.store.adapters) <= named_ids | in_use_ids
         assert {spec.adapter_id for spec in self.registry.specs()} == named_ids | in_use_ids
@@ -265,6 +349,14 @@ class RegistryMachine(RuleBasedStateMachine):
             assert named.is_pinned == (named.ref.adapter_id in self.bench.store.pinned())
             assert named.is_on_device == (named.ref.adapter_id in self.bench.store.on_device())
 
+    @invariant()
+    def the_journal_has_it_all(self) -> None:
+        table = self.registry._table
+        records = {name: table.change_of(name).record for name in self.model.names}
+        assert {name: _timeless(record) for name, record in self.journal.names.items()} == {
+            name: _timeless(record) for name, record in records.items() if record is not None
+        }
+
     def teardown(self) -> None:
         for ref in self.held_refs:
             self.registry.release(ref)
@@ -272,6 +364,11 @@ class RegistryMachine(RuleBasedStateMachine):
         for name in self.model.names:
             self.registry.unload(name)
         assert self.bench.store.adapters == {}
+
+
+def _timeless(record: NameRecord) -> NameRecord:
+    """Without the counters, which are written now and then."""
+    return replace(record, usage=NameUsage(record.usage.name))
 
 
 TestRegistry = RegistryMachine.TestCase

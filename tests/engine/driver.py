@@ -33,6 +33,7 @@ class DrivenStore:
     def __init__(self, engine: EngineCore, on_aborted: Callable[[TokenOutput], None]) -> None:
         adapters = engine.adapters
         self.add_adapter = adapters.add_adapter
+        self.attach_adapters = adapters.attach_adapters
         self.drop_adapter = adapters.drop_adapter
         self.promote_adapter = adapters.promote_adapter
         self.evict_adapter = adapters.evict_adapter

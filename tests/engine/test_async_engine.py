@@ -12,6 +12,7 @@ import itertools
 import json
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from loraplex.errors import (
     RequestAbortedError,
     UnknownMessageError,
 )
+from loraplex.events import EngineEvent
 from tests.engine.processes import MAX_MODEL_LEN, Client, demo_config, first, rest, stretched_base, until, within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -380,6 +382,87 @@ async def test_forced_unload_ends_what_runs(client: Client, copied: Path) -> Non
     last = (await rest(stream))[-1]
     assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
     assert (result.num_aborted, result.is_drained) == (1, True)
+
+
+async def test_forced_unload_ends_what_has_a_reference_and_is_not_sent_yet(
+    client: Client, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unload comes between a request's reference and its way to the engine, which hears of the abort first."""
+    engine, loop = client.engine, asyncio.get_running_loop()
+    assert engine.registry is not None
+    registry, inputs = engine.registry, engine._front.inputs
+    prepare, unloads = inputs.prepare, []
+
+    def prepare_meanwhile(*arguments: Any, **options: Any) -> Any:
+        (ref,) = [version for version in registry._table.versions() if version.num_references]
+        unloads.append(loop.run_in_executor(None, lambda: registry.unload("mine", force=True)))
+        while not registry.is_forced_out(ref.adapter_id):  # this thread is the loop's: the abort cannot be sent before
+            time.sleep(0.001)
+        return prepare(*arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(inputs, "prepare", prepare_meanwhile)
+        with pytest.raises(RequestAbortedError, match="unloaded by force"):
+            await client.ask("banana=", "mine")
+    result = await within(unloads[0])
+    assert result.is_drained
+    assert client.engine.num_unfinished == 0
+
+
+async def test_a_hundred_switches_while_requests_stream(client: Client, tmp_path: Path) -> None:
+    """No answer is lost, cut short or made by two adapters, and nothing stays held."""
+    engine = client.engine
+    for name in ("x", "y"):
+        await within(engine.load_adapter(name, str(adapter_path("upper" if name == "x" else "reverse"))))
+    has_ended = False
+    answers: list[str] = []
+
+    async def ask_on() -> None:
+        while not has_ended:
+            answers.append(await client.ask("banana=", "x"))
+
+    streams = [asyncio.ensure_future(ask_on()) for _ in range(6)]
+    try:
+        for number in range(100):
+            old, new = ("x", "y") if number % 2 == 0 else ("y", "x")
+            result = await within(engine.switch_adapter(old, new))
+            assert result.ref.adapter_name == new
+            assert (result.evict_s is None) == (result.num_references > 0)
+            await asyncio.sleep(0)
+    finally:
+        has_ended = True
+        await within(asyncio.gather(*streams))
+    assert set(answers) == {"BANANA", "ananab"}
+    for name in ("x", "y"):
+        await within(engine.unload_adapter(name, 10.0))
+
+
+async def test_rollback_while_requests_run(client: Client, copied: Path, tmp_path: Path) -> None:
+    engine = client.engine
+    undisturbed = (await rest(client.long("mine", max_tokens=120)))[-1]
+    await within(engine.load_adapter("mine", str(adapter_path("reverse")), load_inplace=True))
+    assert await client.ask("banana=", "mine") == "ananab"
+    assert await client.ask("banana=", "mine@1") == "BANANA"
+    stream = client.long("mine@1", max_tokens=120)
+    await first(stream)
+    result = await within(engine.move_adapter("mine"))
+    assert (result.status, result.ref.adapter_version) == ("moved", 1)
+    assert await client.ask("banana=", "mine") == "BANANA"
+    assert await client.ask("banana=", "mine@2") == "ananab"
+    assert said((await rest(stream))[-1]) == said(undisturbed)
+
+
+async def test_changes_are_told_on_the_loop(client: Client, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str | None]] = []
+
+    def sink(event: EngineEvent) -> None:
+        assert asyncio.get_running_loop() is not None
+        told.append((event.kind.value, event.adapter_name))
+
+    monkeypatch.setattr(client.engine, "_events_sink", sink)
+    await within(client.engine.switch_adapter("mine", "reverse"))
+    await within(client.engine.unload_adapter("mine"))
+    await until(lambda: told == [("switch", "mine"), ("unload", "mine")])
 
 
 async def test_switch_while_requests_run(client: Client, copied: Path) -> None:

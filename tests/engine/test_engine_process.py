@@ -24,10 +24,12 @@ from loraplex.engine.async_engine import AsyncEngine
 from loraplex.engine.client import EngineClient
 from loraplex.engine.supervisor import MAX_DEATHS
 from loraplex.errors import (
+    ConfigError,
     EngineDeadError,
     EngineOverloadedError,
     EngineShutdownError,
     LoraplexError,
+    ModelNotFoundError,
     ModelWeightError,
 )
 from tests.engine.processes import (
@@ -244,6 +246,17 @@ async def check_shut_down(client: Client) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- bad starts
+
+
+async def test_a_state_directory_without_lora_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a state directory is given, but LoRA is off"):
+        await AsyncEngine.start(demo_config(is_lora_on=False), state_dir=tmp_path)
+
+
+async def test_a_failed_start_lets_the_state_directory_go(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ModelNotFoundError):
+            await within(AsyncEngine.start(demo_config(model=str(tmp_path / "nowhere")), state_dir=tmp_path / "state"))
 
 
 async def test_the_error_of_a_model_that_cannot_be_loaded_reaches_start(

@@ -502,6 +502,30 @@ def test_switch_lora(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
     assert llm.list_loras() == {1, 2}
 
 
+def test_a_forced_unload_ends_what_runs_and_what_is_not_in_the_engine_yet(
+    base: Path, one: LoRARequest, two: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four prompts of one adapter, of which two are queued at a time: all end as aborted, and the others' answers are whole."""
+    with LLM(str(base), max_model_len=MAX_MODEL_LEN, max_waiting_requests=2, max_num_seqs=2) as llm:
+        alone = llm.generate(TEXT, GREEDY, lora_request=two)[0]
+        registry, step = llm._front.registry_or_refuse(), llm.engine.step
+        monkeypatch.setattr(registry._drain, "_abort_grace_s", 0)
+
+        def unload_first() -> Any:
+            outputs = step()
+            if one.lora_name in registry.names():
+                registry.unload(one.lora_name, force=True)
+            return outputs
+
+        monkeypatch.setattr(llm.engine, "step", unload_first)
+        outputs = llm.generate([TEXT] * 6, GREEDY, lora_request=[one, one, two, one, one, two])
+        reasons = [output.outputs[0].finish_reason for output in outputs]
+        assert reasons == ["abort", "abort", "length", "abort", "abort", "length"]
+        assert [outputs[index].outputs[0].token_ids for index in (2, 5)] == [alone.outputs[0].token_ids] * 2
+        assert registry.num_references == 0
+        llm.check_integrity()
+
+
 def test_load_inplace_reloads_once_a_call(llm: LLM, adapters: tuple[Path, Path], tmp_path: Path) -> None:
     path = Path(shutil.copytree(adapters[0], tmp_path / "mine"))
     first = LoRARequest("mine", 5, str(path))

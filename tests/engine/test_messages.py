@@ -66,6 +66,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.AddRequest(REQUEST),
     msg.AbortRequests(("r-1", "r-2")),
     msg.AddAdapter(1, SPEC),
+    msg.AttachAdapters(10, (SPEC, SPEC)),
     msg.DropAdapter(2, 7),
     msg.PromoteAdapter(3, 7),
     msg.EvictAdapter(4, 7),
@@ -88,6 +89,7 @@ FROM_ENGINE: tuple[Any, ...] = (
 )
 RESULTS: Mapping[type, Any] = {
     msg.AddAdapter: AddOutcome(True, ("chat",)),
+    msg.AttachAdapters: None,
     msg.DropAdapter: None,
     msg.PromoteAdapter: AddOutcome(False),
     msg.EvictAdapter: True,

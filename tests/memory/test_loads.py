@@ -109,7 +109,7 @@ def test_a_vanished_source_is_unavailable(rig: Rig, error: Exception) -> None:
     rig.source.errors["/p1"] = error
     ask(rig)
     load(rig)
-    with pytest.raises(AdapterUnavailableError, match=rf"'a1': its last copy .* '/p1' cannot be read \({error}\)"):
+    with pytest.raises(AdapterUnavailableError, match=rf"'a1': no copy .* '/p1' cannot be read \({error}\)"):
         ask(rig)
     rig.manager.check_integrity()
 

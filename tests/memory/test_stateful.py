@@ -63,6 +63,14 @@ class MemoryMachine(RuleBasedStateMachine):
             assert outcome.is_new != was_known
             assert adapter_id in self.known
 
+    @rule(adapter_ids=st.lists(ADAPTERS, max_size=3))
+    def attach(self, adapter_ids: list[int]) -> None:
+        try:
+            self.manager.attach_adapters([self.spec(adapter_id) for adapter_id in adapter_ids])
+        except AdapterError:
+            return  # requests still run on a removed adapter of that id
+        assert set(adapter_ids) <= self.known
+
     @precondition(has_no_step_in_flight)
     @rule(adapter_id=ADAPTERS, verb=st.sampled_from(["activate_adapter", "pin_adapter"]))
     def bring(self, adapter_id: int, verb: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from loraplex.errors import AdapterPathNotFoundError, AdapterTruncatedError, AdapterValidationError, LoraplexError
-from loraplex.server import create_app
+from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
 from tests.server.conftest import client_of
@@ -220,6 +220,77 @@ async def test_switch(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/adapters/switch", json={"old": "sql"})).status_code == 400
 
 
+async def test_put_creates_reloads_and_keeps_what_is_equal(client: httpx.AsyncClient) -> None:
+    async def put(**body: Any) -> tuple[int, dict[str, Any]]:
+        response = await client.put("/v1/adapters/new", json=body)
+        return response.status_code, response.json()
+
+    status, created = await put(path="/one", lora_int_id=9)
+    assert (status, created["status"], created["version"], created["lora_int_id"]) == (201, "loaded", 1, 9)
+    status, again = await put(path="/one")
+    assert (status, again["status"], again["version"]) == (200, "already_loaded", 1)
+    status, replaced = await put(path="/two", is_pinned=True)
+    assert (status, replaced["status"], replaced["version"], replaced["previous_version"]) == (200, "reloaded", 2, 1)
+    assert (await client.get("/v1/adapters/new")).json()["is_pinned"]
+    status, moved = await put(version=1, is_pinned=False)
+    assert (status, moved["status"], moved["version"]) == (200, "moved", 1)
+    assert not (await client.get("/v1/adapters/new")).json()["is_pinned"]
+    assert (await put(is_pinned=True))[1]["status"] == "already_loaded"
+    assert (await client.get("/v1/adapters/new")).json()["is_pinned"]
+    assert (await put(version=3))[0] == 404
+
+
+async def test_put_gives_a_number(client: httpx.AsyncClient) -> None:
+    assert (await client.put("/v1/adapters/sql", json={"lora_int_id": 4})).json()["lora_int_id"] == 4
+    assert (await client.put("/v1/adapters/sql", json={"lora_int_id": 5})).status_code == 400
+    assert (await client.put("/v1/adapters/chat", json={"lora_int_id": 4})).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "nothing is to be changed"),
+        ({"path": None}, "nothing is to be changed"),
+        ({"path": "/x", "version": 1}, "path and version exclude each other"),
+        ({"version": 0}, "version"),
+        ({"path": "/x", "colour": 1}, "unknown field 'colour'"),
+    ],
+)
+async def test_put_refuses(client: httpx.AsyncClient, body: dict[str, Any], text: str) -> None:
+    response = await client.put("/v1/adapters/sql", json=body)
+    assert response.status_code == 400
+    assert text in response.json()["error"]["message"]
+    assert (await client.get("/v1/adapters/sql")).json()["version"] == 1
+
+
+async def test_put_reads_what_the_server_may_read_only() -> None:
+    config = ServerConfig(adapter_roots=("/nowhere",))
+    async with client_of(create_app(FakeAsyncEngine(), config)) as client:
+        response = await client.put("/v1/adapters/x", json={"path": "/etc"})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "adapter_path_forbidden")
+
+
+async def test_versions_and_rollback(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/v1/adapters/sql/rollback")).status_code == 404
+    await client.put("/v1/adapters/sql", json={"path": "/adapters/better"})
+    answer = (await client.post("/v1/adapters/sql/rollback")).json()
+    assert (answer["status"], answer["version"], answer["previous_version"]) == ("moved", 1, 2)
+    card = (await client.get("/v1/adapters/sql")).json()
+    assert [(each["version"], each["state"], each["path"]) for each in card["versions"]] == [
+        (2, "kept", "/adapters/better"),
+        (1, "current", "/adapters/sql"),
+    ]
+    assert (card["loads"], card["requests"]) == (2, 0)
+    for model, status in (("sql@2", 200), ("base:sql@1", 200), ("sql@3", 404), ("nope@1", 404)):
+        response = await client.post("/v1/completions", json={"model": model, "prompt": "hi"})
+        assert response.status_code == status, model
+    response = await client.get("/v1/models/sql@2")
+    assert (response.json()["id"], response.json()["root"]) == ("sql@2", "/adapters/better")
+    assert (await client.get("/v1/models/sql@3")).status_code == 404
+    assert (await client.post("/v1/adapters", json={"name": "sql@4", "path": "/x"})).status_code == 400
+    assert (await client.post("/v1/adapters/sql@2/pin")).status_code == 400
+
+
 async def test_unload_by_delete(client: httpx.AsyncClient) -> None:
     answer = (await client.delete("/v1/adapters/sql", params={"deadline_s": 0, "force": "true"})).json()
     assert answer["is_drained"]
@@ -254,6 +325,8 @@ async def test_names_that_cannot_be(client: httpx.AsyncClient, name: str) -> Non
         ("POST", "/v1/adapters/x/preload", None),
         ("GET", "/v1/adapters/x", None),
         ("DELETE", "/v1/adapters/x", None),
+        ("PUT", "/v1/adapters/x", {"path": "/x"}),
+        ("POST", "/v1/adapters/x/rollback", None),
     ],
 )
 async def test_without_lora(method: str, url: str, body: dict[str, Any] | None) -> None:

@@ -1,17 +1,34 @@
 """Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return."""
 
-from loraplex.adapters.registry.outcome import AdapterInfo, LoadResult, LoadStatus, SwitchResult, UnloadResult
-from loraplex.adapters.registry.registry import LoRARegistry, start_thread
+from loraplex.adapters.registry.outcome import (
+    AdapterInfo,
+    LoadResult,
+    LoadStatus,
+    SwitchResult,
+    UnloadResult,
+    VersionInfo,
+    VersionState,
+)
+from loraplex.adapters.registry.records import Journal, NameChange, NameRecord, NameUsage, VersionRecord
+from loraplex.adapters.registry.registry import LoRARegistry, OnChange, start_thread
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
 
 __all__ = [
     "AdapterInfo",
+    "Journal",
     "LoRARef",
     "LoRARegistry",
     "LoadResult",
     "LoadStatus",
+    "NameChange",
+    "NameRecord",
+    "NameUsage",
+    "OnChange",
     "OpenedAdapter",
     "SwitchResult",
     "UnloadResult",
+    "VersionInfo",
+    "VersionRecord",
+    "VersionState",
     "start_thread",
 ]

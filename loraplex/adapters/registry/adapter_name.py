@@ -2,16 +2,25 @@
 
 A name is 1 to 256 printable characters, with no space at either end. `/` is allowed, as in vLLM. `:` is allowed too, unless
 the name starts with `BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients select an adapter, so
-such a name would mean two things. The names of the base model are not names of adapters.
+such a name would mean two things. The names of the base model are not names of adapters. `NAME@2` addresses version 2 of NAME, so
+no adapter can be loaded under a name of that form.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from loraplex.errors import AdapterConflictError, InvalidRequestError
 
 MAX_NAME_LEN = 256
+_ADDRESS = re.compile(r"(.+)@([0-9]{1,18})", re.DOTALL | re.ASCII)
+
+
+def split_address(name: str) -> tuple[str, int] | None:
+    """(`NAME`, 2) of `NAME@2`; None for a name without a version."""
+    match = _ADDRESS.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 def check_adapter_name(adapter_name: str, base_names: Iterable[str]) -> None:
@@ -25,6 +34,11 @@ def check_adapter_name(adapter_name: str, base_names: Iterable[str]) -> None:
     if not adapter_name.isprintable() or adapter_name != adapter_name.strip():
         raise InvalidRequestError(
             f"adapter name {adapter_name!r} has control or invisible characters, or a space at an end; remove them"
+        )
+    if split_address(adapter_name) is not None:
+        raise InvalidRequestError(
+            f"adapter name {adapter_name!r} would address a version of {adapter_name.rpartition('@')[0]!r}; "
+            "choose a name without @ and a number at its end"
         )
     for base_name in base_names:
         if adapter_name == base_name or adapter_name.startswith(base_name + ":"):

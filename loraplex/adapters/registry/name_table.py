@@ -1,44 +1,90 @@
-"""Which names and numbers there are, what answers for each, and which old versions still run. No locks, no store, no files.
+"""Which names and numbers there are, what answers for each, and which other versions are kept or still run. No locks, no store, no files.
 
-    answering(name) = current[aliases.get(name, name)]
+    answering(name)   = current[aliases.get(name, name)]
+    answering(name@N) = version N of name itself, current, kept or running; never redirected
 
 An alias is a name that was switched to another: it keeps its own version in `current` (evicted, ready to be switched back)
 while requests that name it go elsewhere. An alias never points to an alias. When the adapter that answers is unloaded, its
 aliases resolve to nothing: a request is refused rather than served by weights that its operator had switched away from.
+
+A version that is replaced stays registered (`kept`), so that the name can go back to it, as long as not more than
+`max_versions_kept` are: then the one that has not answered for longest is dropped.
 
 Single-threaded: `LoRARegistry` calls it under its lock, so nothing here may block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from loraplex.adapters.registry.adapter_name import split_address
+from loraplex.adapters.registry.numbers import AdapterNumbers
+from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
+from loraplex.adapters.registry.table_records import record_version, restore_version
 from loraplex.adapters.registry.verb import LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
 from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError
 
 
 class NameTable:
-    """current: name to its own version; draining: name to its unnamed versions in use; verbs: name to the slow verb that runs on it."""
+    """current: name to its own version; kept: to earlier ones that it may go back to, the last to answer last; draining: to those
+    that go with their last request; verbs: to the slow verb that runs on it.
+    """
 
-    def __init__(self, max_loaded_loras: int | None) -> None:
+    def __init__(self, max_loaded_loras: int | None, max_versions_kept: int) -> None:
         self._max_loaded_loras = max_loaded_loras
+        self._max_versions_kept = max_versions_kept
         self.current: dict[str, AdapterVersion] = {}
+        self.kept: dict[str, list[AdapterVersion]] = {}
         self.aliases: dict[str, str] = {}
         self.draining: dict[str, list[AdapterVersion]] = {}
         self.verbs: dict[str, Verb] = {}
         self._by_id: dict[int, AdapterVersion] = {}
-        self._numbers: dict[str, int] = {}
-        self._numbered: dict[int, str] = {}
+        self.numbers = AdapterNumbers()
+        self._last_numbers: dict[str, int] = {}
+        self._usage: dict[str, NameUsage] = {}
+        self._changed: dict[str, None] = {}
+        self._used: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------------ look things up
 
     def answering(self, name: str) -> AdapterVersion:
-        """The version that serves requests for `name`; raises AdapterNotFoundError."""
+        """The version that serves requests for `name`, or for `name@N`; raises AdapterNotFoundError."""
         version = self.current.get(self.aliases.get(name, name))
+        if version is None and name not in self.current:
+            version = self._addressed(name)
         if version is None:
             raise self._not_found(name)
         return version
+
+    def _addressed(self, address: str) -> AdapterVersion | None:
+        parts = split_address(address)
+        if parts is None:
+            return None
+        name, number = parts
+        return next((version for version in self.versions_of(name) if version.number == number), None)
+
+    def versions_of(self, name: str) -> Iterator[AdapterVersion]:
+        """Every version that `name@N` addresses: the current one, the kept ones, those that still run."""
+        if name in self.current:
+            yield self.current[name]
+        yield from reversed(self.kept.get(name, ()))
+        yield from (version for version in self.draining.get(name, ()) if not version.is_unloaded)
+
+    def kept_version(self, name: str, number: int | None) -> AdapterVersion:
+        """Version `number` of `name`, or (None) the one that answered last before the current one; raises AdapterNotFoundError."""
+        current, kept = self.own(name), self.kept.get(name, [])
+        if number is None and kept:
+            return kept[-1]
+        found = next((version for version in (current, *kept) if version.number == number), None)
+        if found is None:
+            listed = ", ".join(str(each) for each in sorted(version.number for version in (current, *kept)))
+            asked = "an earlier version" if number is None else f"version {number}"
+            raise AdapterNotFoundError(
+                f"adapter {name!r} has not kept {asked}; it has {listed} (max_versions_kept is {self._max_versions_kept})"
+            )
+        return found
 
     def own(self, name: str) -> AdapterVersion:
         """The version loaded under `name` itself, whoever answers for it; raises AdapterNotFoundError."""
@@ -46,6 +92,9 @@ class NameTable:
         if version is None:
             raise self._not_found(name)
         return version
+
+    def find(self, adapter_id: int) -> AdapterVersion | None:
+        return self._by_id.get(adapter_id)
 
     def in_use(self, adapter_id: int) -> AdapterVersion:
         """The version behind a reference that is held, current or draining."""
@@ -55,7 +104,7 @@ class NameTable:
         return version
 
     def versions(self) -> list[AdapterVersion]:
-        """Everything that the store holds: current versions and those that still run."""
+        """Everything that the store holds: current and kept versions, and those that still run."""
         return list(self._by_id.values())
 
     def aliases_of(self) -> dict[str, tuple[str, ...]]:
@@ -66,13 +115,13 @@ class NameTable:
         return inverse
 
     def name_of(self, lora_int_id: int) -> str:
-        name = self._numbered.get(lora_int_id)
+        name = self.numbers.owner(lora_int_id)
         if name is None or name not in self.current:
             raise AdapterNotFoundError(f"no adapter has lora_int_id {lora_int_id}; load one with that number first")
         return name
 
     def lora_int_ids(self) -> dict[int, str]:
-        return {number: name for number, name in self._numbered.items() if name in self.current}
+        return {number: name for number, name in self.numbers.items() if name in self.current}
 
     def _not_found(self, name: str) -> AdapterNotFoundError:
         if name in self.aliases:
@@ -88,7 +137,7 @@ class NameTable:
 
     def loaded(self, wish: LoadWish) -> AdapterVersion | None:
         """What answers, when the adapter is there as wished; None when there is something to load; AdapterConflictError."""
-        self._check_number(wish.name, wish.lora_int_id)
+        self.numbers.check(wish.name, wish.lora_int_id)
         version = self.current.get(wish.name)
         if version is None or wish.load_inplace:
             return None
@@ -97,8 +146,6 @@ class NameTable:
                 f"adapter {wish.name!r} is loaded from {version.ref.lora_path!r}, not from {wish.path!r}; "
                 "unload it first, or set load_inplace to replace it"
             )
-        if version.error is not None:
-            return None
         answering = self.answering(wish.name)
         self._adopt(version, wish.lora_int_id)
         return answering
@@ -112,7 +159,7 @@ class NameTable:
         assert wish.name not in self.verbs, f"two verbs run on {wish.name!r}"
         if wish.name not in self.current:
             self._check_room(wish.name)
-        verb = self.verbs[wish.name] = Verb(wish, brought_number=self._bind(wish.name, wish.lora_int_id))
+        verb = self.verbs[wish.name] = Verb(wish, brought_number=self.numbers.bind(wish.name, wish.lora_int_id))
         return verb
 
     def call_off(self, verb: Verb) -> None:
@@ -122,26 +169,63 @@ class NameTable:
         if self.verbs.get(name) is verb:
             del self.verbs[name]
             if verb.brought_number:
-                self._unbind(name)
+                self.numbers.unbind(name)
+                self.touch(name)
 
-    def publish(self, version: AdapterVersion, verb: Verb) -> Parting | None:
-        """The name resolves to `version` from now on; returns the parting of the version that it replaces."""
+    def publish(self, version: AdapterVersion, verb: Verb) -> tuple[Parting, ...]:
+        """The name resolves to `version` from now on; returns the partings of what it replaces and of what is not kept any more."""
         name = version.ref.adapter_name
+        self._end_load(name, verb)
+        previous = self.current.get(name)
+        version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
+        self.current[name] = self._by_id[version.adapter_id] = version
+        self.aliases.pop(name, None)
+        self._last_numbers[name] = version.number
+        usage = self._usage.get(name, NameUsage(name))
+        self._usage[name] = replace(usage, num_loads=usage.num_loads + 1)
+        self.touch(name)
+        return () if previous is None else self._shelve(previous)
+
+    def keep(self, verb: Verb) -> AdapterVersion:
+        """A load found what is there already: that stays, answers for itself, and has the number that was wished."""
+        assert verb.wish is not None
+        name = verb.wish.name
+        self._end_load(name, verb)
+        version = self.current[name]
+        version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
+        self.aliases.pop(name, None)
+        self.touch(name)
+        return version
+
+    def _end_load(self, name: str, verb: Verb) -> None:
         if self.verbs.get(name) is not verb:
             raise AdapterConflictError(f"adapter {name!r} was unloaded while it was being loaded; load it again")
         del self.verbs[name]
+
+    def move(self, version: AdapterVersion) -> tuple[Parting, ...]:
+        """The name of a version resolves to it from now on, and the one that did is kept; returns the parting of that one.
+
+        Raises AdapterNotFoundError when the version was dropped meanwhile.
+        """
+        name = version.ref.adapter_name
         previous = self.current.get(name)
-        version.ref = replace(version.ref, lora_int_id=self._numbers.get(name))
-        self.current[name] = self._by_id[version.adapter_id] = version
+        if previous is None or version not in (previous, *self.kept.get(name, ())):
+            raise AdapterNotFoundError(f"adapter {name!r} was unloaded while it was being moved to another version")
+        version.stay()
         self.aliases.pop(name, None)
-        return None if previous is None else self._retire(previous)
+        self.touch(name)
+        if version is previous:
+            return ()
+        self.kept[name].remove(version)
+        version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
+        version.is_pinned = previous.is_pinned
+        self.current[name] = version
+        return self._shelve(previous)
 
     def next_version(self, name: str) -> int:
-        """One more than any version of `name` that is still there, so that a version number is never ambiguous."""
-        known = list(self.draining.get(name, ()))
-        if name in self.current:
-            known.append(self.current[name])
-        return 1 + max((version.ref.adapter_version for version in known), default=0)
+        """One more than any version that the name has had, or that still runs, so that a version number is never ambiguous."""
+        numbers = [version.number for version in self.draining.get(name, ())]
+        return 1 + max(*numbers, self._last_numbers.get(name, 0), 0)
 
     def _check_room(self, name: str) -> None:
         limit, num_loaded = self._max_loaded_loras, len(self.current)
@@ -152,42 +236,16 @@ class NameTable:
                 f"max_loaded_loras is {limit}; unload one, or raise the limit"
             )
 
-    # ------------------------------------------------------------------------------------------------------------- numbers
-
-    def _check_number(self, name: str, lora_int_id: int | None) -> None:
-        """A number belongs to one name, and a name has one number."""
-        if lora_int_id is None:
-            return
-        owner = self._numbered.get(lora_int_id, name)
-        if owner != name:
-            raise AdapterConflictError(
-                f"lora_int_id {lora_int_id} belongs to adapter {owner!r}, not to {name!r}; use another number"
-            )
-        number = self._numbers.get(name, lora_int_id)
-        if number != lora_int_id:
-            raise AdapterConflictError(f"adapter {name!r} has lora_int_id {number}, not {lora_int_id}; use that number")
-
     def _adopt(self, version: AdapterVersion, lora_int_id: int | None) -> None:
         """Give a loaded adapter its number if it has none."""
         if lora_int_id is None:
             return
         name = version.ref.adapter_name
-        self._bind(name, lora_int_id)
+        if self.numbers.bind(name, lora_int_id):
+            self.touch(name)
         version.ref = replace(version.ref, lora_int_id=lora_int_id)
         if name in self.verbs:
             self.verbs[name].brought_number = False  # it stays, whatever becomes of that load
-
-    def _bind(self, name: str, lora_int_id: int | None) -> bool:
-        if lora_int_id is None or name in self._numbers:
-            return False
-        self._numbers[name] = lora_int_id
-        self._numbered[lora_int_id] = name
-        return True
-
-    def _unbind(self, name: str) -> None:
-        number = self._numbers.pop(name, None)
-        if number is not None:
-            del self._numbered[number]
 
     # ------------------------------------------------------------------------------------------------------ unload, switch
 
@@ -200,11 +258,16 @@ class NameTable:
         version = self.current.get(name) if verb is not None else self.own(name)
         if verb is not None:
             self.call_off(verb)
-        self._unbind(name)
+        self.numbers.unbind(name)
         self.aliases.pop(name, None)
-        if version is not None:
-            del self.current[name]
-            self._retire(version)
+        if version is None:
+            return None
+        del self.current[name], self._last_numbers[name], self._usage[name]
+        for each in (version, *self.kept.pop(name, ())):
+            self._retire(each)
+        for each in self.draining[name]:
+            each.is_unloaded = True
+        self.touch(name)
         return version
 
     def redirect(self, old: str, version: AdapterVersion) -> Parting | None:
@@ -215,13 +278,15 @@ class NameTable:
         new = version.ref.adapter_name
         if self.current.get(new) is not version:
             raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
-        self.aliases.pop(new, None)
+        if self.aliases.pop(new, None) is not None:
+            self.touch(new)
         version.stay()
         leaving = self.current.get(old)
         if leaving is None:
             return None
-        self.aliases.update({name: new for name, target in self.aliases.items() if target == old})
-        self.aliases[old] = new
+        for name in (old, *(name for name, target in self.aliases.items() if target == old)):
+            self.aliases[name] = new
+            self.touch(name)
         return leaving.part_with(Farewell.EVICT)
 
     def is_content_answering(self, version: AdapterVersion) -> bool:
@@ -229,6 +294,11 @@ class NameTable:
         name = version.ref.adapter_name
         answering = self.current.get(self.aliases.get(name, name))
         return answering is not None and answering.ref.adapter_digest == version.ref.adapter_digest
+
+    def is_content_named(self, version: AdapterVersion) -> bool:
+        """Whether any other name or version that may be asked for has the very same content, so that the two share memory."""
+        digest = version.ref.adapter_digest
+        return any(each.ref.adapter_digest == digest for each in self.current.values() if each is not version)
 
     def partings(self, name: str) -> tuple[Parting, ...]:
         """Of all versions of `name` that drain."""
@@ -244,6 +314,17 @@ class NameTable:
             self._forget(version)
         return True
 
+    def _shelve(self, version: AdapterVersion) -> tuple[Parting, ...]:
+        """Keep a version that was replaced, and drop those that are too many then. Its pin has passed to the new one."""
+        version.is_pinned = False
+        name = version.ref.adapter_name
+        kept = [*self.kept.pop(name, ()), version]
+        num_over = max(0, len(kept) - (self._max_versions_kept - 1))
+        if kept[num_over:]:
+            self.kept[name] = kept[num_over:]
+        dropped = [self._retire(each) for each in kept[:num_over]]
+        return (*dropped, *([] if num_over == len(kept) else [version.part_with(Farewell.SHELVE)]))
+
     def _retire(self, version: AdapterVersion) -> Parting:
         self.draining.setdefault(version.ref.adapter_name, []).append(version)
         return version.part_with(Farewell.DROP)
@@ -255,13 +336,71 @@ class NameTable:
         if not self.draining[name]:
             del self.draining[name]
 
+    # ------------------------------------------------------------------------------------------------- usage and records
+
+    def use(self, version: AdapterVersion, now: float) -> None:
+        """One more request."""
+        version.num_references += 1
+        version.last_used_time = now
+        name = version.ref.adapter_name
+        usage = self._usage.get(name)
+        if usage is not None and not version.is_unloaded:
+            self._usage[name] = NameUsage(name, usage.num_loads, usage.num_requests + 1, now)
+            self._used.add(name)
+
+    def usage(self, name: str) -> NameUsage:
+        return self._usage.get(name, NameUsage(name))
+
+    def take_usage(self) -> list[NameUsage]:
+        """The counters that changed since the last call."""
+        used, self._used = self._used, set()
+        return [self._usage[name] for name in used if name in self._usage]
+
+    def touch(self, name: str) -> None:
+        """What the journal knows of `name` is not true any more."""
+        self._changed[name] = None
+
+    def take_changed(self) -> tuple[str, ...]:
+        names = tuple(self._changed)
+        self._changed.clear()
+        return names
+
+    def change_of(self, name: str) -> NameChange:
+        version = self.current.get(name)
+        if version is None:
+            return NameChange(name, None)
+        versions = (version, *reversed(self.kept.get(name, ())))
+        records = tuple(map(record_version, versions))
+        number, alias_of = self.numbers.of(name), self.aliases.get(name)
+        return NameChange(name, NameRecord(number, alias_of, self._last_numbers[name], records, self.usage(name)))
+
+    def restore(self, name: str, record: NameRecord) -> None:
+        """Put back what a journal has of a name, as far as that many versions are kept now. The table must not have it."""
+        versions = record.versions[: self._max_versions_kept]
+        current, *kept = (restore_version(name, each, record) for each in versions)
+        self.current[name] = current
+        if kept:
+            self.kept[name] = kept[::-1]
+        for version in (current, *kept):
+            self._by_id[version.adapter_id] = version
+        self.numbers.bind(name, record.lora_int_id)
+        if record.alias_of is not None:
+            self.aliases[name] = record.alias_of
+        self._last_numbers[name] = record.last_number
+        self._usage[name] = record.usage
+
     # ---------------------------------------------------------------------------------------------------------- invariants
 
     def check_integrity(self) -> None:
         current, draining = self.current, [version for versions in self.draining.values() for version in versions]
-        ids = [version.adapter_id for version in (*current.values(), *draining)]
+        kept = [version for versions in self.kept.values() for version in versions]
+        ids = [version.adapter_id for version in (*current.values(), *kept, *draining)]
         _check(len(ids) == len(set(ids)), "a version is there twice")
-        _check(set(ids) == self._by_id.keys(), "the versions by id are not the current and draining ones")
+        _check(set(ids) == self._by_id.keys(), "the versions by id are not the current, kept and draining ones")
+        _check(self.kept.keys() <= current.keys(), "a kept version has no name")
+        _check(all(len(each) < self._max_versions_kept for each in self.kept.values()), "too many versions are kept")
+        _check(not any(version.is_pinned for version in kept), "a kept version is pinned")
+        _check(self._last_numbers.keys() == current.keys() == self._usage.keys(), "a name has no counters")
         _check(
             all(name == version.ref.adapter_name for name, version in current.items()), "a name has another's version"
         )
@@ -269,17 +408,19 @@ class NameTable:
             all(version.num_references >= 0 for version in self._by_id.values()), "a count of references is negative"
         )
         _check(all(_is_leaving(version) for version in draining), "a draining version would never be dropped")
-        _check(not any(_is_leaving(version) for version in current.values()), "a current version would be dropped")
+        _check(
+            not any(_is_leaving(each) for each in (*current.values(), *kept)), "a registered version would be dropped"
+        )
         _check(self.aliases.keys() <= current.keys(), "an alias has no version of its own")
         _check(not self.aliases.keys() & set(self.aliases.values()), "an alias points to an alias")
-        _check({number: name for name, number in self._numbers.items()} == self._numbered, "numbers do not match names")
-        _check(self._numbers.keys() <= current.keys() | self.verbs.keys(), "a number has no adapter")
+        _check(self.numbers.is_consistent, "numbers do not match names")
+        _check(self.numbers.names <= current.keys() | self.verbs.keys(), "a number has no adapter")
         _check(all(self._is_numbered_right(version) for version in current.values()), "a version has another number")
 
     def _is_numbered_right(self, version: AdapterVersion) -> bool:
         name = version.ref.adapter_name
         verb = self.verbs.get(name)
-        return (verb is not None and verb.brought_number) or version.ref.lora_int_id == self._numbers.get(name)
+        return (verb is not None and verb.brought_number) or version.ref.lora_int_id == self.numbers.of(name)
 
 
 def _is_leaving(version: AdapterVersion) -> bool:

@@ -14,16 +14,21 @@ class LoadStatus(enum.StrEnum):
     ALREADY_LOADED = "already_loaded"
     LOADED_WITH_EVICTION = "loaded_with_eviction"
     RELOADED = "reloaded"
+    MOVED = "moved"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """`ref` is the version that answers for the name now: after a switch, that of the adapter it was switched to."""
+    """`ref` is the version that answers for the name now: after a switch, that of the adapter it was switched to.
+
+    moved: a kept version answers again. previous_version: the one that answered before a reload or a move, None when nothing changed.
+    """
 
     status: LoadStatus
     ref: LoRARef
     evicted: tuple[str, ...] = ()
     load_s: float = 0.0
+    previous_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,32 @@ class SwitchResult:
     num_aborted: int = 0
 
 
+class VersionState(enum.StrEnum):
+    """`current` answers for the name; `kept` can be rolled back to; `draining` is dropped after its last request."""
+
+    CURRENT = "current"
+    KEPT = "kept"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One version that `name@N` addresses."""
+
+    ref: LoRARef
+    state: VersionState
+    tier: Tier
+    num_references: int
+    loaded_time: float
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """One name as `GET /v1/adapters` shows it.
 
     alias_of: the adapter that answers for this name since a switch; aliases: the names that were switched to this one;
-    num_references: requests on this version; num_draining: earlier versions that requests still run on; times: `time.time()`.
+    num_references: requests on this version; num_draining: other versions that requests still run on; times: `time.time()`.
+    num_loads, num_requests: of all versions; versions: the newest first.
     """
 
     ref: LoRARef
@@ -81,3 +106,6 @@ class AdapterInfo:
     loaded_time: float
     last_used_time: float
     error: str | None = None
+    num_loads: int = 0
+    num_requests: int = 0
+    versions: tuple[VersionInfo, ...] = ()

@@ -5,10 +5,12 @@
     unload   the name resolves to nothing at once; its last release drops it from the store    (drain.py)
     reload   a new version under the name, which inherits the pin; the old one drains
     switch   `new` is promoted, then answers for `old` too, which leaves the device             (switch.py)
+    move     a kept version of a name is promoted, then answers again; rollback is the move to the one before
 
 One lock guards the table of names (name_table.py) and is held for dictionary operations only, so requests never wait for a verb.
 Slow verbs on one name run one after the other, waiting on a future; `unload` waits for none and calls a load under way off. Each
-verb takes effect in one critical section of the table: `publish`, `remove` or `redirect`.
+verb takes effect in one critical section of the table (effects.py): `publish`, `remove`, `redirect`, `move`, or a pin that is noted. With a
+journal, what it changed is on disk before the verb returns.
 
 After SGLang's LoRARegistry (stable ids, counts, drain before unload), with versions, content digests and threads. No torch.
 """
@@ -17,23 +19,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from loraplex.adapters.registry.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
 from loraplex.adapters.registry.drain import Drain, check_deadline
+from loraplex.adapters.registry.effects import Effects
 from loraplex.adapters.registry.load import AdapterLoader
 from loraplex.adapters.registry.name_table import NameTable
 from loraplex.adapters.registry.outcome import AdapterInfo, LoadResult, LoadStatus, SwitchResult, UnloadResult
+from loraplex.adapters.registry.records import Journal, NameRecord, NameUsage
+from loraplex.adapters.registry.revival import Revival
 from loraplex.adapters.registry.switch import AdapterSwitch
 from loraplex.adapters.registry.turns import Turns
 from loraplex.adapters.registry.verb import LoadWish
-from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter
-from loraplex.core import AdapterResidency, AdapterSpec, AdapterStore, AddOutcome, Tier
-from loraplex.errors import AdapterUnavailableError, InvalidRequestError, LoraplexError
+from loraplex.adapters.registry.version import LoRARef, OpenedAdapter, Parting
+from loraplex.adapters.registry.views import Views
+from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
+from loraplex.errors import InvalidRequestError
+from loraplex.events import Detail, EventKind
 
 ABORT_GRACE_S = 5.0
+DEFAULT_VERSIONS_KEPT = 2
+
+OnChange = Callable[[EventKind, str, str, Mapping[str, Detail]], None]
+"""Called in the verb's thread, under no lock, with the kind, the adapter's name, one sentence, and details."""
 
 
 def start_thread(job: Callable[[], None]) -> None:
@@ -49,6 +60,8 @@ class LoRARegistry:
     run_later: takes a farewell off the thread that released the last reference, because the store may block and `release` runs on an
     event loop. `submit` of an executor fits, unless verbs run on it too (they may wait for the farewell); an engine without threads
     passes a function that calls the job at once. It must not raise.
+    max_versions_kept: of one name, the current one counted; 1 keeps no earlier one.
+    journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads.
     Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is another's,
     InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
     """
@@ -63,31 +76,42 @@ class LoRARegistry:
         run_later: Callable[[Callable[[], None]], object] = start_thread,
         clock: Callable[[], float] = time.time,
         abort_grace_s: float = ABORT_GRACE_S,
+        max_versions_kept: int = DEFAULT_VERSIONS_KEPT,
+        journal: Journal | None = None,
+        on_change: OnChange = lambda kind, name, text, details: None,
     ) -> None:
         self._store = store
         self._base_names = frozenset(base_names)
         self._run_later = run_later
         self._clock = clock
-        self._lock = threading.Lock()
-        self._table = NameTable(max_loaded_loras)
-        self._drain = Drain(store, self._lock, self._table, abort_grace_s)
+        self._on_change = on_change
+        self._table = NameTable(max_loaded_loras, max_versions_kept)
+        self._effects = Effects(self._table, journal)
+        self._lock = self._effects.lock
+        self._drain = Drain(store, self._effects, abort_grace_s)
         self._turns = Turns(self._lock, self._table)
-        self._switch = AdapterSwitch(store, self._lock, self._table, self._drain, self._turns)
-        self._loader = AdapterLoader(store, open_adapter, clock, self._lock, self._table, self._drain)
+        self._switch = AdapterSwitch(store, self._effects, self._drain, self._turns)
+        self._loader = AdapterLoader(store, open_adapter, clock, self._effects, self._drain)
+        self._revival = Revival(store, self._effects, self._turns, self._drain, run_later)
+        self._views = Views(store, self._lock, self._table)
+        if journal is not None:
+            journal.count(self.take_usage)
 
     # ---------------------------------------------------------------------------------------------------- for every request
 
     def acquire(self, name: str) -> LoRARef:
-        """Take a reference to the version that answers for `name` now. Release it exactly once."""
+        """Take a reference to the version that answers for `name` (or for `name@N`) now. Release it exactly once."""
         with self._lock:
             version = self._table.answering(name)
-            if version.error is not None:
-                raise AdapterUnavailableError(
-                    f"adapter {name!r} was lost when the engine started again ({version.error}); load it again"
-                )
-            version.num_references += 1
-            version.last_used_time = self._clock()
+            self._table.use(version, self._clock())
             return version.ref
+
+    def is_forced_out(self, adapter_id: int) -> bool:
+        """To be asked directly before a request that has a reference is sent to the engine: whether its adapter was unloaded by force
+        since. The engine aborts only what it was sent before.
+        """
+        with self._lock:
+            return self._table.in_use(adapter_id).is_forced_out
 
     def release(self, ref: LoRARef) -> None:
         """Return a reference. The last one of an unloaded, replaced or switched version sets its farewell going."""
@@ -99,7 +123,7 @@ class LoRARegistry:
             self._run_later(partial(self._drain.part, parting))
 
     def resolve(self, name: str) -> LoRARef:
-        """What answers for `name` now, without a reference."""
+        """What answers for `name` (or for `name@N`) now, without a reference."""
         with self._lock:
             return self._table.answering(name).ref
 
@@ -133,16 +157,18 @@ class LoRARegistry:
         load_inplace: bool = False,
         is_pinned: bool = False,
         origin: str = "",
+        keeps_equal: bool = False,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
         A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the name). One that is
-        loaded from another path, or has another number, is refused; `load_inplace` replaces it by a new version.
+        loaded from another path, or has another number, is refused; `load_inplace` replaces it by a new version (with `keeps_equal` only
+        if path or content differ, so that saying it twice does not push the version before out of what is kept).
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
-        result = self._loader.load(LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin))
+        result = self._loader.load(LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal))
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(name)
         return result
@@ -154,10 +180,14 @@ class LoRARegistry:
         force: those that still run then are aborted. A load of the name that is under way is called off.
         """
         check_deadline(deadline_s)
-        with self._lock:
-            version = self._table.remove(name)
-            partings = self._table.partings(name)
-        num_aborted = self._drain.finish(partings, deadline_s, force)
+        partings: tuple[Parting, ...] = ()
+        try:
+            with self._effects.change() as table:
+                version = table.remove(name)
+                partings = table.partings(name)
+        finally:
+            num_aborted = self._drain.finish(partings, deadline_s, force)
+        self._tell(EventKind.UNLOAD, name, "was unloaded", num_aborted=num_aborted)
         return UnloadResult(
             adapter_name=name,
             ref=None if version is None else version.ref,
@@ -184,57 +214,69 @@ class LoRARegistry:
             raise InvalidRequestError(f"adapter {old!r} cannot be switched to itself; give two names")
         loaded = None if new_path is None else self.load(new, new_path)
         result = self._switch.switch(old, new, deadline_s, force)
+        self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
         if loaded is None:
             return result
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
+
+    def move(self, name: str, version: int | None = None) -> LoadResult:
+        """Let a kept version of `name` answer for it again: rollback, to the one that answered before by default. It inherits the pin.
+
+        The version that answered until now is kept instead, so `move` goes forth and back. Raises AdapterNotFoundError for a version
+        that is not kept, and what promoting it raises when its source is gone or has changed: then the current one answers on.
+        """
+        result = self._switch.move(name, version)
+        if result.status is LoadStatus.MOVED:
+            number = result.ref.adapter_version
+            self._tell(EventKind.SWITCH, name, f"was moved to its version {number}", version=number)
+        return result
+
+    def _tell(self, kind: EventKind, name: str, text: str, **details: Detail) -> None:
+        self._on_change(kind, name, f"adapter {name!r} {text}", details)
 
     # --------------------------------------------------------------------------------- residency of what answers for a name
 
     def pin(self, name: str) -> bool:
         """Promote, and exempt from eviction until it is unpinned, evicted or unloaded. Whether something changed."""
-        with self._turns.verb_on(self.resolve(name).adapter_name) as version:
+        with self._turns.verb_on(self._own_name(name)) as version:
             has_changed = self._store.pin_adapter(version.adapter_id)
-            version.is_pinned = True
+            self._drain.note_pin(version, True)
             return has_changed
 
     def unpin(self, name: str) -> bool:
-        with self._turns.verb_on(self.resolve(name).adapter_name) as version:
+        with self._turns.verb_on(self._own_name(name)) as version:
             has_changed = self._store.unpin_adapter(version.adapter_id)
-            version.is_pinned = False
+            self._drain.note_pin(version, False)
             return has_changed
 
     def evict(self, name: str) -> bool:
         """One tier down, which lifts a pin; the name still resolves. Whether something changed."""
-        with self._turns.verb_on(self.resolve(name).adapter_name) as version:
+        with self._turns.verb_on(self._own_name(name)) as version:
             return self._drain.evict(version)
 
+    def _own_name(self, name: str) -> str:
+        """Of the adapter that answers for `name`; a version that is only kept is neither pinned nor evicted by name."""
+        ref = self.resolve(name)
+        with self._lock:
+            is_current = self._table.current.get(ref.adapter_name) is self._table.find(ref.adapter_id)
+        if not is_current:
+            raise InvalidRequestError(
+                f"{name!r} is not the version that answers for {ref.adapter_name!r}; move the name to it first"
+            )
+        return ref.adapter_name
+
     def preload(self, name: str) -> AddOutcome:
-        """Promote now rather than with the first request."""
+        """Promote now rather than with the first request; `name@N` too."""
         return self._store.promote_adapter(self.resolve(name).adapter_id)
 
     # ----------------------------------------------------------------------------------------------------------------- views
 
     def describe(self, name: str) -> AdapterInfo:
         """What is loaded under `name` itself, and who answers for it."""
-        with self._lock:
-            version = self._table.own(name)
-        return self._describe([version])[0]
+        return self._views.describe(name)
 
     def list_adapters(self) -> list[AdapterInfo]:
-        with self._lock:
-            versions = list(self._table.current.values())
-        return self._describe(versions)
-
-    def _describe(self, versions: Sequence[AdapterVersion]) -> list[AdapterInfo]:
-        residency = {each.adapter_id: each for each in self._store.list_adapters()}
-        with self._lock:
-            alias_of, aliases = dict(self._table.aliases), self._table.aliases_of()
-            num_draining = {name: len(old) for name, old in self._table.draining.items()}
-        infos = []
-        for version in versions:
-            name, where = version.ref.adapter_name, residency.get(version.adapter_id)
-            infos.append(_info(version, where, alias_of.get(name), aliases.get(name, ()), num_draining.get(name, 0)))
-        return infos
+        return self._views.list_adapters()
 
     @property
     def num_references(self) -> int:
@@ -244,10 +286,15 @@ class LoRARegistry:
         return sum(version.num_references for version in versions)
 
     def specs(self) -> tuple[AdapterSpec, ...]:
-        """What the store holds when no verb runs: current versions, and old ones that requests still run on."""
+        """What the store holds when no verb runs: current and kept versions, and old ones that requests still run on."""
         with self._lock:
             versions = self._table.versions()
         return tuple(version.spec for version in versions)
+
+    def take_usage(self) -> list[NameUsage]:
+        """The counters of names that changed since the last call: for the journal."""
+        with self._lock:
+            return self._table.take_usage()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when names, numbers, versions and references do not fit together."""
@@ -256,54 +303,18 @@ class LoRARegistry:
 
     # --------------------------------------------------------------------------------------------------------------- restart
 
-    def restore(self) -> dict[str, LoraplexError]:
-        """Add every current version to a store that started empty again, with its pin; returns what failed, by name.
+    def resume(self, records: Mapping[str, NameRecord], last_adapter_id: int) -> None:
+        """Take over what a journal has, before anything is loaded: the names resolve from now on, and no file is read.
 
-        Requests for a name whose version could not be added are refused with the reason, until it is loaded again.
+        Weights are loaded by need; those of pinned adapters now, by `run_later`.
         """
         with self._lock:
-            versions = list(self._table.current.values())
-        failed = {version.ref.adapter_name: self._restore(version) for version in versions}
-        return {name: error for name, error in failed.items() if error is not None}
+            assert not self._table.versions(), "resume comes before everything else"
+            for name, record in records.items():
+                self._table.restore(name, record)
+            self._loader.next_adapter_id = last_adapter_id + 1
+        self._revival.attach()
 
-    def _restore(self, version: AdapterVersion) -> LoraplexError | None:
-        version.error = None
-        try:
-            self._store.add_adapter(version.spec)
-        except LoraplexError as error:
-            version.error = error
-            return error
-        try:
-            if version.is_pinned:
-                self._store.pin_adapter(version.adapter_id)
-        except LoraplexError as error:
-            version.is_pinned = False
-            return error
-        return None
-
-
-def _info(
-    version: AdapterVersion,
-    where: AdapterResidency | None,
-    alias_of: str | None,
-    aliases: tuple[str, ...],
-    num_draining: int,
-) -> AdapterInfo:
-    """`where` is None for a version that the store has not, or no longer."""
-    error = version.error if version.error is not None else where.error if where is not None else None
-    return AdapterInfo(
-        ref=version.ref,
-        origin=version.origin,
-        alias_of=alias_of,
-        aliases=aliases,
-        tier=Tier.SOURCE if where is None else where.tier,
-        nbytes=version.spec.nbytes if where is None else where.nbytes,
-        lora_slot=None if where is None else where.lora_slot,
-        is_pinned=version.is_pinned,
-        is_loading=where is not None and where.is_loading,
-        num_references=version.num_references,
-        num_draining=num_draining,
-        loaded_time=version.loaded_time,
-        last_used_time=version.last_used_time,
-        error=None if error is None else str(error),
-    )
+    def restore(self) -> None:
+        """Make all that is registered known to a store that started empty again, as `resume` does."""
+        self._revival.attach()

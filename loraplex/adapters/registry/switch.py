@@ -1,29 +1,29 @@
-"""Switching: requests for one adapter go to another from the moment that it is on the device.
+"""Switching: requests for one adapter go to another, or to another version of it, from the moment that it is on the device.
 
-promote `new` -> redirect (one critical section) -> `old` leaves the device when its last reference goes
+promote `new` -> redirect, or move (one critical section) -> `old` leaves when its last reference goes
 """
 
 from __future__ import annotations
 
-import threading
 import time
 
 from loraplex.adapters.registry.drain import Drain
-from loraplex.adapters.registry.name_table import NameTable
-from loraplex.adapters.registry.outcome import SwitchResult
+from loraplex.adapters.registry.effects import Effects
+from loraplex.adapters.registry.outcome import LoadResult, LoadStatus, SwitchResult
 from loraplex.adapters.registry.turns import Turns
-from loraplex.adapters.registry.version import AdapterVersion
+from loraplex.adapters.registry.version import AdapterVersion, Parting
 from loraplex.core import AdapterStore
 from loraplex.errors import AdapterNoRoomError
 
 
 class AdapterSwitch:
-    """`lock` guards `table`; the store is called outside it."""
+    """The store is called under no lock."""
 
-    def __init__(self, store: AdapterStore, lock: threading.Lock, table: NameTable, drain: Drain, turns: Turns) -> None:
+    def __init__(self, store: AdapterStore, effects: Effects, drain: Drain, turns: Turns) -> None:
         self._store = store
-        self._lock = lock
-        self._table = table
+        self._effects = effects
+        self._lock = effects.lock
+        self._table = effects.table
         self._drain = drain
         self._turns = turns
 
@@ -32,9 +32,11 @@ class AdapterSwitch:
         began_s = time.monotonic()
         with self._turns.verb_on(new) as version:
             was_on_device = self._is_on_device(old)
-            evicted, has_made_room = self._promote(version, old)
             with self._lock:
-                parting = self._table.redirect(old, version)
+                leaving = self._table.current.get(old)
+            evicted, has_made_room = self._promote(version, leaving)
+            with self._effects.change() as table:
+                parting = table.redirect(old, version)
         switched_s = time.monotonic()
         partings = () if parting is None else (parting,)
         is_in_use = any(each.version.num_references for each in partings)
@@ -53,19 +55,49 @@ class AdapterSwitch:
             num_aborted=num_aborted,
         )
 
+    def move(self, name: str, number: int | None) -> LoadResult:
+        """Let a kept version of `name` answer again, the one that did before the current one by default; it inherits the pin.
+
+        It is promoted first. When there is no room for it on the device now, it answers all the same, and its requests wait for
+        room. When it cannot be read any more, this raises and nothing has changed.
+        """
+        began_s = time.monotonic()
+        with self._turns.verb_on(name) as current:
+            with self._lock:
+                version = self._table.kept_version(name, number)
+            if version is current and name not in self._table.aliases:
+                return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
+            evicted = self._bring(version, current)
+            partings: tuple[Parting, ...] = ()
+            try:
+                with self._effects.change() as table:
+                    partings = table.move(version)
+            finally:
+                for parting in partings:
+                    self._drain.part(parting)
+        return LoadResult(LoadStatus.MOVED, version.ref, evicted, time.monotonic() - began_s, current.number)
+
+    def _bring(self, version: AdapterVersion, current: AdapterVersion) -> tuple[str, ...]:
+        if current.is_pinned and version is not current:
+            self._drain.pass_pin_on(current, version)
+            return ()
+        try:
+            return self._promote(version, current)[0]
+        except AdapterNoRoomError:
+            return ()
+
     def _is_on_device(self, name: str) -> bool:
         """Whether the version under a name of its own is there; the weights may be shared, and stay when it leaves."""
         with self._lock:
             version = self._table.current.get(name)
         return version is not None and self._drain.is_on_device(version)
 
-    def _promote(self, version: AdapterVersion, old: str) -> tuple[tuple[str, ...], bool]:
-        """Whom the promotion evicted, and whether `old` made room first: it does when nobody uses it and there is none beside it."""
+    def _promote(self, version: AdapterVersion, leaving: AdapterVersion | None) -> tuple[tuple[str, ...], bool]:
+        """Whom the promotion evicted, and whether `leaving` made room: it does when nobody uses it and there is none beside it."""
         try:
             return self._store.promote_adapter(version.adapter_id).evicted, False
         except AdapterNoRoomError:
             with self._lock:
-                leaving = self._table.current.get(old)
                 is_idle = leaving is not None and leaving.num_references == 0
             if leaving is None or not is_idle:
                 raise
@@ -75,6 +107,6 @@ class AdapterSwitch:
         try:
             return self._store.promote_adapter(version.adapter_id).evicted, True
         except BaseException:
-            if was_pinned:
-                leaving.is_pinned = self._drain.try_quietly(self._store.pin_adapter, leaving.adapter_id)
+            if was_pinned and self._drain.try_quietly(self._store.pin_adapter, leaving.adapter_id):
+                self._drain.note_pin(leaving, True)
             raise

@@ -13,7 +13,7 @@ from loraplex.adapters.registry.version import AdapterVersion
 
 
 class Turns:
-    """`lock` guards `table`. Loads take their turns too (adapter_load.py); unload alone waits for nobody."""
+    """`lock` guards `table`. Loads take their turns too (load.py); unload alone waits for nobody."""
 
     def __init__(self, lock: threading.Lock, table: NameTable) -> None:
         self._lock = lock

@@ -10,7 +10,7 @@ from loraplex.adapters.registry.outcome import LoadResult
 
 @dataclass(frozen=True, slots=True)
 class LoadWish:
-    """What one caller of `load` asks for."""
+    """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none."""
 
     name: str
     path: str
@@ -18,6 +18,7 @@ class LoadWish:
     load_inplace: bool = False
     is_pinned: bool = False
     origin: str = ""
+    keeps_equal: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -31,4 +32,8 @@ class Verb:
     def has_outcome_of(self, wish: LoadWish) -> bool:
         """Whether what comes of this verb, good or bad, is what would come of `wish`."""
         mine = self.wish
-        return mine is not None and (mine.path, mine.is_pinned) == (wish.path, wish.is_pinned)
+        return mine is not None and _kind(mine) == _kind(wish)
+
+
+def _kind(wish: LoadWish) -> tuple[str, bool, bool]:
+    return wish.path, wish.is_pinned, wish.keeps_equal

@@ -1,7 +1,9 @@
 """One loaded version of an adapter: what it is, who uses it, and what happens when the last user leaves.
 
-    load or reload -> current --(unload, reload)--> draining --(last reference released)--> dropped
-                         `----(switched away)-----> off the device when its last reference goes, and current still
+    load or reload -> current --(reload, rollback)--> kept: out of memory when its last reference goes, and registered still
+                       |  ^________(rollback)_________|   `--(unload, too many kept)--> draining
+                       |--(unload)--> draining --(last reference released)--> dropped
+                       `--(switched away)--> off the device when its last reference goes, and current still
 
 A version is mutable and belongs to the registry, which touches it only under its lock. What leaves the registry is `LoRARef`.
 """
@@ -13,7 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from loraplex.core import AdapterId, AdapterSpec
-from loraplex.errors import LoraplexError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ class OpenedAdapter:
 
 
 class Farewell(enum.Enum):
-    """What is done to a version when its last reference goes."""
+    """What is done to a version when its last reference goes: off the device, out of device and host, or forgotten."""
 
     EVICT = "evict"
+    SHELVE = "shelve"
     DROP = "drop"
 
 
@@ -57,7 +59,7 @@ class Parting:
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """`error` is set when an engine that started again could not take the adapter back: its requests are then refused with it."""
+    """is_unloaded: its name stopped resolving, `name@N` too. is_forced_out: what has not reached the engine yet must not any more."""
 
     ref: LoRARef
     spec: AdapterSpec
@@ -67,11 +69,16 @@ class AdapterVersion:
     last_used_time: float
     num_references: int = 0
     parting: Parting | None = None
-    error: LoraplexError | None = None
+    is_unloaded: bool = False
+    is_forced_out: bool = False
 
     @property
     def adapter_id(self) -> AdapterId:
         return self.ref.adapter_id
+
+    @property
+    def number(self) -> int:
+        return self.ref.adapter_version
 
     def part_with(self, farewell: Farewell) -> Parting:
         """Make `farewell` due once the last reference goes; one that was due before is off."""

@@ -1,0 +1,71 @@
+"""What of the registry outlives the process: one record per name, and who keeps them (adapters/journal.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """One registered version. `path` is its local directory, `lora_path` the source as its owner named it; times are Unix time."""
+
+    adapter_id: int
+    number: int
+    digest: str
+    path: str
+    lora_path: str
+    origin: str
+    nbytes: int
+    max_rank: int
+    is_pinned: bool
+    loaded_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class NameUsage:
+    """Counters of a name, all versions together. `last_used_time` is 0 before the first request."""
+
+    name: str
+    num_loads: int = 0
+    num_requests: int = 0
+    last_used_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NameRecord:
+    """One name with all that belongs to it. versions: the current one, then the kept ones, the last to answer first.
+
+    last_number: of the newest version ever, so that no number is used twice while the name is loaded.
+    """
+
+    lora_int_id: int | None
+    alias_of: str | None
+    last_number: int
+    versions: tuple[VersionRecord, ...]
+    usage: NameUsage
+
+
+@dataclass(frozen=True, slots=True)
+class NameChange:
+    """What a verb did to a name: its new record, None when the name is gone."""
+
+    name: str
+    record: NameRecord | None
+
+
+class Journal(Protocol):
+    """Keeps the records where they outlive the process."""
+
+    def record(self, changes: Sequence[NameChange]) -> Future[None]:
+        """Called under the registry's lock, in the order of the changes, so it never waits; done when the changes are safe.
+
+        The future raises JournalError when they could not be written; they are then tried again with the next ones.
+        """
+        ...
+
+    def count(self, take_usage: Callable[[], Sequence[NameUsage]]) -> None:
+        """From now on ask `take_usage` every few seconds, and at the end, for the counters that changed since, and keep them."""
+        ...

@@ -1,0 +1,83 @@
+"""What the registry shows: names and versions of the table beside where the store has their weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.outcome import AdapterInfo, VersionInfo, VersionState
+from loraplex.adapters.registry.version import AdapterVersion
+from loraplex.core import AdapterResidency, AdapterStore, Tier
+
+
+class Views:
+    """`lock` guards `table`; the store is asked outside it."""
+
+    def __init__(self, store: AdapterStore, lock: threading.Lock, table: NameTable) -> None:
+        self._store = store
+        self._lock = lock
+        self._table = table
+
+    def describe(self, name: str) -> AdapterInfo:
+        """Raises AdapterNotFoundError for a name that nothing is loaded under."""
+        with self._lock:
+            self._table.own(name)
+        residency = self._residency()
+        with self._lock:
+            self._table.own(name)
+            return self._info(name, residency, self._table.aliases_of())
+
+    def list_adapters(self) -> list[AdapterInfo]:
+        residency = self._residency()
+        with self._lock:
+            aliases, names = self._table.aliases_of(), list(self._table.current)
+        infos = []
+        for name in names:
+            with self._lock:  # for one name at a time: requests take it too
+                if name in self._table.current:
+                    infos.append(self._info(name, residency, aliases))
+        return infos
+
+    def _residency(self) -> dict[int, AdapterResidency]:
+        return {each.adapter_id: each for each in self._store.list_adapters()}
+
+    def _info(
+        self, name: str, residency: Mapping[int, AdapterResidency], aliases: Mapping[str, tuple[str, ...]]
+    ) -> AdapterInfo:
+        """A version that the store has not, or no longer, is at its source."""
+        table = self._table
+        version, usage = table.current[name], table.usage(name)
+        where = residency.get(version.adapter_id)
+        kept, draining = table.kept.get(name, ()), table.draining.get(name, ())
+        states = {each.adapter_id: VersionState.KEPT for each in kept} | {version.adapter_id: VersionState.CURRENT}
+        return AdapterInfo(
+            ref=version.ref,
+            origin=version.origin,
+            alias_of=table.aliases.get(name),
+            aliases=aliases.get(name, ()),
+            tier=Tier.SOURCE if where is None else where.tier,
+            nbytes=version.spec.nbytes if where is None else where.nbytes,
+            lora_slot=None if where is None else where.lora_slot,
+            is_pinned=version.is_pinned,
+            is_loading=where is not None and where.is_loading,
+            num_references=version.num_references,
+            num_draining=len(draining) + sum(each.num_references > 0 for each in kept),
+            loaded_time=version.loaded_time,
+            last_used_time=version.last_used_time,
+            error=None if where is None else where.error,
+            num_loads=usage.num_loads,
+            num_requests=usage.num_requests,
+            versions=tuple(
+                _version_info(each, states.get(each.adapter_id, VersionState.DRAINING), residency.get)
+                for each in sorted(table.versions_of(name), key=lambda each: -each.number)
+            ),
+        )
+
+
+def _version_info(
+    version: AdapterVersion, state: VersionState, residency_of: Callable[[int], AdapterResidency | None]
+) -> VersionInfo:
+    where = residency_of(version.adapter_id)
+    tier = Tier.SOURCE if where is None else where.tier
+    return VersionInfo(version.ref, state, tier, version.num_references, version.loaded_time)
