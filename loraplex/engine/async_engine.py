@@ -37,7 +37,9 @@ from loraplex.core import (
 )
 from loraplex.engine import messages as msg
 from loraplex.engine.client import EngineClient, ProgressCallback
+from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, names_of
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.remote_store import RemoteStore
@@ -50,7 +52,11 @@ from loraplex.errors import (
     LoraplexError,
     RequestAbortedError,
 )
-from loraplex.metrics import EngineStats
+from loraplex.events import EngineEvent
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +99,10 @@ class AsyncEngine:
         self.config = config
         self._served_model_name = served_model_name or config.model
         self._engines = [
-            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore_adapters, on_progress)
+            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore, on_progress, self.record_event)
         ]
+        self.events = EventHub()
+        self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
         self._store = RemoteStore(self.call, asyncio.get_running_loop())
@@ -350,6 +358,41 @@ class AsyncEngine:
         stats: EngineStats = await self.call(msg.GetStats)
         return stats
 
+    async def memory_report(self) -> MemoryReport:
+        report: MemoryReport = await self.call(msg.GetMemory)
+        return report
+
+    def record_event(self, event: EngineEvent) -> None:
+        """Add an event of the server's own to those of the engine process. Any thread may."""
+        self.events.add(event)
+        if self._profile is not None:
+            self._profile.see(event)
+
+    @property
+    def is_profiling(self) -> bool:
+        return self._profile is not None
+
+    async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        check_not_profiling(self._profile)
+        profile = self._profile = LoraProfile(partial(names_of, self.registry), targets)
+        try:
+            profile.begin(EngineState(await self.stats(), await self.memory_report()))
+            await self.call(msg.StartProfile)
+        except BaseException:
+            self._profile = None
+            raise
+        self._front.outputs.recorder = profile.requests
+
+    async def generate_lora_performance_report(self) -> LoraPerformanceReport:
+        """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer, it goes on."""
+        profile = check_profiling(self._profile)
+        adapters = await self.list_adapters()
+        state = EngineState(await self.stats(), await self.memory_report())
+        steps = await self.call(msg.StopProfile)
+        self._profile = self._front.outputs.recorder = None
+        return profile.report(state, steps, self.info, list(map(footprint_of, adapters)))
+
     async def check_integrity(self) -> None:
         """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and `loraplex doctor`."""
         if self.registry is not None:
@@ -370,7 +413,10 @@ class AsyncEngine:
             self._front.outputs.remove(request_id)
             self._streams.pop(request_id).fail(make_error())
 
-    async def _restore_adapters(self) -> None:
+    async def _restore(self) -> None:
+        """Give a new process its adapters again; a profile goes on."""
+        if self._profile is not None:
+            await self.call(msg.StartProfile)
         if self.registry is None:
             return
         failed = await asyncio.get_running_loop().run_in_executor(self._verbs, self.registry.restore)
@@ -380,6 +426,7 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""
         self._is_shut_down = True
+        self.events.close()
         self._store.close()
         self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
         for engine in self._engines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -16,11 +17,15 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, names_of
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import AdapterNotFoundError, ConfigError, InvalidRequestError
 from loraplex.metrics import EngineStats
 from loraplex.models.packed_cache import wait_until_saved
+from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
 from loraplex.profiler import Profiler
 
 STALLED_WAIT_S = 0.05
@@ -61,6 +66,7 @@ class LLM:
             served_model_name=config.model,
         )
         self._request_ids = itertools.count()
+        self._lora_profile: LoraProfile | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -247,6 +253,25 @@ class LLM:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        check_not_profiling(self._lora_profile)
+        self._lora_profile = profile = LoraProfile(partial(names_of, self._front.registry), targets)
+        profile.begin(EngineState(self.engine.stats(), self.engine.memory_report()))
+        self.engine.take_events()  # those of before
+        self.engine.start_profile()
+        self._front.outputs.recorder = profile.requests
+
+    def generate_lora_performance_report(self) -> LoraPerformanceReport:
+        """End the profile and say what it found. InvalidRequestError when none runs."""
+        profile = check_profiling(self._lora_profile)
+        self._lora_profile = self._front.outputs.recorder = None
+        for event in self.engine.take_events():
+            profile.see(event)
+        state = EngineState(self.engine.stats(), self.engine.memory_report())
+        adapters = [] if self._front.registry is None else self.adapters()
+        return profile.report(state, self.engine.stop_profile(), self.engine.info, list(map(footprint_of, adapters)))
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""

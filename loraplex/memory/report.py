@@ -24,6 +24,8 @@ def memory_report(stats: MemoryStats, arena: Arena) -> MemoryReport:
         counters={
             **{f"loads_{cause}": count for cause, count in counters.loads.items()},
             **{f"evictions_{cause}": count for cause, count in counters.evictions.items()},
+            "load_seconds": counters.load_s,
+            "copy_seconds": counters.copy_s,
             "load_failures": counters.num_load_failures,
             "promotions": counters.num_promotions,
             "copies": counters.num_copies,
