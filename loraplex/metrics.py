@@ -121,3 +121,10 @@ class MemoryReport:
     quarantined: Mapping[int, str] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
     history: tuple[MemorySample, ...] = ()
+
+    @property
+    def chunks_by_owner(self) -> Mapping[str, int]:
+        total: dict[str, int] = {}
+        for run in self.chunks:
+            total[run.owner] = total.get(run.owner, 0) + run.num_chunks
+        return total

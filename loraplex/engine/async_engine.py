@@ -39,7 +39,7 @@ from loraplex.engine import messages as msg
 from loraplex.engine.client import EngineClient, ProgressCallback
 from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
-from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, names_of
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.remote_store import RemoteStore
@@ -391,7 +391,7 @@ class AsyncEngine:
         state = EngineState(await self.stats(), await self.memory_report())
         steps = await self.call(msg.StopProfile)
         self._profile = self._front.outputs.recorder = None
-        return profile.report(state, steps, self.info, list(map(footprint_of, adapters)))
+        return profile.report(state, steps, kernels_of(self.info), list(map(footprint_of, adapters)))
 
     async def check_integrity(self) -> None:
         """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and `loraplex doctor`."""

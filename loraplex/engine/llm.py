@@ -17,7 +17,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
-from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, names_of
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import AdapterNotFoundError, ConfigError, InvalidRequestError
@@ -271,7 +271,9 @@ class LLM:
             profile.see(event)
         state = EngineState(self.engine.stats(), self.engine.memory_report())
         adapters = [] if self._front.registry is None else self.adapters()
-        return profile.report(state, self.engine.stop_profile(), self.engine.info, list(map(footprint_of, adapters)))
+        return profile.report(
+            state, self.engine.stop_profile(), kernels_of(self.engine.info), list(map(footprint_of, adapters))
+        )
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""

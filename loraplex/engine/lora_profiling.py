@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from loraplex.adapters.registry import AdapterInfo, LoRARegistry
+from loraplex.core import EngineInfo
 from loraplex.errors import InvalidRequestError
-from loraplex.performance.profile import AdapterFootprint, LoraProfile
+from loraplex.performance.profile import AdapterFootprint, Kernels, LoraProfile
 
 
 def names_of(registry: LoRARegistry | None) -> dict[int, str]:
@@ -14,6 +15,10 @@ def names_of(registry: LoRARegistry | None) -> dict[int, str]:
 
 def footprint_of(info: AdapterInfo) -> AdapterFootprint:
     return AdapterFootprint(info.ref.adapter_name, info.tier.value, info.nbytes, info.ref.max_rank)
+
+
+def kernels_of(info: EngineInfo) -> Kernels:
+    return Kernels(info.backend, info.backend_description)
 
 
 def check_not_profiling(profile: LoraProfile | None) -> None:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from loraplex.core import EngineInfo
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.performance.findings import find
@@ -37,6 +36,14 @@ class AdapterFootprint:
     tier: str
     nbytes: int
     rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Which backend runs, and in words why no faster one."""
+
+    backend: str
+    description: str
 
 
 class LoraProfile:
@@ -74,7 +81,7 @@ class LoraProfile:
         return time.perf_counter() - self._begun_s
 
     def report(
-        self, after: EngineState, steps: StepProfile, info: EngineInfo, footprints: Sequence[AdapterFootprint]
+        self, after: EngineState, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
     ) -> LoraPerformanceReport:
         stats, parts = after.stats, steps.part_seconds
         adapters = self._adapters(footprints)
@@ -82,8 +89,8 @@ class LoraProfile:
         base = LoraPerformanceReport(
             begun_time=self.begun_time,
             seconds=self.elapsed_s,
-            backend=info.backend,
-            backend_description=info.backend_description,
+            backend=kernels.backend,
+            backend_description=kernels.description,
             targets=self.targets,
             requests=self._all(),
             adapters=tuple(adapters[:MAX_LISTED_ADAPTERS]),

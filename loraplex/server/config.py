@@ -23,6 +23,9 @@ class ServerSettings:
     cors_allowed_origins: tuple[str, ...] = setting((), "origins of browser pages that may call this server")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; a longer one is answered with 413")
     max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
+    max_event_streams: int = setting(
+        64, "most clients that may follow GET /v1/events at a time; others are answered with 503"
+    )
     shutdown_grace_s: float = setting(30.0, "after SIGTERM or SIGINT running requests have this long to finish")
     keep_alive_s: float = setting(30.0, "an idle connection is kept this long")
     log_level: str = setting("info", "critical, error, warning, info or debug")
@@ -38,6 +41,7 @@ class ServerSettings:
                     self.max_sequences_per_request >= 1,
                     f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
                 ),
+                (self.max_event_streams >= 0, f"max_event_streams must be >= 0, got {self.max_event_streams}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
