@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 
 import loraplex
 from loraplex import cli
-from loraplex.cli import app, parse_lora_modules, parse_sizes
+from loraplex.cli import app, parse_sizes
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import ConfigError, ModelNotFoundError
 from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
+from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
 
@@ -86,6 +87,7 @@ def test_commands_are_those_of_the_docs() -> None:
         "demo",
         "bench",
         "profile",
+        "top",
         "doctor",
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Response
@@ -17,12 +17,13 @@ from loraplex.server.responses import encode
 
 
 class MemoryQuery(BaseModel):
-    """Query of `GET /v1/memory`: with `adapters`, also the `top` largest ones."""
+    """Query of `GET /v1/memory`: with `adapters`, also the first `top` of them by `order`, the most first."""
 
     model_config = ConfigDict(extra="forbid")
 
     adapters: bool = False
     top: Annotated[int, Field(ge=1, le=1000)] = 20
+    order: Literal["bytes", "last_used"] = "bytes"
 
 
 class TierCard(msgspec.Struct, frozen=True):
@@ -95,7 +96,7 @@ class MemoryReply(msgspec.Struct, frozen=True):
     quarantined: list[QuarantineCard]
     counters: Mapping[str, float]
     history: list[SampleCard]
-    largest_adapters: list[AdapterCard] | None = None
+    top_adapters: list[AdapterCard] | None = None
     object: str = "memory"
 
     @classmethod
@@ -119,7 +120,7 @@ class MemoryReply(msgspec.Struct, frozen=True):
             quarantined=[QuarantineCard(each, names.get(each), why) for each, why in report.quarantined.items()],
             counters=report.counters,
             history=[SampleCard.of(sample) for sample in report.history],
-            largest_adapters=None if adapters is None else [AdapterCard.of(info) for info in adapters],
+            top_adapters=None if adapters is None else [AdapterCard.of(info) for info in adapters],
         )
 
 
@@ -135,15 +136,19 @@ class MemoryRoutes:
     async def memory(self, query: Annotated[MemoryQuery, Query()]) -> Response:
         """Tiers, chunks and their owners, pressure, mode, history."""
         report = await self._engine.memory_report()
-        largest = await self._largest(query.top) if query.adapters else None
+        adapters = await self._top_adapters(query) if query.adapters else None
         registry = self._engine.registry
         refs = {} if registry is None else registry.refs()
         names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
-        return Response(encode(MemoryReply.of(report, names, largest)), media_type="application/json")
+        return Response(encode(MemoryReply.of(report, names, adapters)), media_type="application/json")
 
-    async def _largest(self, count: int) -> list[AdapterInfo]:
+    async def _top_adapters(self, query: MemoryQuery) -> list[AdapterInfo]:
         infos = await self._engine.list_adapters()
-        return sorted(infos, key=lambda info: (-info.nbytes, info.ref.adapter_name))[:count]
+
+        def key(info: AdapterInfo) -> tuple[float, str]:
+            return (-info.nbytes if query.order == "bytes" else -info.last_used_time, info.ref.adapter_name)
+
+        return sorted(infos, key=key)[: query.top]
 
 
 def _kv(report: MemoryReport) -> KVCard:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import httpx
 
 from loraplex.metrics import ChunkRun, MemoryMode, MemoryReport, MemorySample, TierReport
+from loraplex.server import create_app
 from loraplex.testing import FakeAsyncEngine
+from tests.server.conftest import client_of
 
 REPORT = MemoryReport(
     mode=MemoryMode.LOW_MEMORY,
@@ -69,27 +71,26 @@ async def test_the_whole_report(client: httpx.AsyncClient, engine: FakeAsyncEngi
                 "fragmentation": 0.25,
             }
         ],
-        "largest_adapters": None,
+        "top_adapters": None,
     }
 
 
-async def test_the_largest_adapters(client: httpx.AsyncClient) -> None:
+async def test_the_top_adapters(client: httpx.AsyncClient) -> None:
     reply = (await client.get("/v1/memory?adapters=true")).json()
-    assert [each["name"] for each in reply["largest_adapters"]] == ["chat", "sql"]
-    assert len((await client.get("/v1/memory?adapters=true&top=1")).json()["largest_adapters"]) == 1
+    assert [each["name"] for each in reply["top_adapters"]] == ["chat", "sql"]
+    recent = (await client.get("/v1/memory?adapters=true&order=last_used")).json()["top_adapters"]
+    assert [each["last_used_time"] for each in recent] == sorted((e["last_used_time"] for e in recent), reverse=True)
+    assert len((await client.get("/v1/memory?adapters=true&top=1")).json()["top_adapters"]) == 1
 
 
 async def test_what_is_refused(client: httpx.AsyncClient) -> None:
-    for query in ("top=0", "top=1001", "adapters=x", "nope=1"):
+    for query in ("top=0", "top=1001", "adapters=x", "order=name", "nope=1"):
         assert (await client.get(f"/v1/memory?{query}")).status_code == 400
 
 
-async def test_without_lora_there_is_a_report(engine: FakeAsyncEngine) -> None:
-    from loraplex.server import create_app
-    from tests.server.conftest import client_of
-
+async def test_without_lora_there_is_a_report() -> None:
     reply = (await client_of(create_app(FakeAsyncEngine(enable_lora=False))).get("/v1/memory?adapters=true")).json()
-    assert (reply["tiers"], reply["largest_adapters"]) == ([], [])
+    assert (reply["tiers"], reply["top_adapters"]) == ([], [])
 
 
 async def test_a_dead_engine_is_503(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
