@@ -258,21 +258,28 @@ def profile(
     output_len
         Tokens of each completion.
     """
-    from loraplex.bench import Workload
+    from loraplex.live_profile import ReportWish, profile_server
     from loraplex.performance.requests import ServiceTargets
-    from loraplex.profile import ReportWish, profile_server, run_profile
 
     wish, targets = ReportWish(report, json), ServiceTargets(first_token_s, inter_token_s)
-    workload, paths = Workload(requests, prompt_len, output_len), [Path(path) for path in adapters]
-    if model is not None and url is None:
-        if seconds is not None:
-            raise ConfigError("seconds is for a running server; a model runs its --requests")
-        return run_profile(_engine_config(model, engine, lora, True), paths, workload, pattern, wish, targets)
-    if model is not None or url is None:
+    if (model is None) == (url is None):
         raise ConfigError("give a model to run here, or the --url of a running server")
-    if engine is not None or lora is not None or (workload, pattern) != (Workload(), "base"):
-        raise ConfigError("a running server has its own settings and requests: leave them out")
-    return profile_server(url, 30.0 if seconds is None else seconds, targets, wish)
+    if url is not None:
+        if (
+            engine is not None
+            or lora is not None
+            or (pattern, requests, prompt_len, output_len) != ("base", 16, 64, 64)
+        ):
+            raise ConfigError("a running server has its own settings and requests: leave them out")
+        return profile_server(url, 30.0 if seconds is None else seconds, targets, wish)
+    if seconds is not None:
+        raise ConfigError("--seconds is for a running server; a model runs its --requests")
+    from loraplex.bench import Workload
+    from loraplex.profile import run_profile
+
+    assert model is not None
+    workload, paths = Workload(requests, prompt_len, output_len), [Path(path) for path in adapters]
+    return run_profile(_engine_config(model, engine, lora, True), paths, workload, pattern, wish, targets)
 
 
 @app.command

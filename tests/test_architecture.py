@@ -37,6 +37,7 @@ ORDER = (
     "remote",
     "charts",
     "report",
+    "live_profile",
     "profile",
     "top",
     "doctor",
@@ -60,6 +61,8 @@ TORCH_FREE = (
     "loraplex.engine.client",
     "loraplex.engine.async_engine",
     "loraplex.server.config",
+    "loraplex.live_profile",
+    "loraplex.top",
     "loraplex.cli",
 )
 OFFLINE_ONLY = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
