@@ -21,6 +21,7 @@ from loraplex import __version__
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import parse_lora_modules
+from loraplex.profile_settings import ProfileSettings
 from loraplex.server.config import ServerConfig, ServerSettings
 
 if TYPE_CHECKING:
@@ -216,16 +217,11 @@ def profile(
     adapters: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     /,
     *,
-    url: str | None = None,
-    seconds: float | None = None,
-    report: Path | None = None,
-    json: bool = False,
-    first_token_s: float = 1.0,
-    inter_token_s: float = 0.1,
     pattern: str = "base",
     requests: int = 16,
     prompt_len: int = 64,
     output_len: int = 64,
+    settings: Annotated[ProfileSettings | None, Flat] = None,
     engine: Annotated[EngineSettings | None, Flat] = None,
     lora: Annotated[LoRAConfig | None, Flat] = None,
 ) -> int:
@@ -237,18 +233,6 @@ def profile(
         Directory or hub id of the base model; it is run here.
     adapters
         Directories of adapters.
-    url
-        A running server, such as http://127.0.0.1:8000, instead of a model. Its key is in the variable LORAPLEX_API_KEY.
-    seconds
-        How long to profile a running server (default: 30); Ctrl-C ends it earlier.
-    report
-        An HTML file to write: findings, charts and tables.
-    json
-        Print the report as JSON instead.
-    first_token_s
-        The first token of a request should come within this.
-    inter_token_s
-        Tokens should be at most this far apart.
     pattern
         Which adapters the requests use: base, identical, distinct, uniform or skewed.
     requests
@@ -258,28 +242,25 @@ def profile(
     output_len
         Tokens of each completion.
     """
-    from loraplex.live_profile import ReportWish, profile_server
-    from loraplex.performance.requests import ServiceTargets
-
-    wish, targets = ReportWish(report, json), ServiceTargets(first_token_s, inter_token_s)
-    if (model is None) == (url is None):
+    settings = settings or ProfileSettings()
+    if (model is None) == (settings.url is None):
         raise ConfigError("give a model to run here, or the --url of a running server")
-    if url is not None:
+    if settings.url is not None:
         if (
             engine is not None
             or lora is not None
             or (pattern, requests, prompt_len, output_len) != ("base", 16, 64, 64)
         ):
             raise ConfigError("a running server has its own settings and requests: leave them out")
-        return profile_server(url, 30.0 if seconds is None else seconds, targets, wish)
-    if seconds is not None:
-        raise ConfigError("--seconds is for a running server; a model runs its --requests")
+        from loraplex.live_profile import profile_server
+
+        return profile_server(settings.url, settings)
     from loraplex.bench import Workload
     from loraplex.profile import run_profile
 
     assert model is not None
     workload, paths = Workload(requests, prompt_len, output_len), [Path(path) for path in adapters]
-    return run_profile(_engine_config(model, engine, lora, True), paths, workload, pattern, wish, targets)
+    return run_profile(_engine_config(model, engine, lora, True), paths, workload, pattern, settings)
 
 
 @app.command

@@ -37,6 +37,7 @@ ORDER = (
     "remote",
     "charts",
     "report",
+    "profile_settings",
     "live_profile",
     "profile",
     "top",
