@@ -26,6 +26,7 @@ class RemoteServer:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
+        self._opener = urllib.request.build_opener(_NoRedirect)
         self._key = os.environ.get("LORAPLEX_API_KEY", "").split(",")[0] if api_key is None else api_key
 
     def get(self, path: str) -> bytes:
@@ -43,7 +44,7 @@ class RemoteServer:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self.url + path, body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with self._opener.open(request, timeout=timeout_s) as response:
                 answer: bytes = response.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -51,6 +52,13 @@ class RemoteServer:
         except http.client.HTTPException as error:
             raise ConnectionError(f"{self.url}: the answer broke off: {error!r}") from error
         return answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would take the key elsewhere."""
+
+    def redirect_request(self, *arguments: Any, **named: Any) -> None:
+        return None
 
 
 def _message(answer: bytes) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.server
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,3 +155,25 @@ def test_pieces() -> None:
     assert (bar(0.5).plain.count("█"), bar(7.0).plain.count("░"), bar(-1.0).plain.count("█")) == (15, 0, 0)
     assert [size(count) for count in (5, 2048, 3 * 2**20, 5 * 2**30)] == ["5 B", "2 KiB", "3 MiB", "5.0 GiB"]
     assert shown("a\tb\x9b") == "a?b?"
+
+
+def test_a_redirect_is_an_error_and_the_key_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers["Authorization"]))
+            self.send_response(302)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(LoraplexError, match="302"):
+            RemoteServer(f"http://127.0.0.1:{server.server_port}/", api_key="k").get("/v1/memory")
+        thread.join()
+    assert seen == [("/v1/memory", "Bearer k")]

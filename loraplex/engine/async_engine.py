@@ -370,7 +370,8 @@ class AsyncEngine:
 
     @property
     def is_profiling(self) -> bool:
-        return self._profile is not None
+        """Whether every request that begins now is recorded."""
+        return self._front.outputs.recorder is not None
 
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
