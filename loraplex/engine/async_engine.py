@@ -392,7 +392,8 @@ class AsyncEngine:
         state = EngineState(await self.stats(), await self.memory_report())
         steps = await self.call(msg.StopProfile)
         self._profile = self._front.outputs.recorder = None
-        return profile.report(state, steps, kernels_of(self.info), list(map(footprint_of, adapters)))
+        report = partial(profile.report, state, steps, kernels_of(self.info), list(map(footprint_of, adapters)))
+        return await asyncio.get_running_loop().run_in_executor(self._views, report)
 
     async def check_integrity(self) -> None:
         """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and `loraplex doctor`."""

@@ -27,8 +27,9 @@ class NumberedEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What came after an id, oldest first. num_lost: how many more did, and are not kept any longer."""
+    """What came after an id, oldest first. last_id: of the newest event there is; num_lost: how many came and are not kept any longer."""
 
+    last_id: int = 0
     num_lost: int = 0
     events: tuple[NumberedEvent, ...] = ()
 
@@ -71,10 +72,11 @@ class EventHub:
     def after(self, last_id: int) -> EventBatch:
         """The kept events with larger ids. An id that was not given yet is another server's: then all that are kept."""
         with self._lock:
-            last_id = 0 if last_id > self._last_id else last_id
+            newest_id = self._last_id
+            last_id = 0 if last_id > newest_id else last_id
             events = tuple(numbered for numbered in self._events if numbered.event_id > last_id)
         num_lost = events[0].event_id - last_id - 1 if events else 0
-        return EventBatch(num_lost, events)
+        return EventBatch(newest_id, num_lost, events)
 
     async def subscribe(self, last_id: int | None = None) -> AsyncGenerator[EventBatch, None]:
         """What happens after `last_id` (None: from now on), as it happens, until the hub is closed."""

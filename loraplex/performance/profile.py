@@ -13,7 +13,7 @@ from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.report import AdapterPerformance, LoraPerformanceReport, MixPerformance, SwitchCost
-from loraplex.performance.requests import Latencies, RequestRecorder, ServiceTargets
+from loraplex.performance.requests import OTHERS, Latencies, RequestRecorder, ServiceTargets
 from loraplex.performance.steps import StepProfile, StepSums
 from loraplex.profiler import KERNEL_PARTS, STEP_PARTS
 
@@ -84,7 +84,6 @@ class LoraProfile:
         self, after: EngineState, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
     ) -> LoraPerformanceReport:
         stats, parts = after.stats, steps.part_seconds
-        adapters = self._adapters(footprints)
         loads = self._grown("adapter_loads", stats)
         base = LoraPerformanceReport(
             begun_time=self.begun_time,
@@ -93,8 +92,8 @@ class LoraProfile:
             backend_description=kernels.description,
             targets=self.targets,
             requests=self._all(),
-            adapters=tuple(adapters[:MAX_LISTED_ADAPTERS]),
-            num_adapters=sum(each.name is not None for each in adapters),
+            adapters=self._adapters(footprints),
+            num_adapters=len({*self.requests.by_adapter, *(each.name for each in footprints)} - {None, OTHERS}),
             admitted=self._grown("num_admitted", stats),
             served_from=self._served_from(stats, loads),
             loads=loads,
@@ -128,19 +127,18 @@ class LoraProfile:
             total.add(each)
         return _performance("(all)", total)
 
-    def _adapters(self, footprints: Sequence[AdapterFootprint]) -> list[AdapterPerformance]:
-        """Those with requests, most first, then what is only in memory, largest first."""
-        where = {each.name: each for each in footprints}
-        measured = [_performance(name, each) for name, each in self.requests.by_adapter.items()]
-        names = {each.name for each in measured}
-        measured += [AdapterPerformance(name) for name in where if name not in names]
-        placed = [
-            replace(each, tier=where[each.name].tier, nbytes=where[each.name].nbytes, rank=where[each.name].rank)
-            if each.name in where
-            else each
-            for each in measured
-        ]
-        return sorted(placed, key=lambda each: (-each.num_requests, -each.nbytes, each.name or ""))
+    def _adapters(self, footprints: Sequence[AdapterFootprint]) -> tuple[AdapterPerformance, ...]:
+        """Those with requests, most first, then what is only in memory, largest first; at most MAX_LISTED_ADAPTERS."""
+        where: dict[str | None, AdapterFootprint] = {each.name: each for each in footprints}
+        measured = self.requests.by_adapter
+        names = [*measured, *(name for name in where if name not in measured)]
+
+        def order(name: str | None) -> tuple[int, int, str]:
+            num_requests = measured[name].num_requests if name in measured else 0
+            return (-num_requests, -where[name].nbytes if name in where else 0, name or "")
+
+        listed = sorted(names, key=order)[:MAX_LISTED_ADAPTERS]
+        return tuple(_placed(_performance(name, measured.get(name, Latencies())), where.get(name)) for name in listed)
 
     def _served_from(self, stats: EngineStats, loads: Mapping[str, int]) -> dict[str, int]:
         """A miss that no load answered was a promotion from host memory."""
@@ -180,6 +178,12 @@ def _growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
     """What counters grew by; those that did not are left out. An engine that started again counts from 0."""
     grown = {key: count - before.get(key, 0) if count >= before.get(key, 0) else count for key, count in after.items()}
     return {key: count for key, count in grown.items() if count}
+
+
+def _placed(adapter: AdapterPerformance, footprint: AdapterFootprint | None) -> AdapterPerformance:
+    if footprint is None:
+        return adapter
+    return replace(adapter, tier=footprint.tier, nbytes=footprint.nbytes, rank=footprint.rank)
 
 
 def _performance(name: str | None, latencies: Latencies) -> AdapterPerformance:

@@ -114,7 +114,10 @@ class RequestRecorder:
         name = None if adapter_id is None else self._name(adapter_id)
         if name not in self._latencies and len(self._latencies) >= MAX_ADAPTERS:
             name = OTHERS
-        return self._latencies.setdefault(name, Latencies())
+        latencies = self._latencies.get(name)
+        if latencies is None:
+            latencies = self._latencies[name] = Latencies()
+        return latencies
 
     def _name(self, adapter_id: int) -> str:
         if adapter_id not in self._name_of:

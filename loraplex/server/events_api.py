@@ -113,14 +113,10 @@ class EventRoutes:
         after = query.last_id if last_event_id is None else last_event_id
         kinds = frozenset(query.kind or EventKind)
         if not query.stream:
-            return Response(encode(self._page(self._hub.after(after or 0), kinds)), media_type="application/json")
+            return Response(encode(_page(self._hub.after(after or 0), kinds)), media_type="application/json")
         self._streams.enter()
         batches = self._hub.subscribe(self._hub.last_id if after is None else after)
         return _CountedStream(self._sent(batches, kinds), batches, self._streams)
-
-    def _page(self, batch: EventBatch, kinds: frozenset[EventKind]) -> EventPage:
-        cards = [EventCard.of(numbered) for numbered in batch.events if numbered.event.kind in kinds]
-        return EventPage(cards, self._hub.last_id, batch.num_lost)
 
     async def _sent(
         self, batches: AsyncGenerator[EventBatch, None], kinds: frozenset[EventKind]
@@ -147,6 +143,11 @@ class EventRoutes:
             for task in (news, timer, closing):
                 task.cancel()
             await asyncio.gather(news, timer, closing, return_exceptions=True)
+
+
+def _page(batch: EventBatch, kinds: frozenset[EventKind]) -> EventPage:
+    cards = [EventCard.of(numbered) for numbered in batch.events if numbered.event.kind in kinds]
+    return EventPage(cards, batch.last_id, batch.num_lost)
 
 
 def _chunks(batch: EventBatch, kinds: frozenset[EventKind]) -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loraplex.core import FinishReason, Request, SamplingParams, TokenOutput
 from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import EngineStats, MemoryReport
-from loraplex.performance.profile import AdapterFootprint, EngineState, Kernels, LoraProfile
+from loraplex.performance.profile import MAX_LISTED_ADAPTERS, AdapterFootprint, EngineState, Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.steps import StepProfile
 
@@ -89,3 +89,12 @@ def test_adapters_with_requests_come_first_and_have_their_place() -> None:
         ("big", 0, "device", 300, 64),
     ]
     assert (found.num_adapters, found.requests.num_finished, found.requests.share_in_both) == (2, 3, 1.0)
+
+
+def test_the_list_of_adapters_is_bounded_and_their_number_is_not() -> None:
+    profile = LoraProfile(lambda: {900: "busy"})
+    profile.requests.begin(Request("r", (1,), SamplingParams(), 4, 0, adapter_id=900))
+    footprints = [AdapterFootprint(f"a{index}", "host", index, 8) for index in range(MAX_LISTED_ADAPTERS + 50)]
+    found = profile.report(AFTER, StepProfile(), KERNELS, footprints)
+    assert (len(found.adapters), found.num_adapters) == (MAX_LISTED_ADAPTERS, MAX_LISTED_ADAPTERS + 51)
+    assert [each.name for each in found.adapters[:2]] == ["busy", f"a{MAX_LISTED_ADAPTERS + 49}"]
