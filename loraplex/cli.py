@@ -1,4 +1,4 @@
-"""The command line: `loraplex serve | generate | demo | bench | profile | adapter inspect | doctor`.
+"""The command line: `loraplex serve | generate | demo | bench | profile | top | adapter inspect | doctor`.
 
 Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What a command needs is
 imported when it runs, so that `--help` is quick.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from json import dumps as to_json
-from json import loads as from_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,8 @@ from cyclopts import App, CycloptsError, Parameter
 from loraplex import __version__
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
+from loraplex.lora_modules import parse_lora_modules
+from loraplex.profile_settings import ProfileSettings
 from loraplex.server.config import ServerConfig, ServerSettings
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def bench(
 
 @app.command
 def profile(
-    model: str,
+    model: str | None = None,
     adapters: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     /,
     *,
@@ -217,15 +218,16 @@ def profile(
     requests: int = 16,
     prompt_len: int = 64,
     output_len: int = 64,
+    settings: Annotated[ProfileSettings | None, Flat] = None,
     engine: Annotated[EngineSettings | None, Flat] = None,
     lora: Annotated[LoRAConfig | None, Flat] = None,
 ) -> int:
-    """Say where the time of a prefill and of a decode step goes: schedule, build, GEMM, LoRA, attention, and so on.
+    """Say where the time of a step goes: schedule, build, GEMM, LoRA, attention; or, with --url, how a running server's adapters fare.
 
     Parameters
     ----------
     model
-        Directory or hub id of the base model.
+        Directory or hub id of the base model; it is run here.
     adapters
         Directories of adapters.
     pattern
@@ -237,11 +239,43 @@ def profile(
     output_len
         Tokens of each completion.
     """
+    settings = settings or ProfileSettings()
+    if (model is None) == (settings.url is None):
+        raise ConfigError("give a model to run here, or the --url of a running server")
+    if settings.url is not None:
+        if (
+            engine is not None
+            or lora is not None
+            or (pattern, requests, prompt_len, output_len) != ("base", 16, 64, 64)
+        ):
+            raise ConfigError("a running server has its own settings and requests: leave them out")
+        from loraplex.live_profile import profile_server
+
+        return profile_server(settings.url, settings)
     from loraplex.bench import Workload
     from loraplex.profile import run_profile
 
-    workload = Workload(requests, prompt_len, output_len)
-    return run_profile(_engine_config(model, engine, lora, True), [Path(path) for path in adapters], workload, pattern)
+    assert model is not None
+    workload, paths = Workload(requests, prompt_len, output_len), [Path(path) for path in adapters]
+    return run_profile(_engine_config(model, engine, lora, True), paths, workload, pattern, settings)
+
+
+@app.command
+def top(url: str = "http://127.0.0.1:8000", /, *, interval: float = 1.0, once: bool = False) -> int:
+    """Watch a running server: throughput, latency, tiers, chunks, adapters, events. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    url
+        The server. Its key is in the variable LORAPLEX_API_KEY.
+    interval
+        Seconds between two looks.
+    once
+        Print one look and end.
+    """
+    from loraplex.top import run_top
+
+    return run_top(url, interval, once)
 
 
 @adapter_app.command
@@ -276,48 +310,6 @@ def doctor() -> int:
 
 
 # ------------------------------------------------------------------------------------------------------------ parsing
-
-
-def parse_lora_modules(
-    given: Iterable[str], *, base_names: Sequence[str] = (), is_name_optional: bool = False
-) -> tuple[tuple[str, str], ...]:
-    """(name, path) of each `name=path` or `{"name": ..., "path": ...}`; a path alone, where it may be, is its own name.
-
-    `base_model_name` in JSON must be one of `base_names`. Raises ConfigError.
-    """
-    return tuple(
-        _lora_module_of_json(text, base_names)
-        if text.lstrip().startswith("{")
-        else _lora_module(text, is_name_optional)
-        for text in given
-    )
-
-
-def _lora_module_of_json(text: str, base_names: Sequence[str]) -> tuple[str, str]:
-    try:
-        fields = from_json(text)
-        name, path = fields.pop("name"), fields.pop("path")
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"adapter {text!r}: not JSON with name and path ({error})") from error
-    if not (isinstance(name, str) and name and isinstance(path, str) and path):
-        raise ConfigError(f"adapter {text!r}: name and path must be texts that are not empty")
-    base_name = fields.pop("base_model_name", None)
-    if base_name not in (None, *base_names):
-        raise ConfigError(
-            f"adapter {name!r}: base_model_name is {base_name!r}, this base model is {', '.join(base_names)}"
-        )
-    if fields:
-        raise ConfigError(f"adapter {name!r}: unknown keys {', '.join(sorted(fields))}")
-    return name, path
-
-
-def _lora_module(text: str, is_name_optional: bool) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if equals and name and path:
-        return name, path
-    if is_name_optional and not equals:
-        return text, text
-    raise ConfigError(f"adapter {text!r}: write name=path, or JSON with name and path")
 
 
 def parse_sizes(arguments: Sequence[str]) -> list[str]:

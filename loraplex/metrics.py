@@ -21,6 +21,7 @@ class EngineStats:
 
     waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
     adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
+    num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
     running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
     """
 
@@ -35,6 +36,7 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished: Mapping[str, int] = field(default_factory=dict)
+    num_admitted: Mapping[str, int] = field(default_factory=dict)
     adapter_loads: Mapping[str, int] = field(default_factory=dict)
     adapter_load_s: float = 0.0
     num_adapter_load_failures: int = 0
@@ -119,3 +121,10 @@ class MemoryReport:
     quarantined: Mapping[int, str] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
     history: tuple[MemorySample, ...] = ()
+
+    @property
+    def chunks_by_owner(self) -> Mapping[str, int]:
+        total: dict[str, int] = {}
+        for run in self.chunks:
+            total[run.owner] = total.get(run.owner, 0) + run.num_chunks
+        return total

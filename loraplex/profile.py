@@ -16,6 +16,8 @@ from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
 from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
+from loraplex.live_profile import give_report
+from loraplex.profile_settings import ProfileSettings
 from loraplex.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
 
 PARTS = ("schedule", "build", *KERNEL_PARTS, "python", "sample", "commit", "detokenise", "other")
@@ -97,15 +99,27 @@ def _spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
-def run_profile(config: EngineConfig, adapters: Sequence[Path], workload: Workload, pattern: str) -> int:
-    """Print a table: milliseconds and share of each part, the largest one named."""
+def run_profile(
+    config: EngineConfig,
+    adapters: Sequence[Path],
+    workload: Workload,
+    pattern: str,
+    settings: ProfileSettings | None = None,
+) -> int:
+    """Print a table: milliseconds and share of each part, the largest one named; or a report of the same run, where one is wished."""
+    settings = settings or ProfileSettings()
     if workload.output_len < 2:
         raise ConfigError(f"output_len must be >= 2 to have a decode step, got {workload.output_len}")
     workload.check_patterns([pattern], len(adapters))  # before the model is loaded
     profiler = StepProfiler()
     with LLM.from_config(config, profiler=profiler) as llm:
         workload.check_fits(llm.engine.info.max_model_len)
+        llm.start_lora_profiling(settings.targets)
         profiles = profile(llm, profiler, adapters, workload, pattern)
+        report = llm.generate_lora_performance_report()
+    give_report(report, config.model, settings)
+    if settings.json:
+        return 0
     console = Console()
     console.print(_table(config, workload, pattern, profiles))
     for name, one in zip(("prefill", "decode"), profiles, strict=True):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cyclopts import App, Argument
 from hypothesis import given
@@ -24,15 +25,18 @@ from hypothesis import strategies as st
 
 import loraplex
 from loraplex import cli
-from loraplex.cli import app, parse_lora_modules, parse_sizes
+from loraplex.cli import app, parse_sizes
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import ConfigError, ModelNotFoundError
 from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
+from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
+from loraplex.testing import FakeAsyncEngine
+from tests.server.live_server import LiveServer
 
 SURFACE = Path(__file__).with_name("cli_surface.txt")
 BASE = str(assets_path() / "base")
@@ -86,6 +90,7 @@ def test_commands_are_those_of_the_docs() -> None:
         "demo",
         "bench",
         "profile",
+        "top",
         "doctor",
     ]
 
@@ -164,6 +169,17 @@ def test_version(run: Run) -> None:
         (["generate", BASE, "x" * 999], "the prompt has 1000 tokens and the model's length is"),
         (["bench", BASE, "--patterns", "zipf"], "pattern 'zipf' is unknown"),
         (["bench", BASE, "--runs", "0"], "runs must be >= 1, got 0"),
+        (["profile"], "give a model to run here, or the --url of a running server"),
+        (["profile", BASE, "--url", "http://127.0.0.1:1"], "give a model to run here, or the --url"),
+        (["profile", BASE, "--seconds", "3"], "--seconds is for a running server"),
+        (["profile", BASE, "--report", "/nowhere/x.html"], "there is no directory '/nowhere'"),
+        (["profile", "--url", "http://127.0.0.1:1", "--pattern", "skewed"], "a running server has its own settings"),
+        (["profile", "--url", "http://127.0.0.1:1", "--dtype", "float32"], "a running server has its own settings"),
+        (["profile", "--url", "http://127.0.0.1:1", "--seconds", "0"], "seconds must be > 0"),
+        (["profile", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer"),
+        (["profile", "--url", "nowhere"], "url must be like http://127.0.0.1:8000, got 'nowhere'"),
+        (["top", "http://127.0.0.1:1", "--once"], "http://127.0.0.1:1 does not answer"),
+        (["top", "--interval", "0"], "interval must be 0.1 to 3600 seconds, got 0.0"),
         (["demo", "--each", "0"], "each must be >= 1, got 0"),
         (["adapter", "inspect", "/nowhere"], "adapter '/nowhere': no such directory"),
         (["adapter", "inspect", UPPER, "--base", "/nowhere"], "model '/nowhere': there is no such directory"),
@@ -443,6 +459,66 @@ def test_bench(run: Run) -> None:
     assert (code, err) == (0, "")
     assert "2 requests of 4+2 tokens" in out
     assert "distinct" in out
+
+
+# ----------------------------------------------------------------------------------------------------------------- profile
+
+
+@pytest.fixture
+def live() -> Iterator[LiveServer]:
+    with LiveServer(FakeAsyncEngine({"sql": "/adapters/sql"})) as server:
+        yield server
+
+
+def test_a_profile_of_a_running_server(run: Run, live: LiveServer, tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    code, out, err = run("profile", "--url", live.url, "--seconds", "0.01", "--report", str(page))
+    assert (code, err) == (0, "")
+    assert "0 requests and 0 tokens in" in out
+    assert "info: Only 0 requests finished" in out
+    assert out.endswith(f"report: {page}\n")
+    assert "<h2>Findings</h2>" in page.read_text()
+
+
+def test_a_profile_as_json(run: Run, live: LiveServer) -> None:
+    flags = ("--seconds", "0.01", "--json", "--first-token-s", "0.5")
+    code, out, err = run("profile", "--url", live.url, *flags)
+    report = json.loads(out)
+    assert (code, err, report["targets"]) == (0, "", {"first_token_s": 0.5, "inter_token_s": 0.1})
+    assert [adapter["name"] for adapter in report["adapters"]] == ["sql"]
+
+
+def test_ctrl_c_ends_a_profile_with_its_report(run: Run, live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loraplex.live_profile.time.sleep", interrupted)
+    code, out, _ = run("profile", "--url", live.url, "--seconds", "3600", "--json")
+    assert (code, json.loads(out)["requests"]["num_requests"]) == (0, 0)
+
+
+def test_a_second_profile_is_an_error(run: Run, live: LiveServer) -> None:
+    httpx.post(live.url + "/v1/profile/start", json={})
+    code, out, err = run("profile", "--url", live.url, "--seconds", "0.01")
+    assert (code, out) == (1, "")
+    assert "409: a profile runs already" in err
+
+
+def test_a_profile_of_a_model_has_a_report_too(run: Run, tmp_path: Path) -> None:
+    sizes = ("--requests", "2", "--prompt-len", "4", "--output-len", "3", "--num-threads", "1")
+    page = tmp_path / "out.html"
+    code, out, err = run("profile", BASE, UPPER, "--pattern", "uniform", *sizes, "--json", "--report", str(page))
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [adapter["name"] for adapter in report["adapters"]] == ["1-upper"]
+    assert "1-upper" in page.read_text()
+
+
+def test_top(run: Run, live: LiveServer) -> None:
+    code, out, err = run("top", live.url, "--once")
+    assert (code, err) == (0, "")
+    assert "loraplex top" in out
+    assert "sql" in out
 
 
 # --------------------------------------------------------------------------------------------------------- adapter inspect

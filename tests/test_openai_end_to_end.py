@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import re
 import shutil
@@ -127,6 +128,59 @@ def http_client(server: Server) -> Iterator[httpx.Client]:
 def user(phrase: str) -> Any:
     """The demo's chat template makes the same prompt of it."""
     return [{"role": "user", "content": phrase}]
+
+
+# -------------------------------------------------------------------------------------------------------------- see it
+
+
+def test_memory_events_profile_and_top(server: Server, http_client: httpx.Client, tmp_path: Path) -> None:
+    """What a person would do who looks at a server under load."""
+    memory = http_client.get("/v1/memory?adapters=true&top=3").json()
+    assert {tier["tier"] for tier in memory["tiers"]} >= {"device", "host"}
+    assert len(memory["top_adapters"]) == 3
+    assert memory["chunks_by_owner"]["kv"] * memory["chunk_bytes"] >= memory["kv"]["max_bytes"]
+    loaded = {event["adapter"] for event in http_client.get("/v1/events?stream=false&kind=load").json()["data"]}
+    assert loaded >= set(ADAPTERS)
+    page = tmp_path / "out.html"
+    command = (
+        sys.executable,
+        "-m",
+        "loraplex",
+        "profile",
+        "--url",
+        server.url,
+        "--seconds",
+        "600",
+        "--report",
+        str(page),
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as profile:
+        deadline = time.monotonic() + PATIENCE_S
+        while not http_client.get("/v1/profile").json()["is_running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for model in MODELS:
+            body = {"model": model, "prompt": "banana=", "max_tokens": 8}
+            assert http_client.post("/v1/completions", json=body).status_code == 200
+        profile.send_signal(signal.SIGINT)  # ends it early, with a report
+        out, _ = profile.communicate(timeout=PATIENCE_S)
+    assert profile.returncode == 0
+    assert f"{len(MODELS)} requests and" in out
+    assert all(name in page.read_text() for name in ADAPTERS)
+    shown = subprocess.run(
+        (sys.executable, "-m", "loraplex", "top", server.url, "--once"), capture_output=True, text=True, check=True
+    )
+    assert "mode normal" in shown.stdout
+    assert f"adapters {len(ADAPTERS)}" in shown.stdout
+
+
+def test_events_come_as_they_happen(server: Server, http_client: httpx.Client) -> None:
+    with http_client.stream("GET", "/v1/events?kind=evict") as response:
+        lines = response.iter_lines()
+        assert next(lines) == "retry: 2000"
+        httpx.post(f"{server.url}/v1/adapters/sort/evict", timeout=PATIENCE_S)
+        (data,) = itertools.islice((line for line in lines if line.startswith("data: ")), 1)
+    assert json.loads(data.removeprefix("data: "))["adapter"] == "sort"
 
 
 # ------------------------------------------------------------------------------------------------------------ many at once

@@ -8,7 +8,6 @@ and knows its adapters again under the same ids: they are loaded by need.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import logging
 import time
@@ -39,7 +38,9 @@ from loraplex.core import (
 )
 from loraplex.engine import messages as msg
 from loraplex.engine.client import EngineClient, ProgressCallback
+from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.remote_store import RemoteStore
@@ -54,7 +55,10 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.events import Detail, EngineEvent, EventKind
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
 
 if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
@@ -103,15 +107,15 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self._journal = journal
-        self._loop = asyncio.get_running_loop()
-        self._events_sink: Callable[[EngineEvent], None] | None = None  # called on the event loop
         self._served_model_name = served_model_name or config.model
         self._engines = [
-            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore_adapters, on_progress)
+            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore, on_progress, self.record_event)
         ]
+        self.events = EventHub()
+        self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
-        self._store = RemoteStore(self.call, self._loop)
+        self._store = RemoteStore(self.call, asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         # Set by start(), once the model is known.
@@ -178,12 +182,8 @@ class AsyncEngine:
         )
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
-        """A verb's thread tells what it did; those who listen are on the event loop, which may have ended meanwhile."""
-        sink = self._events_sink
-        if sink is not None:
-            with contextlib.suppress(RuntimeError):
-                event = EngineEvent(kind, time.time(), text, adapter_name=name, details=details)
-                self._loop.call_soon_threadsafe(sink, event)
+        """A verb's thread tells what it did."""
+        self.record_event(EngineEvent(kind, time.time(), text, adapter_name=name, details=details))
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -390,6 +390,43 @@ class AsyncEngine:
         stats: EngineStats = await self.call(msg.GetStats)
         return stats
 
+    async def memory_report(self) -> MemoryReport:
+        report: MemoryReport = await self.call(msg.GetMemory)
+        return report
+
+    def record_event(self, event: EngineEvent) -> None:
+        """Add an event of the server's own to those of the engine process. Any thread may."""
+        self.events.add(event)
+        if self._profile is not None:
+            self._profile.see(event)
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether every request that begins now is recorded."""
+        return self._front.outputs.recorder is not None
+
+    async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        check_not_profiling(self._profile)
+        profile = self._profile = LoraProfile(partial(names_of, self.registry), targets)
+        try:
+            profile.begin(EngineState(await self.stats(), await self.memory_report()))
+            await self.call(msg.StartProfile)
+        except BaseException:
+            self._profile = None
+            raise
+        self._front.outputs.recorder = profile.requests
+
+    async def generate_lora_performance_report(self) -> LoraPerformanceReport:
+        """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer, it goes on."""
+        profile = check_profiling(self._profile)
+        adapters = await self.list_adapters()
+        state = EngineState(await self.stats(), await self.memory_report())
+        steps = await self.call(msg.StopProfile)
+        self._profile = self._front.outputs.recorder = None
+        report = partial(profile.report, state, steps, kernels_of(self.info), list(map(footprint_of, adapters)))
+        return await asyncio.get_running_loop().run_in_executor(self._views, report)
+
     async def check_integrity(self) -> None:
         """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and `loraplex doctor`."""
         if self.registry is not None:
@@ -410,7 +447,10 @@ class AsyncEngine:
             self._front.outputs.remove(request_id)
             self._streams.pop(request_id).fail(make_error())
 
-    async def _restore_adapters(self) -> None:
+    async def _restore(self) -> None:
+        """Give a new process its adapters again; a profile goes on."""
+        if self._profile is not None:
+            await self.call(msg.StartProfile)
         if self.registry is None:
             return
         await asyncio.get_running_loop().run_in_executor(self._verbs, self.registry.restore)
@@ -418,6 +458,7 @@ class AsyncEngine:
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""
         self._is_shut_down = True
+        self.events.close()
         self._store.close()
         self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
         for engine in self._engines:

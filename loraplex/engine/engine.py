@@ -23,6 +23,7 @@ from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.step_recorder import StepRecorder
 from loraplex.errors import ConfigError, DeviceLostError, EngineError, EngineOverloadedError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
@@ -38,6 +39,7 @@ from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model, resolve_model
 from loraplex.models.packed_cache import PackedCache, default_folder
+from loraplex.performance.steps import StepProfile
 from loraplex.profiler import STEP_PARTS, Profiler
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class EngineCore:
         self._profiler = profiler
         self._events = events
         self._caretaker = caretaker
+        self._recorder: StepRecorder | None = None
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request."""
@@ -98,6 +101,8 @@ class EngineCore:
         return [*ended, *self._commit(plan, tokens), *self._caretaker.after_step(plan, tokens)]
 
     def _schedule(self) -> SchedulePlan:
+        if self._recorder is not None:
+            self._recorder.begin(self._profiler.seconds)
         with self._profiler.part("schedule"):
             if self._adapters is not None:
                 self._adapters.poll()
@@ -121,7 +126,10 @@ class EngineCore:
 
     def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
         with self._profiler.part("commit"):
-            return self._scheduler.commit(plan, tokens)
+            outputs = self._scheduler.commit(plan, tokens)
+        if self._recorder is not None:
+            self._recorder.end(plan, self._profiler.seconds, STEP_PARTS)
+        return outputs
 
     def vacate_kv(self, num_chunks: int) -> int:
         """Move KV blocks together between two steps, until that many chunks went back to the arena; returns how many did."""
@@ -194,6 +202,7 @@ class EngineCore:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=dict(scheduler.num_finished),
+            num_admitted=dict(scheduler.num_admitted),
             running_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.RUNNING))),
             waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
             step_times=self._step_times(),
@@ -216,6 +225,19 @@ class EngineCore:
             num_kv_blocks=self._blocks.num_blocks,
             num_free_kv_blocks=self._blocks.num_free_blocks,
         )
+
+    def start_profile(self) -> None:
+        """Record every step from now on; the kernels one by one where the backend can tell. What was recorded before is forgotten."""
+        self._runner.measure_operators(True)
+        self._recorder = StepRecorder()
+
+    def stop_profile(self) -> StepProfile:
+        """What was recorded; nothing when no profile was started."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return StepProfile()
+        self._runner.measure_operators(False)
+        return recorder.profile()
 
     def _step_times(self) -> StepTimes:
         seconds = self._profiler.seconds

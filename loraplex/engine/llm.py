@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -17,6 +18,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
 from loraplex.engine.processor import PreparedRequest, ProcessedOutput
 from loraplex.engine.prompt_input import PromptInput, listed_prompts, one_each, single_prompt
 from loraplex.engine.tokenizer import Tokenizer
@@ -29,6 +31,9 @@ from loraplex.errors import (
 )
 from loraplex.metrics import EngineStats
 from loraplex.models.packed_cache import wait_until_saved
+from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
 from loraplex.profiler import Profiler
 
 STALLED_WAIT_S = 0.05
@@ -71,6 +76,7 @@ class LLM:
         )
         self._request_ids = itertools.count()
         self._submitted: dict[str, tuple[PreparedRequest, list[LoRARef]]] = {}
+        self._lora_profile: LoraProfile | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -352,6 +358,27 @@ class LLM:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        check_not_profiling(self._lora_profile)
+        self._lora_profile = profile = LoraProfile(partial(names_of, self._front.registry), targets)
+        profile.begin(EngineState(self.engine.stats(), self.engine.memory_report()))
+        self.engine.take_events()  # those of before
+        self.engine.start_profile()
+        self._front.outputs.recorder = profile.requests
+
+    def generate_lora_performance_report(self) -> LoraPerformanceReport:
+        """End the profile and say what it found. InvalidRequestError when none runs."""
+        profile = check_profiling(self._lora_profile)
+        self._lora_profile = self._front.outputs.recorder = None
+        for event in self.engine.take_events():
+            profile.see(event)
+        state = EngineState(self.engine.stats(), self.engine.memory_report())
+        adapters = [] if self._front.registry is None else self.adapters()
+        return profile.report(
+            state, self.engine.stop_profile(), kernels_of(self.engine.info), list(map(footprint_of, adapters))
+        )
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""

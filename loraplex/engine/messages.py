@@ -16,6 +16,7 @@ from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, EngineInfo,
 from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.steps import StepProfile
 
 # ------------------------------------------------------------------------------------------------- server to engine
 
@@ -84,6 +85,14 @@ class GetMemory(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
+class StartProfile(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
+class StopProfile(msgspec.Struct, tag=True, frozen=True):
+    call_id: int
+
+
 class CheckIntegrity(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
@@ -107,6 +116,8 @@ ToEngine = (
     | ListAdapters
     | GetStats
     | GetMemory
+    | StartProfile
+    | StopProfile
     | CheckIntegrity
     | Shutdown
 )
@@ -167,6 +178,8 @@ RESULT_TYPES: Mapping[type, Any] = {
     ListAdapters: tuple[AdapterResidency, ...],
     GetStats: EngineStats,
     GetMemory: MemoryReport,
+    StartProfile: None,
+    StopProfile: StepProfile,
     CheckIntegrity: None,
 }
 

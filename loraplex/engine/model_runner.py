@@ -12,6 +12,7 @@ from loraplex.engine.batch import BatchBuilder, BuiltStep
 from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import EngineError
+from loraplex.kernels.profiled import PART_OF
 from loraplex.models.decoder import Decoder
 from loraplex.profiler import Profiler
 
@@ -50,6 +51,13 @@ class ModelRunner:
         """Copy the KV of blocks to other blocks, between two steps."""
         moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))
         self._kv.index_copy_(0, torch.tensor(targets, device=self._kv.device), moved)
+
+    def measure_operators(self, is_on: bool) -> None:
+        """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""
+        self._model.measure_operators(self._add_operator if is_on else None)
+
+    def _add_operator(self, operator: str, seconds: float) -> None:
+        self._profiler.add(PART_OF[operator], seconds)
 
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:

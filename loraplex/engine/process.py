@@ -65,6 +65,8 @@ class EngineProcess:
             msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters())),
             msg.GetMemory: lambda m: self._now(m, engine.memory_report),
             msg.GetStats: lambda m: self._now(m, engine.stats),
+            msg.StartProfile: lambda m: self._now(m, engine.start_profile),
+            msg.StopProfile: lambda m: self._now(m, engine.stop_profile),
             msg.CheckIntegrity: lambda m: self._now(m, engine.check_integrity),
             msg.Shutdown: self._shutdown,
         }

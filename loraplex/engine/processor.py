@@ -27,6 +27,7 @@ from loraplex.core import (
 from loraplex.engine.detokenizer import IncrementalDetokenizer
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
+from loraplex.performance.requests import RequestRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -252,6 +253,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._generations: dict[str, _Generation] = {}
         self._owner_of: dict[str, tuple[_Generation, _Completion]] = {}
+        self.recorder: RequestRecorder | None = None  # while a profile runs
 
     def __len__(self) -> int:
         return len(self._generations)
@@ -267,6 +269,8 @@ class OutputProcessor:
         self._generations[prepared.request_id] = generation
         for completion in generation.completions:
             self._owner_of[completion.request.request_id] = (generation, completion)
+            if self.recorder is not None:
+                self.recorder.begin(completion.request)
 
     def _completion(self, request: Request, index: int) -> _Completion:
         params = request.sampling_params
@@ -280,6 +284,8 @@ class OutputProcessor:
         if generation is None or completion is None or completion.finish_reason is not None:
             return None
         request_id = generation.prepared.request_id
+        if self.recorder is not None:
+            self.recorder.see(token_output)
         if token_output.finish_reason is FinishReason.ERROR:
             assert token_output.error is not None
             return self._failed(request_id, error_from_payload(token_output.error))
@@ -290,6 +296,8 @@ class OutputProcessor:
             logger.exception("the output of request %r cannot be read", request_id)
             reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
             return self._failed(request_id, EngineError(reason))
+        if is_stopped and self.recorder is not None:
+            self.recorder.stop(token_output.request_id)
         abort_ids = (token_output.request_id,) if is_stopped else ()
         if generation.is_finished:
             self.remove(request_id)
@@ -328,6 +336,8 @@ class OutputProcessor:
             return ()
         for completion in generation.completions:
             del self._owner_of[completion.request.request_id]
+            if self.recorder is not None:
+                self.recorder.forget(completion.request.request_id)
         return tuple(
             completion.request.request_id for completion in generation.completions if completion.finish_reason is None
         )

@@ -65,6 +65,7 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_finished: Counter[str] = Counter()
+        self.num_admitted: Counter[str] = Counter()
 
     # ------------------------------------------------------------------------------------------------ requests come and go
 
@@ -242,6 +243,7 @@ class Scheduler:
         self._waiting.remove(state)
         self._running.append(state)
         state.status = RequestStatus.RUNNING
+        self.num_admitted["nothing" if state.waits_for is None else state.waits_for.value] += 1
         state.waits_for = state.waits_since_step = None
         state.num_computed_tokens = num_cached
         state.num_tokens_admitted = len(state.token_ids)

@@ -11,6 +11,7 @@ from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.engine.client import EngineClient, ProgressCallback
 from loraplex.errors import EngineDeadError
+from loraplex.events import Detail, EngineEvent, EventKind
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class EngineSupervisor:
     """`death` says why nothing can be served now; None while it can.
 
     on_outputs gets the tokens of each step; on_death is called when a process that served has ended unasked; restore gives a new
-    process its adapters again, before anything is served.
+    process its adapters again, before anything is served; on_event gets what the process tells, its deaths and its returns.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class EngineSupervisor:
         on_death: Callable[[EngineDeadError], None],
         restore: Callable[[], Awaitable[None]],
         on_progress: ProgressCallback | None = None,
+        on_event: Callable[[EngineEvent], None] | None = None,
     ) -> None:
         self._config = config
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._restore = restore
         self._on_progress = on_progress
+        self._on_event = on_event
         self._client: EngineClient | None = None
         self._deaths: list[float] = []
         self._revival: asyncio.Task[None] | None = None
@@ -51,7 +54,9 @@ class EngineSupervisor:
 
     async def start(self) -> None:
         """Start a process and wait until its model is ready. Raises the error that kept it from starting."""
-        self._client = EngineClient(self._config, self._on_outputs, self._on_client_death, self._on_progress)
+        self._client = EngineClient(
+            self._config, self._on_outputs, self._on_client_death, self._on_progress, self._on_engine_events
+        )
         self.info = await self._client.start()
 
     async def stop(self) -> None:
@@ -93,9 +98,20 @@ class EngineSupervisor:
             if self.client.death is None:
                 self.death = None
                 logger.warning("the engine process is back")
+                down_s = time.monotonic() - self._deaths[-1]
+                self._tell(EventKind.RESTART, "the engine process is back", seconds=down_s)
                 return
 
     def _set_death(self, reason: str) -> EngineDeadError:
         self.death = EngineDeadError(reason)
         logger.error("%s", reason)
+        self._tell(EventKind.FAULT, reason, what="process", num_deaths=len(self._deaths))
         return self.death
+
+    def _on_engine_events(self, events: tuple[EngineEvent, ...]) -> None:
+        if self._on_event is not None:
+            for event in events:
+                self._on_event(event)
+
+    def _tell(self, kind: EventKind, text: str, **details: Detail) -> None:
+        self._on_engine_events((EngineEvent(kind, time.time(), text, details=details),))

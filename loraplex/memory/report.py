@@ -24,6 +24,8 @@ def memory_report(stats: MemoryStats, arena: Arena) -> MemoryReport:
         counters={
             **{f"loads_{cause}": count for cause, count in counters.loads.items()},
             **{f"evictions_{cause}": count for cause, count in counters.evictions.items()},
+            "load_seconds": counters.load_s,
+            "copy_seconds": counters.copy_s,
             "load_failures": counters.num_load_failures,
             "promotions": counters.num_promotions,
             "copies": counters.num_copies,
@@ -36,8 +38,8 @@ def memory_report(stats: MemoryStats, arena: Arena) -> MemoryReport:
 
 def chunk_runs(arena: Arena) -> tuple[ChunkRun, ...]:
     """The arena from its first chunk to its last."""
-    owners = ("free" if owner is None else owner.value for owner in arena.owners())
-    return tuple(ChunkRun(owner, len(list(run))) for owner, run in itertools.groupby(owners))
+    runs = itertools.groupby(arena.owners())  # by identity: a name for each of many chunks would hold up a step
+    return tuple(ChunkRun("free" if owner is None else owner.value, len(list(run))) for owner, run in runs)
 
 
 def _tier(tier: TierStats, committed_bytes: int) -> TierReport:

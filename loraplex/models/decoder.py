@@ -9,7 +9,7 @@ The batch (`StepBatch`) is an argument all the way down. Modules are named as in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -207,6 +207,10 @@ class Decoder:
         for layer in self._linears.wrapped:
             layer.set_lora(table, backend)
         self._run_layers = self._ops.captured(self._forward_layers)
+
+    def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:
+        """Tell `on_seconds(operator, seconds)` from now on, or nobody. A backend that runs forward as it is tells nothing."""
+        self._run_layers = self._ops.captured(self._forward_layers, on_seconds)
 
     def base_bias(self, module_name: str) -> Tensor | None:
         """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""

@@ -12,8 +12,11 @@ from loraplex.server.auth import ApiKeyMiddleware
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.events_api import EventRoutes
 from loraplex.server.health_api import HealthRoutes
+from loraplex.server.memory_api import MemoryRoutes
 from loraplex.server.openai_api import OpenAIRoutes
+from loraplex.server.profile_api import ProfileRoutes
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
 from loraplex.server.tokenize_api import TokenizeRoutes
 
@@ -23,7 +26,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     context = ServerContext.create(engine, config or ServerConfig())
     app = FastAPI(title="Loraplex", version=__version__)
     app.state.context = context
-    for routes in (OpenAIRoutes, TokenizeRoutes, AdapterRoutes, HealthRoutes):
+    for routes in (OpenAIRoutes, TokenizeRoutes, AdapterRoutes, MemoryRoutes, EventRoutes, ProfileRoutes, HealthRoutes):
         app.include_router(routes(context).router())
     add_error_handlers(app)
     _add_middleware(app, context.config)

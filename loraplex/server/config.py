@@ -26,6 +26,9 @@ class ServerSettings:
     state_dir: str | None = setting(
         None, "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)"
     )
+    max_event_streams: int = setting(
+        64, "most clients that may follow GET /v1/events at a time; others are answered with 503"
+    )
     shutdown_grace_s: float = setting(30.0, "after SIGTERM or SIGINT running requests have this long to finish")
     keep_alive_s: float = setting(30.0, "an idle connection is kept this long")
     log_level: str = setting("info", "critical, error, warning, info or debug")
@@ -41,6 +44,7 @@ class ServerSettings:
                     self.max_sequences_per_request >= 1,
                     f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
                 ),
+                (self.max_event_streams >= 0, f"max_event_streams must be >= 0, got {self.max_event_streams}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
                 (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),

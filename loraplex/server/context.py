@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from loraplex.server.config import ServerConfig
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
+from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.server.model_names import ModelNames
@@ -23,6 +24,7 @@ class ServerContext:
     in_flight: InFlight
     generator: Generator
     metrics_page: MetricsPage
+    event_streams: EventStreams
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
@@ -39,4 +41,5 @@ class ServerContext:
             in_flight=in_flight,
             generator=Generator(engine, in_flight, metrics_page.histograms),
             metrics_page=metrics_page,
+            event_streams=EventStreams(config.max_event_streams),
         )

@@ -7,8 +7,11 @@ from typing import Any, Protocol
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
 from loraplex.core import AddOutcome, RequestOutput, SamplingParams
+from loraplex.engine.event_hub import EventHub
 from loraplex.errors import InvalidRequestError
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
 
 
 class TokenizerSurface(Protocol):
@@ -65,6 +68,9 @@ class EngineSurface(Protocol):
 
     @property
     def model_info(self) -> ModelInfoSurface: ...
+
+    @property
+    def events(self) -> EventHub: ...
 
     @property
     def registry(self) -> LoRARegistry | None: ...
@@ -124,6 +130,15 @@ class EngineSurface(Protocol):
     async def list_adapters(self) -> list[AdapterInfo]: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def memory_report(self) -> MemoryReport: ...
+
+    @property
+    def is_profiling(self) -> bool: ...
+
+    async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None: ...
+
+    async def generate_lora_performance_report(self) -> LoraPerformanceReport: ...
 
     async def shutdown(self) -> None: ...
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter, Response
 
 from loraplex import __version__
 from loraplex.errors import LoraplexError
-from loraplex.metrics import EngineStats
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.responses import encode
+
+T = TypeVar("T")
 
 STATS_TIMEOUT_S = 10.0
 """An engine answers between two steps."""
@@ -61,12 +64,15 @@ class HealthRoutes:
         context = self._context
         registry = context.engine.registry
         refs = {} if registry is None else registry.refs()
-        return Response(context.metrics_page.render(await self._stats(), refs), media_type=CONTENT_TYPE)
+        engine = context.engine
+        stats, memory = await asyncio.gather(self._answer(engine.stats), self._answer(engine.memory_report))
+        page = context.metrics_page.render(stats, refs, memory, engine.events.counts)
+        return Response(page, media_type=CONTENT_TYPE)
 
-    async def _stats(self) -> EngineStats | None:
+    async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:
             return None
         try:
-            return await asyncio.wait_for(self._context.engine.stats(), STATS_TIMEOUT_S)
+            return await asyncio.wait_for(ask(), STATS_TIMEOUT_S)
         except (LoraplexError, TimeoutError):
             return None

@@ -7,16 +7,18 @@ Counters are the engine's: one that starts again begins at zero, which Prometheu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from loraplex.adapters.registry import LoRARef
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, MemoryMode, MemoryReport
 from loraplex.server.latency import LABELS, LatencyHistograms
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_NAMES = 100
+"""Of adapters in one label: a label of thousands would be a new long series at each scrape."""
 
 
 class MetricsPage:
@@ -27,18 +29,31 @@ class MetricsPage:
         self._registry = CollectorRegistry()
         self.histograms = LatencyHistograms(self._registry, model_name, engine)
 
-    def render(self, stats: EngineStats | None, refs: Mapping[str, LoRARef]) -> bytes:
-        """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name."""
-        page: bytes = generate_latest(_Page([*self._registry.collect(), *self._families(stats, refs)]))
+    def render(
+        self,
+        stats: EngineStats | None,
+        refs: Mapping[str, LoRARef],
+        memory: MemoryReport | None = None,
+        num_events: Mapping[str, int] | None = None,
+    ) -> bytes:
+        """The page. `stats` and `memory` are None when the engine does not answer; `refs` are the adapters by name."""
+        families = [*self._registry.collect(), *self._families(stats, refs, memory)]
+        text = "What happened to adapters and memory, by kind (GET /v1/events)."
+        families.append(self._counters("loraplex:events", text, "kind", num_events or {}))
+        page: bytes = generate_latest(_Page(families))
         return page
 
-    def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef]) -> Iterator[Metric]:
+    def _families(
+        self, stats: EngineStats | None, refs: Mapping[str, LoRARef], memory: MemoryReport | None
+    ) -> Iterator[Metric]:
         yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))
         yield self._gauge("loraplex:adapters", "Names of adapters that resolve.", len(refs))
         if stats is not None:
             yield from self._request_families(stats)
-            yield from self._adapter_families(stats)
+            yield from self._adapter_families(stats, memory or MemoryReport())
             yield self._lora_info(stats, refs)
+        if memory is not None:
+            yield from self._memory_families(memory)
 
     def _request_families(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
@@ -53,11 +68,13 @@ class MetricsPage:
         yield self._counters("vllm:request_success", text, "finished_reason", stats.num_finished)
         text = "Waiting requests, by what they wait for."
         yield self._gauges("loraplex:requests_waiting_by_cause", text, "cause", stats.waiting_by_cause)
+        text = "Requests that began to run, by what of their adapter they had waited for."
+        yield self._counters("loraplex:requests_admitted", text, "waited_for", stats.num_admitted)
         times = stats.step_times
         yield self._counter("loraplex:steps", "Steps of the engine.", times.num_steps)
         yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", times.seconds)
 
-    def _adapter_families(self, stats: EngineStats) -> Iterator[Metric]:
+    def _adapter_families(self, stats: EngineStats, memory: MemoryReport) -> Iterator[Metric]:
         text = "Adapters loaded to host memory, by what asked for them."
         yield self._counters("loraplex:adapter_loads", text, "cause", stats.adapter_loads)
         yield self._counter("loraplex:adapter_load_seconds", "Seconds spent loading adapters.", stats.adapter_load_s)
@@ -69,19 +86,34 @@ class MetricsPage:
         yield self._counter("loraplex:adapter_misses", "Requests that did not.", stats.num_adapter_misses)
         text = "Evictions, by tier and reason."
         yield self._counters("loraplex:adapter_evictions", text, "cause", stats.adapter_evictions)
-        yield self._gauges("loraplex:adapter_resident_bytes", "Bytes of adapters.", "tier", stats.resident_bytes)
-        yield self._gauges("loraplex:adapter_capacity_bytes", "Room for adapters.", "tier", stats.capacity_bytes)
+        used = {**stats.resident_bytes, **{tier.tier: tier.used_bytes for tier in memory.tiers}}
+        room = {**stats.capacity_bytes, **{tier.tier: tier.max_bytes for tier in memory.tiers}}
+        yield self._gauges("loraplex:adapter_resident_bytes", "Bytes of adapters.", "tier", used)
+        yield self._gauges("loraplex:adapter_capacity_bytes", "Room for adapters.", "tier", room)
         yield self._gauge("loraplex:adapter_pinned_bytes", "Bytes that are not evicted.", stats.pinned_bytes)
 
+    def _memory_families(self, memory: MemoryReport) -> Iterator[Metric]:
+        text = "Share of a tier's budget that cannot be freed now, 0 to 1."
+        pressure = {tier.tier: tier.pressure for tier in memory.tiers}
+        yield self._gauges("loraplex:memory_pressure", text, "tier", pressure)
+        modes = {mode.value: float(mode is memory.mode) for mode in MemoryMode}
+        yield self._gauges("loraplex:memory_mode", "1 for the mode that the memory is in.", "mode", modes)
+        text = "Share of the adapters' chunks that lies in holes, 0 to 1."
+        yield self._gauge("loraplex:memory_fragmentation", text, memory.fragmentation)
+        text = "Chunks of the arena, by owner."
+        yield self._gauges("loraplex:memory_chunks", text, "owner", memory.chunks_by_owner)
+        text = "Adapters that are not served because they gave odd results."
+        yield self._gauge("loraplex:adapters_quarantined", text, len(memory.quarantined))
+
     def _lora_info(self, stats: EngineStats, refs: Mapping[str, LoRARef]) -> Metric:
-        """vLLM's form: the adapters are in the labels, the value is the time."""
+        """vLLM's form: the adapters are in the labels (at most MAX_NAMES, and how many more), the value is the time."""
         names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
         family = GaugeMetricFamily(
             "vllm:lora_requests_info", "Adapters of running and waiting requests.", labels=labels
         )
         listed = [
-            ",".join(sorted(names[each] for each in ids if each in names))
+            _listed(sorted(names[each] for each in ids if each in names))
             for ids in (stats.running_adapter_ids, stats.waiting_adapter_ids)
         ]
         family.add_metric([str(stats.max_lora), *listed], time.time())
@@ -108,6 +140,11 @@ class MetricsPage:
         for key, value in values.items():
             family.add_metric((*self._labels, key), value)
         return family
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"...+{len(names) - MAX_NAMES}"] if len(names) > MAX_NAMES else []
+    return ",".join([*names[:MAX_NAMES], *more])
 
 
 class _Page:

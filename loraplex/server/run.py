@@ -108,6 +108,7 @@ class DrainingServer(uvicorn.Server):
         self._on_ready(self._context)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._context.event_streams.close()
         reaper = asyncio.ensure_future(self._abort_after_grace())
         try:
             await super().shutdown(sockets)

@@ -20,6 +20,8 @@ from loraplex.adapters.registry import (
     UnloadResult,
 )
 from loraplex.core import AddOutcome, LoRARequest, RequestOutput, SamplingParams
+from loraplex.engine.event_hub import EventHub
+from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, names_of
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -28,7 +30,12 @@ from loraplex.errors import (
     LoraplexError,
     RequestAbortedError,
 )
-from loraplex.metrics import EngineStats
+from loraplex.events import EngineEvent
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.profile import EngineState, Kernels, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
+from loraplex.performance.steps import StepProfile
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer
@@ -76,7 +83,10 @@ class _Run:
 
 
 class FakeAsyncEngine:
-    """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises."""
+    """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises.
+
+    `memory` is what it reports of its memory; a test may put another report there.
+    """
 
     def __init__(
         self,
@@ -102,6 +112,9 @@ class FakeAsyncEngine:
         self.is_shut_down = False
         self._runs: dict[str, _Run] = {}
         self._hold_after: int | None = None
+        self.events = EventHub()
+        self.memory = MemoryReport()
+        self._profile: LoraProfile | None = None
         self._failures: list[tuple[LoraplexError, int]] = []
         self._death: EngineDeadError | None = None
         for name, path in (adapters or {}).items():
@@ -312,8 +325,39 @@ class FakeAsyncEngine:
         adapter_ids = {run.adapter_id for run in self._runs.values() if run.adapter_id is not None}
         return EngineStats(num_running=len(self._runs), running_adapter_ids=tuple(sorted(adapter_ids)))
 
+    async def memory_report(self) -> MemoryReport:
+        if self._death is not None:
+            raise self._death
+        return self.memory
+
+    def record_event(self, event: EngineEvent) -> None:
+        self.events.add(event)
+        if self._profile is not None:
+            self._profile.see(event)
+
+    @property
+    def is_profiling(self) -> bool:
+        return self._profile is not None
+
+    async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
+        check_not_profiling(self._profile)
+        before = EngineState(await self.stats(), self.memory)
+        self._profile = LoraProfile(partial(names_of, self.registry), targets)
+        self._profile.begin(before)
+
+    async def generate_lora_performance_report(self) -> LoraPerformanceReport:
+        """With what is in memory; requests and steps are not recorded here."""
+        profile = check_profiling(self._profile)
+        state = EngineState(await self.stats(), self.memory)
+        adapters = await self.list_adapters()
+        self._profile = None
+        return profile.report(
+            state, StepProfile(), Kernels("fake", self.model_info.backend), list(map(footprint_of, adapters))
+        )
+
     async def shutdown(self) -> None:
         self.is_shut_down = True
+        self.events.close()
         for run in self._runs.values():
             self._end(run, EngineShutdownError("the engine is shut down"))
 

@@ -37,7 +37,8 @@ from loraplex.errors import (
     RequestAbortedError,
     UnknownMessageError,
 )
-from loraplex.events import EngineEvent
+from loraplex.events import EventKind
+from loraplex.performance.requests import ServiceTargets
 from tests.engine.processes import MAX_MODEL_LEN, Client, demo_config, first, rest, stretched_base, until, within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -452,17 +453,16 @@ async def test_rollback_while_requests_run(client: Client, copied: Path, tmp_pat
     assert said((await rest(stream))[-1]) == said(undisturbed)
 
 
-async def test_changes_are_told_on_the_loop(client: Client, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str | None]] = []
-
-    def sink(event: EngineEvent) -> None:
-        assert asyncio.get_running_loop() is not None
-        told.append((event.kind.value, event.adapter_name))
-
-    monkeypatch.setattr(client.engine, "_events_sink", sink)
+async def test_what_verbs_do_is_told(client: Client, copied: Path) -> None:
     await within(client.engine.switch_adapter("mine", "reverse"))
     await within(client.engine.unload_adapter("mine"))
-    await until(lambda: told == [("switch", "mine"), ("unload", "mine")])
+
+    def told() -> list[str]:
+        names = ("switch", "unload")
+        events = [numbered.event for numbered in client.engine.events.after(0).events]
+        return [e.kind.value for e in events if e.kind.value in names and e.adapter_name == "mine"]
+
+    await until(lambda: told() == ["switch", "unload"])
 
 
 async def test_switch_while_requests_run(client: Client, copied: Path) -> None:
@@ -606,3 +606,59 @@ async def test_an_adapter_that_a_request_brings_may_be_refused(client: Client, t
     with pytest.raises(LoraplexError, match="use_dora"):
         await client.ask("banana=", lora_request=LoRARequest("bad", 9, str(path)))
     assert not client.engine.has_adapter("bad")
+
+
+# -------------------------------------------------------------------------------------------------------------- see it
+
+
+async def test_events_and_memory_of_the_process(client: Client, engine: AsyncEngine) -> None:
+    last_id = engine.events.last_id
+    await within(engine.evict_adapter("sort"))
+    await within(engine.preload_adapter("sort"))
+    await within(engine.load_adapter("other", str(adapter_path("double"))))
+    await within(engine.unload_adapter("other"))
+    await until(lambda: any(each.event.kind is EventKind.DROP for each in engine.events.after(last_id).events))
+    told = [(each.event.kind, each.event.adapter_name) for each in engine.events.after(last_id).events]
+    assert (EventKind.LOAD, "other") in told
+    report = await within(engine.memory_report())
+    assert {tier.tier for tier in report.tiers} >= {"device", "host"}
+    assert report.chunks_by_owner["adapters"] >= 1
+    assert sum(report.chunks_by_owner.values()) == sum(run.num_chunks for run in report.chunks)
+
+
+async def test_a_profile_of_a_live_engine(client: Client, engine: AsyncEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="no profile runs"):
+        await engine.generate_lora_performance_report()
+    running = client.long("upper")
+    await first(running)
+    await within(engine.start_lora_profiling(ServiceTargets(3600.0, 3600.0)))
+    assert engine.is_profiling
+    with pytest.raises(InvalidRequestError, match="runs already"):
+        await engine.start_lora_profiling()
+    await asyncio.gather(*(client.ask("banana=", model, max_tokens=8, ignore_eos=True) for model in MODELS * 2))
+    await within(engine.abort("never"))
+    await running.aclose()  # type: ignore[attr-defined]
+    report = await within(engine.generate_lora_performance_report())
+    assert not engine.is_profiling
+    counted = {each.name: (each.num_requests, each.num_finished, each.num_tokens) for each in report.adapters}
+    assert counted == dict.fromkeys(MODELS, (2, 2, 16)), "the request from before is passed over"
+    assert {each.tier for each in report.adapters if each.name} == {"device"}
+    assert (report.requests.share_in_both, report.num_adapters) == (1.0, 3)
+    assert sum(report.admitted.values()) == 8
+    assert report.num_tokens >= 8 * 8 - 8
+    assert sum(report.timeline.num_tokens) == report.num_tokens
+    assert report.part_seconds["forward"] > 0
+    assert 0 < report.device_share <= 1
+    assert bool(report.operator_seconds) == (report.backend == "native")
+    assert report.findings
+    after = await within(engine.stats())
+    assert set(after.step_times.seconds) == {"schedule", "build", "forward", "sample", "commit"}
+
+
+async def test_answers_are_the_same_while_a_profile_runs(client: Client, engine: AsyncEngine) -> None:
+    before = [await client.ask(prompt_of(PHRASES[1]), model) for model in MODELS]
+    await within(engine.start_lora_profiling())
+    during = [await client.ask(prompt_of(PHRASES[1]), model) for model in MODELS]
+    await within(engine.generate_lora_performance_report())
+    assert before == during == [APPLY[model](PHRASES[1]) for model in MODELS]
+    assert [await client.ask(prompt_of(PHRASES[1]), model) for model in MODELS] == before

@@ -32,6 +32,7 @@ from loraplex.errors import (
     ModelNotFoundError,
     ModelWeightError,
 )
+from loraplex.events import EventKind
 from tests.engine.processes import (
     BASE,
     Client,
@@ -98,6 +99,7 @@ async def read_to_the_end(stream: AsyncIterator[RequestOutput]) -> RequestOutput
 async def test_after_a_death_every_request_is_answered_and_the_engine_comes_back(mortal: Client) -> None:
     engine = mortal.engine
     before = await answers(mortal)
+    await within(engine.start_lora_profiling())
     streams = [mortal.long((None, *ADAPTERS)[index % 9]) for index in range(16)]
     await asyncio.gather(*map(first, streams))
     first_pid = engine.engine_pid
@@ -126,6 +128,16 @@ async def test_after_a_death_every_request_is_answered_and_the_engine_comes_back
     infos = {info.ref.adapter_name: info for info in await within(engine.list_adapters())}
     assert [name for name, info in infos.items() if info.is_pinned] == [PINNED]
     await within(engine.check_integrity())
+    told = [numbered.event for numbered in engine.events.after(0).events]
+    assert [event.kind for event in told if event.kind in (EventKind.FAULT, EventKind.RESTART)] == [
+        EventKind.FAULT,
+        EventKind.RESTART,
+    ]
+    report = await within(engine.generate_lora_performance_report())
+    assert (report.num_faults, report.num_restarts) == (1, 1)
+    assert report.num_steps > 0, "the new process records too"
+    assert report.requests.num_finished >= len(after)
+    assert "restarted" in {finding.name for finding in report.findings}
 
 
 async def look_all_the_time(engine: AsyncEngine) -> None:

@@ -775,3 +775,30 @@ def test_sixty_four_tokens_of_text_are_the_oracles(llm: LLM, zoo: ModelZoo, base
     output = llm.generate({"prompt_token_ids": case.prompt_token_ids}, params)[0].outputs[0]
     assert output.token_ids == case.output_token_ids
     assert output.text == llm.get_tokenizer().decode(list(case.output_token_ids))
+
+
+def test_a_profile(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    with pytest.raises(InvalidRequestError, match="no profile runs; start one first"):
+        llm.generate_lora_performance_report()
+    llm.generate([TEXT], GREEDY)
+    llm.start_lora_profiling()
+    with pytest.raises(InvalidRequestError, match="a profile runs already"):
+        llm.start_lora_profiling()
+    llm.generate([TEXT] * 3, GREEDY, lora_request=[one, two, None])
+    report = llm.generate_lora_performance_report()
+    assert {each.name: each.num_tokens for each in report.adapters} == {one.lora_name: 8, two.lora_name: 8, None: 8}
+    assert (report.loads, report.switch_cost.load.count) == ({"add": 2}, 2)
+    assert (report.num_tokens, report.num_steps, report.num_prefill_tokens > 0) == (24, 8, True)
+    assert [(mix.least_adapters, mix.num_steps, mix.mean_rows) for mix in report.mixes] == [(2, 7, 3.0)]
+    assert report.memory.num_adapters == 2
+    llm.start_lora_profiling()
+    assert llm.generate_lora_performance_report().num_steps == 0, "each profile is its own"
+
+
+def test_without_lora_there_is_a_profile_too(base: Path) -> None:
+    with LLM(str(base), enable_lora=False, max_model_len=64) as llm:
+        llm.start_lora_profiling()
+        llm.generate([TEXT], GREEDY)
+        report = llm.generate_lora_performance_report()
+    assert [each.name for each in report.adapters] == [None]
+    assert report.memory.tiers == ()

@@ -34,6 +34,8 @@ from loraplex.engine import messages as msg
 from loraplex.errors import EngineOverloadedError, UnknownMessageError
 from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import ChunkRun, EngineStats, MemoryMode, MemoryReport, MemorySample, StepTimes, TierReport
+from loraplex.performance.histogram import Histogram
+from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
 
 SPEC = AdapterSpec(7, "sql", 2, "digest", "/adapters/sql", 4096, 16)
@@ -59,6 +61,8 @@ MEMORY = MemoryReport(
     counters={"hits": 3},
     history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5}, 0.0),),
 )
+SUMS = StepSums(StepKind(2, 4, True), 3, 9, 1, 9, 5, {"forward": 0.5}, Histogram({7: 2, 300: 1}, 3, 0.5, 0.1, 0.3))
+STEPS = StepProfile(2.5, (SUMS, StepSums(StepKind(0, 1, False))), Timeline(0.5, [1, 2]))
 CONFIG = EngineConfig(model="/model", dtype="float16", lora=LoRAConfig(max_loras=3))
 
 TO_ENGINE: tuple[Any, ...] = (
@@ -76,7 +80,9 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.ListAdapters(8),
     msg.GetStats(9),
     msg.GetMemory(10),
-    msg.CheckIntegrity(10),
+    msg.StartProfile(11),
+    msg.StopProfile(12),
+    msg.CheckIntegrity(13),
     msg.Shutdown(),
 )
 FROM_ENGINE: tuple[Any, ...] = (
@@ -99,6 +105,8 @@ RESULTS: Mapping[type, Any] = {
     msg.ListAdapters: (RESIDENCY, replace(RESIDENCY, tier=Tier.DEVICE, lora_slot=2, error=None)),
     msg.GetStats: STATS,
     msg.GetMemory: MEMORY,
+    msg.StartProfile: None,
+    msg.StopProfile: STEPS,
     msg.CheckIntegrity: None,
 }
 

@@ -14,6 +14,7 @@ from loraplex.core import EngineInfo
 from loraplex.engine import supervisor as supervisor_module
 from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS, EngineSupervisor
 from loraplex.errors import EngineDeadError, ModelNotFoundError
+from loraplex.events import EngineEvent, EventKind
 
 INFO = EngineInfo("/model", "llama", "float32", "torch", 100, 64, 8, 16, 0, (), "float32")
 
@@ -51,20 +52,25 @@ class Stage:
         self.clients: list[PlayedClient] = []
         self.failures: list[Exception | None] = []
         self.told: list[str] = []
+        self.events: list[EngineEvent] = []
         self.num_restores = 0
         self.at_restore: Callable[[], None] = lambda: None
         self.now_s = 0.0
         monkeypatch.setattr(supervisor_module, "EngineClient", self._make_client)
-        monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: self.now_s, time=lambda: 5.0))
         self.supervisor = EngineSupervisor(
             EngineConfig(model="/model"),
             lambda outputs: None,
             lambda error: self.told.append(str(error)),
             self._restore,
+            on_event=self.events.append,
         )
 
-    def _make_client(self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any) -> PlayedClient:
+    def _make_client(
+        self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any, on_events: Any
+    ) -> PlayedClient:
         self.clients.append(PlayedClient(self.failures, on_death))
+        self.tell_events = on_events
         return self.clients[-1]
 
     async def _restore(self) -> None:
@@ -192,3 +198,18 @@ async def test_stop_before_a_start_is_nothing(monkeypatch: pytest.MonkeyPatch) -
     supervisor = Stage(monkeypatch).supervisor
     await supervisor.stop()
     assert supervisor.death is None
+
+
+async def test_a_death_and_the_return_are_events(stage: Stage) -> None:
+    """The process's own are passed on between them."""
+    stage.now_s = 1.0
+    stage.clients[0].die()
+    stage.now_s = 3.5
+    await stage.settle()
+    load = EngineEvent(EventKind.LOAD, 6.0, "adapter 'a' is in host memory")
+    stage.tell_events((load,))
+    fault, restart, passed_on = stage.events
+    assert (fault.kind, fault.text) == (EventKind.FAULT, "killed; it is being restarted")
+    assert fault.details == {"what": "process", "num_deaths": 1}
+    assert (restart.kind, restart.details) == (EventKind.RESTART, {"seconds": 2.5})
+    assert passed_on is load

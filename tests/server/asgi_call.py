@@ -12,7 +12,16 @@ from starlette.types import ASGIApp, Message
 class AsgiCall:
     """`await call.next_chunk()` is the next piece of the body, None at its end; `disconnect()` is the client going away."""
 
-    def __init__(self, app: ASGIApp, path: str, body: dict[str, Any], method: str = "POST") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        path: str,
+        body: dict[str, Any],
+        method: str = "POST",
+        *,
+        query: str = "",
+        headers: dict[str, str] | None = None,
+    ) -> None:
         self._incoming: asyncio.Queue[Message] = asyncio.Queue()
         self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
@@ -24,9 +33,13 @@ class AsgiCall:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
-            "headers": [(b"content-type", b"application/json"), (b"host", b"test")],
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"host", b"test"),
+                *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
+            ],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
         }

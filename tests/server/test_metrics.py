@@ -7,10 +7,12 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import EngineStats, StepTimes
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
+from tests.server.test_memory import REPORT
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -85,6 +87,7 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("vllm:prefix_cache_hits_total", None, 6),
         ("vllm:request_success_total", {"finished_reason": "length"}, 4),
         ("loraplex:requests_waiting_by_cause", {"cause": "room"}, 2),
+        ("loraplex:requests_admitted_total", {"waited_for": "load"}, 14),
         ("loraplex:adapter_loads_total", {"cause": "request"}, 5),
         ("loraplex:adapter_load_seconds_total", None, 1.5),
         ("loraplex:adapter_load_failures_total", None, 7),
@@ -110,6 +113,7 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         num_prompt_tokens=10,
         num_generated_tokens=20,
         num_finished={"length": 4},
+        num_admitted={"load": 14},
         adapter_loads={"request": 5},
         adapter_load_s=1.5,
         num_adapter_load_failures=7,
@@ -134,3 +138,44 @@ def test_names_of_adapters_cannot_break_the_page() -> None:
     ids = tuple(ref.adapter_id for ref in refs.values())
     page = MetricsPage("base").render(EngineStats(running_adapter_ids=ids), refs).decode()
     assert parse(page)["vllm:lora_requests_info"][0][0]["running_lora_adapters"] == 'we"ird\\na,me'
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "expected"),
+    [
+        ("loraplex:memory_pressure", {"tier": "host"}, 0.25),
+        ("loraplex:memory_mode", {"mode": "low_memory"}, 1),
+        ("loraplex:memory_mode", {"mode": "normal"}, 0),
+        ("loraplex:memory_fragmentation", {}, 0.125),
+        ("loraplex:memory_chunks", {"owner": "adapters"}, 3),
+        ("loraplex:adapters_quarantined", {}, 2),
+        ("loraplex:adapter_resident_bytes", {"tier": "host"}, 7),
+        ("loraplex:adapter_resident_bytes", {"tier": "disk"}, 9),
+        ("loraplex:adapter_capacity_bytes", {"tier": "device"}, 10),
+        ("loraplex:events_total", {"kind": "load"}, 2),
+    ],
+)
+def test_what_the_memory_says(name: str, label: dict[str, str], expected: float) -> None:
+    """The report's tiers are newer than the counters'; a tier that it does not have stays."""
+    stats = EngineStats(resident_bytes={"host": 1, "disk": 9})
+    found = parse(MetricsPage("base").render(stats, {}, REPORT, {"load": 2}).decode())[name]
+    assert ({"model_name": "base", "engine": "0", **label}, expected) in found
+    assert len({str(labels) for labels, _ in found}) == len(found)
+
+
+async def test_events_are_counted(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    engine.record_event(EngineEvent(EventKind.FAULT, 1.0, "x"))
+    samples = await scrape(client)
+    assert ({"model_name": "base", "engine": "0", "kind": "fault"}, 1.0) in samples["loraplex:events_total"]
+
+
+def test_a_label_has_a_hundred_names_at_most() -> None:
+    engine = FakeAsyncEngine({f"a{index:03}": f"/a{index}" for index in range(130)})
+    assert engine.registry is not None
+    refs = engine.registry.refs()
+    ids = tuple(ref.adapter_id for ref in refs.values())
+    stats = EngineStats(running_adapter_ids=ids, waiting_adapter_ids=ids[:100])
+    labels = parse(MetricsPage("base").render(stats, refs).decode())["vllm:lora_requests_info"][0][0]
+    running = labels["running_lora_adapters"].split(",")
+    assert (len(running), running[0], running[-1]) == (101, "a000", "...+30")
+    assert len(labels["waiting_lora_adapters"].split(",")) == 100

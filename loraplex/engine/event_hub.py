@@ -1,0 +1,127 @@
+"""All events of a server in one numbered row: the engine process's and the server's own, for logs and for those who follow them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass
+
+from loraplex.events import EngineEvent, EventKind
+
+MAX_NUMBERED_EVENTS = 1000
+
+logger = logging.getLogger("loraplex.events")
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedEvent:
+    """event_id: 1, 2, ... since the server started."""
+
+    event_id: int
+    event: EngineEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What came after an id, oldest first. last_id: of the newest event there is; num_lost: how many came and are not kept any longer."""
+
+    last_id: int = 0
+    num_lost: int = 0
+    events: tuple[NumberedEvent, ...] = ()
+
+
+class EventHub:
+    """The latest `max_kept` events. Any thread may add; any number may follow, each at its own pace and without a queue of its own."""
+
+    def __init__(self, max_kept: int = MAX_NUMBERED_EVENTS) -> None:
+        self._events: deque[NumberedEvent] = deque(maxlen=max_kept)
+        self._lock = threading.Lock()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._last_id = 0
+        self._is_closed = False
+
+    @property
+    def last_id(self) -> int:
+        """Of the newest event; 0 when nothing has happened."""
+        return self._last_id
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many there were of each kind."""
+        with self._lock:
+            return dict(self._counts)
+
+    def add(self, event: EngineEvent) -> None:
+        with self._lock:
+            self._last_id += 1
+            self._events.append(NumberedEvent(self._last_id, event))
+            self._counts[event.kind.value] += 1
+            waiting = self._take_waiting()
+        logger.log(logging.WARNING if event.kind is EventKind.FAULT else logging.INFO, "%s: %s", event.kind, event.text)
+        _wake(waiting)
+
+    def extend(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            self.add(event)
+
+    def after(self, last_id: int) -> EventBatch:
+        """The kept events with larger ids. An id that was not given yet is another server's: then all that are kept."""
+        with self._lock:
+            newest_id = self._last_id
+            last_id = 0 if last_id > newest_id else last_id
+            events = tuple(numbered for numbered in self._events if numbered.event_id > last_id)
+        num_lost = events[0].event_id - last_id - 1 if events else 0
+        return EventBatch(newest_id, num_lost, events)
+
+    async def subscribe(self, last_id: int | None = None) -> AsyncGenerator[EventBatch, None]:
+        """What happens after `last_id` (None: from now on), as it happens, until the hub is closed."""
+        seen = self._last_id if last_id is None else last_id
+        while True:
+            batch = self.after(seen)
+            if batch.events:
+                seen = batch.events[-1].event_id
+                yield batch
+            elif self._is_closed:
+                return
+            else:
+                await self._wait(min(seen, self._last_id))
+
+    def close(self) -> None:
+        """Subscriptions end after what is there."""
+        with self._lock:
+            self._is_closed = True
+            waiting = self._take_waiting()
+        _wake(waiting)
+
+    async def _wait(self, last_id: int) -> None:
+        """Until there is something after `last_id`, or the hub is closed."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._is_closed or self._last_id > last_id:
+                return
+            self._waiting.add(news)
+        try:
+            await news
+        finally:
+            with self._lock:
+                self._waiting.discard(news)
+
+    def _take_waiting(self) -> set[asyncio.Future[None]]:
+        waiting, self._waiting = self._waiting, set()
+        return waiting
+
+
+def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:
+    for news in waiting:
+        with contextlib.suppress(RuntimeError):  # its loop has ended, and with it the one who waited
+            news.get_loop().call_soon_threadsafe(_resolve, news)
+
+
+def _resolve(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_result(None)

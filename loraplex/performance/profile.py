@@ -1,0 +1,244 @@
+"""One profile of a running engine, seen from the front: the state before, what happens, the state after, and the report of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from loraplex.events import Detail, EngineEvent, EventKind
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.findings import find
+from loraplex.performance.histogram import Histogram
+from loraplex.performance.report import AdapterPerformance, LoraPerformanceReport, MixPerformance, SwitchCost
+from loraplex.performance.requests import OTHERS, Latencies, RequestRecorder, ServiceTargets
+from loraplex.performance.steps import StepProfile, StepSums
+from loraplex.profiler import KERNEL_PARTS, STEP_PARTS
+
+MAX_LISTED_ADAPTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """An engine's counters and memory at one moment."""
+
+    stats: EngineStats = field(default_factory=EngineStats)
+    memory: MemoryReport = field(default_factory=MemoryReport)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFootprint:
+    """Where an adapter is, and how large."""
+
+    name: str
+    tier: str
+    nbytes: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Which backend runs, and in words why no faster one."""
+
+    backend: str
+    description: str
+
+
+class LoraProfile:
+    """Give `requests` to the output processor and events to `see`; `report` when the steps are there. `see` may be called by any thread."""
+
+    def __init__(
+        self,
+        names: Callable[[], Mapping[int, str]],
+        targets: ServiceTargets | None = None,
+    ) -> None:
+        self.targets = targets or ServiceTargets()
+        self.requests = RequestRecorder(self.targets, names)
+        self.begun_time = time.time()
+        self._begun_s = time.perf_counter()
+        self._before = EngineState()
+        self._lock = threading.Lock()
+        self._loads = Histogram()
+        self._switches = Histogram()
+        self._num_events: Counter[EventKind] = Counter()
+
+    def begin(self, before: EngineState) -> None:
+        """What grows is counted from this state on."""
+        self._before = before
+
+    def see(self, event: EngineEvent) -> None:
+        with self._lock:
+            self._num_events[event.kind] += 1
+            if event.kind is EventKind.LOAD:
+                _observe(self._loads, event.details.get("seconds"))
+            elif event.kind is EventKind.SWITCH:
+                _observe(self._switches, event.details.get("promote_s"))
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._begun_s
+
+    def report(
+        self, after: EngineState, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
+    ) -> LoraPerformanceReport:
+        stats, parts = after.stats, steps.part_seconds
+        loads = self._grown("adapter_loads", stats)
+        base = LoraPerformanceReport(
+            begun_time=self.begun_time,
+            seconds=self.elapsed_s,
+            backend=kernels.backend,
+            backend_description=kernels.description,
+            targets=self.targets,
+            requests=self._all(),
+            adapters=self._adapters(footprints),
+            num_adapters=len({*self.requests.by_adapter, *(each.name for each in footprints)} - {None, OTHERS}),
+            admitted=self._grown("num_admitted", stats),
+            served_from=self._served_from(stats, loads),
+            loads=loads,
+            num_load_failures=self._num_more("num_adapter_load_failures", stats),
+            evictions=self._grown("adapter_evictions", stats),
+            switch_cost=self._switch_cost(after),
+            memory=after.memory,
+            fragmentation_before=self._before.memory.fragmentation,
+            num_steps=steps.num_steps,
+            num_prefill_tokens=sum(each.num_prefill_tokens for each in steps.sums),
+            num_tokens=sum(each.num_tokens for each in steps.sums),
+            num_preemptions=self._num_more("num_preemptions", stats),
+            part_seconds={part: parts.get(part, 0.0) for part in STEP_PARTS},
+            operator_seconds={part: parts[part] for part in KERNEL_PARTS if part in parts}
+            if steps.has_kernel_parts
+            else {},
+            device_share=(parts.get("forward", 0.0) + parts.get("sample", 0.0)) / steps.seconds
+            if steps.seconds
+            else 0.0,
+            mixes=mixes(steps),
+            slowdown=slowdown([each for each in steps.sums if each.kind.num_adapters], steps.sums),
+            timeline=steps.timeline,
+            num_restarts=self._num_events[EventKind.RESTART],
+            num_faults=self._num_events[EventKind.FAULT],
+        )
+        return replace(base, findings=find(base))
+
+    def _all(self) -> AdapterPerformance:
+        total = Latencies()
+        for each in self.requests.by_adapter.values():
+            total.add(each)
+        return _performance("(all)", total)
+
+    def _adapters(self, footprints: Sequence[AdapterFootprint]) -> tuple[AdapterPerformance, ...]:
+        """Those with requests, most first, then what is only in memory, largest first; at most MAX_LISTED_ADAPTERS."""
+        where: dict[str | None, AdapterFootprint] = {each.name: each for each in footprints}
+        measured = self.requests.by_adapter
+        names = [*measured, *(name for name in where if name not in measured)]
+
+        def order(name: str | None) -> tuple[int, int, str]:
+            num_requests = measured[name].num_requests if name in measured else 0
+            return (-num_requests, -where[name].nbytes if name in where else 0, name or "")
+
+        listed = sorted(names, key=order)[:MAX_LISTED_ADAPTERS]
+        return tuple(_placed(_performance(name, measured.get(name, Latencies())), where.get(name)) for name in listed)
+
+    def _served_from(self, stats: EngineStats, loads: Mapping[str, int]) -> dict[str, int]:
+        """A miss that no load answered was a promotion from host memory."""
+        misses, loaded = self._num_more("num_adapter_misses", stats), loads.get("request", 0)
+        return {
+            "device": self._num_more("num_adapter_hits", stats),
+            "host": max(0, misses - loaded),
+            "source": min(misses, loaded),
+        }
+
+    def _switch_cost(self, after: EngineState) -> SwitchCost:
+        num_copies = _growth(self._before.memory.counters, after.memory.counters).get("copies", 0)
+        copy_s = _growth(self._before.memory.counters, after.memory.counters).get("copy_seconds", 0.0)
+        return SwitchCost(
+            self._loads.quantiles(),
+            self._num_more("num_adapter_promotions", after.stats),
+            int(num_copies),
+            copy_s / num_copies if num_copies else 0.0,
+            self._switches.quantiles(),
+        )
+
+    def _grown(self, name: str, stats: EngineStats) -> dict[str, int]:
+        grown = _growth(getattr(self._before.stats, name), getattr(stats, name))
+        return {key: int(count) for key, count in grown.items()}
+
+    def _num_more(self, name: str, stats: EngineStats) -> int:
+        before, after = getattr(self._before.stats, name), getattr(stats, name)
+        return int(_growth({name: before}, {name: after}).get(name, 0))
+
+
+def _observe(histogram: Histogram, seconds: Detail | None) -> None:
+    if isinstance(seconds, int | float):
+        histogram.observe(seconds)
+
+
+def _growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What counters grew by; those that did not are left out. An engine that started again counts from 0."""
+    grown = {key: count - before.get(key, 0) if count >= before.get(key, 0) else count for key, count in after.items()}
+    return {key: count for key, count in grown.items() if count}
+
+
+def _placed(adapter: AdapterPerformance, footprint: AdapterFootprint | None) -> AdapterPerformance:
+    if footprint is None:
+        return adapter
+    return replace(adapter, tier=footprint.tier, nbytes=footprint.nbytes, rank=footprint.rank)
+
+
+def _performance(name: str | None, latencies: Latencies) -> AdapterPerformance:
+    finished = max(1, latencies.num_finished)
+    return AdapterPerformance(
+        name,
+        latencies.num_requests,
+        latencies.num_finished,
+        latencies.num_failed,
+        latencies.num_tokens,
+        latencies.first_token.quantiles(),
+        latencies.inter_token.quantiles(),
+        latencies.end_to_end.quantiles(),
+        latencies.num_in_first_token / finished,
+        latencies.num_in_inter_token / finished,
+        latencies.num_in_both / finished,
+    )
+
+
+def mixes(steps: StepProfile) -> tuple[MixPerformance, ...]:
+    """Decode steps by the number of distinct adapters in them."""
+    by_adapters: dict[int, list[StepSums]] = {}
+    for sums in steps.sums:
+        if not sums.kind.has_prefill:
+            by_adapters.setdefault(sums.kind.num_adapters, []).append(sums)
+    return tuple(_mix(count, by_adapters[count], steps) for count in sorted(by_adapters))
+
+
+def _mix(num_adapters: int, all_sums: Sequence[StepSums], steps: StepProfile) -> MixPerformance:
+    times = Histogram()
+    for sums in all_sums:
+        times.add(sums.times)
+    num_steps = sum(sums.num_steps for sums in all_sums)
+    seconds = StepProfile(sums=tuple(all_sums)).part_seconds
+    operators = sum(seconds.get(part, 0.0) for part in KERNEL_PARTS)
+    return MixPerformance(
+        num_adapters,
+        num_steps,
+        sum(sums.num_rows for sums in all_sums) / num_steps,
+        sum(sums.num_tokens for sums in all_sums) / times.total_s if times.total_s else 0.0,
+        times.quantiles(),
+        seconds.get("lora", 0.0) / operators if operators else None,
+        slowdown(all_sums, steps.sums) if num_adapters else None,
+    )
+
+
+def slowdown(with_adapters: Sequence[StepSums], everything: Sequence[StepSums]) -> float | None:
+    """Mean time of decode steps against those of the base model alone, each with as many rows (as `size_class`); None without a pair."""
+    base = {
+        each.kind.num_rows: each for each in everything if each.kind.num_adapters == 0 and not each.kind.has_prefill
+    }
+    taken_s = expected_s = 0.0
+    for each in with_adapters:
+        alone = base.get(each.kind.num_rows)
+        if alone is not None and not each.kind.has_prefill:
+            taken_s += each.times.total_s
+            expected_s += each.num_steps * alone.times.total_s / alone.num_steps
+    return taken_s / expected_s if expected_s else None

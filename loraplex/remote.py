@@ -1,0 +1,69 @@
+"""A running server, asked over HTTP with the standard library: for `loraplex top` and `loraplex profile --url`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from loraplex.errors import ConfigError, LoraplexError
+
+TIMEOUT_S = 30.0
+
+
+class RemoteServer:
+    """`url` as the ready line of `loraplex serve` says it. A key is the first of the variable LORAPLEX_API_KEY unless one is given.
+
+    Raises OSError when nobody answers, LoraplexError for an answer that is an error, ConfigError for what is no URL.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
+        self.url = url.rstrip("/")
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._key = os.environ.get("LORAPLEX_API_KEY", "").split(",")[0] if api_key is None else api_key
+
+    def get(self, path: str) -> bytes:
+        return self._answer(path, None)
+
+    def get_json(self, path: str) -> Any:
+        return json.loads(self.get(path))
+
+    def post(self, path: str, body: Any = None, timeout_s: float = TIMEOUT_S) -> bytes:
+        return self._answer(path, json.dumps({} if body is None else body).encode(), timeout_s)
+
+    def _answer(self, path: str, body: bytes | None, timeout_s: float = TIMEOUT_S) -> bytes:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self.url + path, body, headers)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                answer: bytes = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise LoraplexError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from None
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"{self.url}: the answer broke off: {error!r}") from error
+        return answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: it would take the key elsewhere."""
+
+    def redirect_request(self, *arguments: Any, **named: Any) -> None:
+        return None
+
+
+def _message(answer: bytes) -> str:
+    """Of an error in this server's form, or the beginning of whatever it is."""
+    try:
+        return str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")

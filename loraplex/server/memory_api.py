@@ -1,0 +1,162 @@
+"""GET /v1/memory: where the adapters and the KV cache are, how tight it is, and how it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from loraplex.adapters.registry import AdapterInfo
+from loraplex.metrics import MemoryReport, MemorySample, TierReport
+from loraplex.server.adapter_schemas import AdapterCard
+from loraplex.server.context import ServerContext
+from loraplex.server.responses import encode
+
+
+class MemoryQuery(BaseModel):
+    """Query of `GET /v1/memory`: with `adapters`, also the first `top` of them by `order`, the most first."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    adapters: bool = False
+    top: Annotated[int, Field(ge=1, le=1000)] = 20
+    order: Literal["bytes", "last_used"] = "bytes"
+
+
+class TierCard(msgspec.Struct, frozen=True):
+    """`pressure`: the share of `max_bytes` that cannot be freed now, 0 to 1. `adapters`: contents, each once."""
+
+    tier: str
+    used_bytes: int
+    max_bytes: int
+    adapters: int
+    pressure: float
+
+    @classmethod
+    def of(cls, tier: TierReport) -> TierCard:
+        return cls(tier.tier, tier.used_bytes, tier.max_bytes, tier.num_adapters, tier.pressure)
+
+
+class ChunkCard(msgspec.Struct, frozen=True):
+    """`chunks` neighbours of one owner: `kv`, `adapters`, `free` or `fenced`."""
+
+    owner: str
+    chunks: int
+
+
+class KVCard(msgspec.Struct, frozen=True):
+    block_bytes: int
+    blocks: int
+    free_blocks: int
+    used_bytes: int
+    max_bytes: int
+
+
+class QuarantineCard(msgspec.Struct, frozen=True):
+    """`adapter` is null when the name is gone."""
+
+    adapter_id: int
+    adapter: str | None
+    reason: str
+
+
+class SampleCard(msgspec.Struct, frozen=True):
+    """By tier, and `kv` and `system` where known."""
+
+    time: float
+    mode: str
+    pressure: Mapping[str, float]
+    used_bytes: Mapping[str, int]
+    fragmentation: float
+
+    @classmethod
+    def of(cls, sample: MemorySample) -> SampleCard:
+        return cls(sample.time_s, sample.mode.value, sample.pressure, sample.used_bytes, sample.fragmentation)
+
+
+class MemoryReply(msgspec.Struct, frozen=True):
+    """Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` in the order of addresses, `history` oldest first."""
+
+    mode: str
+    tiers: list[TierCard]
+    pinned_bytes: int
+    in_use_bytes: int
+    retiring_bytes: int
+    workspace_bytes: int
+    adapters: int
+    loading: int
+    fragmentation: float
+    chunk_bytes: int
+    chunks: list[ChunkCard]
+    chunks_by_owner: Mapping[str, int]
+    kv: KVCard
+    quarantined: list[QuarantineCard]
+    counters: Mapping[str, float]
+    history: list[SampleCard]
+    top_adapters: list[AdapterCard] | None = None
+    object: str = "memory"
+
+    @classmethod
+    def of(
+        cls, report: MemoryReport, names: Mapping[int, str], adapters: Sequence[AdapterInfo] | None = None
+    ) -> MemoryReply:
+        return cls(
+            mode=report.mode.value,
+            tiers=[TierCard.of(tier) for tier in report.tiers],
+            pinned_bytes=report.pinned_bytes,
+            in_use_bytes=report.in_use_bytes,
+            retiring_bytes=report.retiring_bytes,
+            workspace_bytes=report.workspace_bytes,
+            adapters=report.num_adapters,
+            loading=report.num_loading,
+            fragmentation=report.fragmentation,
+            chunk_bytes=report.chunk_bytes,
+            chunks=[ChunkCard(run.owner, run.num_chunks) for run in report.chunks],
+            chunks_by_owner=report.chunks_by_owner,
+            kv=_kv(report),
+            quarantined=[QuarantineCard(each, names.get(each), why) for each, why in report.quarantined.items()],
+            counters=report.counters,
+            history=[SampleCard.of(sample) for sample in report.history],
+            top_adapters=None if adapters is None else [AdapterCard.of(info) for info in adapters],
+        )
+
+
+class MemoryRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._engine = context.engine
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["memory"])
+        router.add_api_route("/v1/memory", self.memory, methods=["GET"])
+        return router
+
+    async def memory(self, query: Annotated[MemoryQuery, Query()]) -> Response:
+        """Tiers, chunks and their owners, pressure, mode, history."""
+        report = await self._engine.memory_report()
+        adapters = await self._top_adapters(query) if query.adapters else None
+        registry = self._engine.registry
+        refs = {} if registry is None else registry.refs()
+        names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
+        return Response(encode(MemoryReply.of(report, names, adapters)), media_type="application/json")
+
+    async def _top_adapters(self, query: MemoryQuery) -> list[AdapterInfo]:
+        infos = await self._engine.list_adapters()
+
+        def key(info: AdapterInfo) -> tuple[float, str]:
+            return (-info.nbytes if query.order == "bytes" else -info.last_used_time, info.ref.adapter_name)
+
+        return sorted(infos, key=key)[: query.top]
+
+
+def _kv(report: MemoryReport) -> KVCard:
+    used = report.num_kv_blocks - report.num_free_kv_blocks
+    return KVCard(
+        report.kv_block_bytes,
+        report.num_kv_blocks,
+        report.num_free_kv_blocks,
+        used * report.kv_block_bytes,
+        report.num_kv_blocks * report.kv_block_bytes,
+    )

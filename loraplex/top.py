@@ -1,0 +1,252 @@
+"""`loraplex top`: a running server in a terminal, looked at again and again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from loraplex.errors import ConfigError, LoraplexError
+from loraplex.remote import RemoteServer
+
+NUM_ADAPTERS = 15
+NUM_EVENTS = 8
+BAR_CELLS = 30
+STRIP_CELLS = 100
+OWNER_STYLE = {"kv": "blue", "adapters": "green", "free": "bright_black", "fenced": "red"}
+MEMORY_PATH = f"/v1/memory?adapters=true&order=last_used&top={NUM_ADAPTERS}"
+
+Samples = Mapping[str, Mapping[str, float]]
+"""Of /metrics: name -> value of the label that tells its samples apart ("" when none does) -> number."""
+
+
+def run_top(url: str, interval_s: float, is_once: bool) -> int:
+    """Draw until Ctrl-C. A server that is away is waited for, unless it is to be looked at once."""
+    if not 0.1 <= interval_s <= 3600:
+        raise ConfigError(f"interval must be 0.1 to 3600 seconds, got {interval_s}")
+    watcher = Watcher(RemoteServer(url))
+    if is_once:
+        try:
+            Console().print(frame(watcher.look()))
+        except OSError as error:
+            raise LoraplexError(f"{watcher.url} does not answer: {error}") from error
+        return 0
+    try:
+        with Live(Text(f"waiting for {watcher.url}"), console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(view(watcher), refresh=True)
+                time.sleep(interval_s)
+    except KeyboardInterrupt:
+        return 0
+
+
+def view(watcher: Watcher) -> RenderableType:
+    """A frame, or why there is none."""
+    try:
+        return frame(watcher.look())
+    except (OSError, LoraplexError) as error:
+        return Text(f"waiting for {watcher.url}: {shown(error)}", style="yellow")
+
+
+# ------------------------------------------------------------------------------------------------------------- looking
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at a server. seconds: since the look before it, whose counters are in `before` (empty at the first)."""
+
+    url: str
+    samples: Samples
+    before: Samples
+    seconds: float
+    memory: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    now_s: float = field(default_factory=time.time)
+
+    def number(self, name: str, label: str = "") -> float:
+        return self.samples.get(name, {}).get(label, 0.0)
+
+    def rate(self, name: str) -> float | None:
+        """Of a counter, a second; None at the first look and after a restart."""
+        grown = self.number(name) - self.before.get(name, {}).get("", 0.0)
+        return grown / self.seconds if name in self.before and self.seconds > 0 and grown >= 0 else None
+
+    def quantile(self, name: str, share: float) -> float | None:
+        """Of a histogram, seconds: since the look before, or since the start when there was nothing new."""
+        now, before = self.samples.get(f"{name}_bucket", {}), self.before.get(f"{name}_bucket", {})
+        grown = {bound: count - before.get(bound, 0.0) for bound, count in now.items()}
+        counts = grown if grown.get("+Inf", 0.0) > 0 else now
+        total = counts.get("+Inf", 0.0)
+        bounds = sorted((float(bound), count) for bound, count in counts.items())
+        return next((bound for bound, count in bounds if count >= share * total), None) if total else None
+
+
+class Watcher:
+    """Looks at one server, and remembers what it needs of the look before."""
+
+    def __init__(self, server: RemoteServer) -> None:
+        self.url = server.url
+        self._server = server
+        self._before: Samples = {}
+        self._before_s = 0.0
+        self._events: deque[Mapping[str, Any]] = deque(maxlen=NUM_EVENTS)
+        self._last_id = 0
+
+    def look(self) -> Look:
+        """Raises OSError when nobody answers, LoraplexError when the server or its engine cannot."""
+        samples, now_s = read_samples(self._server.get("/metrics").decode()), time.monotonic()
+        memory = self._server.get_json(MEMORY_PATH)
+        self._read_events()
+        look = Look(self.url, samples, self._before, now_s - self._before_s, memory, tuple(self._events))
+        self._before, self._before_s = samples, now_s
+        return look
+
+    def _read_events(self) -> None:
+        page = self._server.get_json(f"/v1/events?stream=false&last_id={self._last_id}")
+        if page["last_id"] < self._last_id:
+            self._events.clear()  # another server's
+        self._events.extend(page["data"])
+        self._last_id = page["last_id"]
+
+
+def read_samples(text: str) -> Samples:
+    """Samples of one engine: the labels that all of them have tell nothing."""
+    samples: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = [value for name, value in sample.labels.items() if name not in ("model_name", "engine")]
+            samples.setdefault(sample.name, {})[own[0] if len(own) == 1 else ""] = sample.value
+    return samples
+
+
+# ------------------------------------------------------------------------------------------------------------- drawing
+
+
+def frame(look: Look) -> RenderableType:
+    return Group(_engine(look), Text(), _tiers(look), _chunks(look), Text(), _adapters(look), Text(), _events(look))
+
+
+def _engine(look: Look) -> RenderableType:
+    causes = look.samples.get("loraplex:requests_waiting_by_cause", {})
+    waiting = ", ".join(f"{count:.0f} for {cause}" for cause, count in causes.items() if count)
+    rate = look.rate("vllm:generation_tokens_total")
+    lines = Text.assemble(
+        ("loraplex top ", "bold"),
+        f"{shown(look.url)}  mode ",
+        (str(look.memory["mode"]), "green" if look.memory["mode"] == "normal" else "bold red"),
+        f"  adapters {look.number('loraplex:adapters'):.0f}",
+        f"  quarantined {len(look.memory['quarantined'])}\n",
+        f"{'-' if rate is None else f'{rate:.1f}'} tokens/s",
+        f"  running {look.number('vllm:num_requests_running'):.0f}",
+        f"  waiting {look.number('vllm:num_requests_waiting'):.0f}{f' ({waiting})' if waiting else ''}",
+        f"  KV {100 * look.number('vllm:kv_cache_usage_perc'):.0f} %\n",
+        f"first token {_latency(look, 'vllm:time_to_first_token_seconds')}",
+        f"  between tokens {_latency(look, 'vllm:inter_token_latency_seconds')}",
+        f"  hits {look.number('loraplex:adapter_hits_total'):.0f}",
+        f"  misses {look.number('loraplex:adapter_misses_total'):.0f}",
+    )
+    return lines
+
+
+def _latency(look: Look, name: str) -> str:
+    """Upper bounds of the histogram's buckets."""
+    p50, p99 = look.quantile(name, 0.5), look.quantile(name, 0.99)
+    return "-" if p50 is None or p99 is None else f"p50 <= {1e3 * p50:g} ms, p99 <= {1e3 * p99:g} ms"
+
+
+def _tiers(look: Look) -> RenderableType:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("tier", "", "used", "budget", "adapters", "pressure"):
+        table.add_column(heading, justify="left" if heading in ("tier", "") else "right")
+    for tier in look.memory["tiers"]:
+        share, pressure = tier["used_bytes"] / max(1, tier["max_bytes"]), tier["pressure"]
+        style = "red" if pressure > 0.9 else "yellow" if pressure > 0.7 else ""
+        cells = (size(tier["used_bytes"]), size(tier["max_bytes"]), str(tier["adapters"]))
+        table.add_row(tier["tier"], bar(share), *cells, Text(f"{100 * pressure:.0f} %", style=style))
+    kv = look.memory["kv"]
+    share = kv["used_bytes"] / max(1, kv["max_bytes"])
+    table.add_row("kv", bar(share), size(kv["used_bytes"]), size(kv["max_bytes"]), "", "")
+    return table
+
+
+def _chunks(look: Look) -> RenderableType:
+    owners = look.memory["chunks_by_owner"]
+    legend = Text("  ").join(
+        Text.assemble(("█", OWNER_STYLE.get(owner, "")), f" {owner} {count}") for owner, count in owners.items()
+    )
+    fragmentation = f"  fragmentation {100 * look.memory['fragmentation']:.0f} %"
+    return Group(chunk_strip(look.memory["chunks"]), Text.assemble(legend, fragmentation)) if owners else Text()
+
+
+def chunk_strip(runs: Sequence[Mapping[str, Any]], num_cells: int = STRIP_CELLS) -> Text:
+    """The arena from left to right; a cell has the colour of the chunk in its middle."""
+    total = sum(run["chunks"] for run in runs)
+    ends, owners = list(accumulate(run["chunks"] for run in runs)), [run["owner"] for run in runs]
+    strip, index = Text(no_wrap=True, overflow="crop"), 0
+    for cell in range(min(num_cells, total)):
+        middle = (cell + 0.5) * total / min(num_cells, total)
+        while ends[index] <= middle:
+            index += 1
+        strip.append("░" if owners[index] == "free" else "█", OWNER_STYLE.get(owners[index], ""))
+    return strip
+
+
+def _adapters(look: Look) -> RenderableType:
+    table = Table(box=None, pad_edge=False, title="last used adapters", title_justify="left")
+    for heading in ("adapter", "tier", "size", "rank", "running", "pinned", "last use"):
+        table.add_column(heading, justify="left" if heading in ("adapter", "tier") else "right")
+    for each in look.memory["top_adapters"] or ():
+        tier = "loading" if each["is_loading"] else each["tier"]
+        ago_s = max(0.0, look.now_s - each["last_used_time"])
+        table.add_row(
+            Text(shown(each["name"])[:40], style="red" if each["error"] else ""),
+            tier,
+            size(each["bytes"]),
+            str(each["rank"]),
+            str(each["references"]),
+            "yes" if each["is_pinned"] else "",
+            _ago(ago_s),
+        )
+    return table
+
+
+def _events(look: Look) -> RenderableType:
+    lines = Text("recent events", style="italic")
+    for event in look.events:
+        clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+        style = "red" if event["kind"] in ("fault", "load_failed") else ""
+        lines.append_text(Text(f"\n{clock} {event['kind']:12} {shown(event['text'])}", style=style))
+    return lines
+
+
+def bar(share: float) -> Text:
+    full = round(BAR_CELLS * min(1.0, max(0.0, share)))
+    return Text("█" * full + "░" * (BAR_CELLS - full))
+
+
+def shown(value: object) -> str:
+    """On one line, and nothing in it that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value))
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 60:.0f} min ago" if seconds < 3600 else f"{seconds / 3600:.0f} h ago"

@@ -1,0 +1,114 @@
+"""Each rule speaks when it should, with its number and its remedy, and not otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loraplex.metrics import MemoryMode, MemoryReport
+from loraplex.performance.findings import find
+from loraplex.performance.histogram import Quantiles
+from loraplex.performance.report import AdapterPerformance, Finding, LoraPerformanceReport, SwitchCost
+
+GOOD_REQUESTS = AdapterPerformance(
+    "(all)",
+    num_requests=100,
+    num_finished=100,
+    first_token=Quantiles(100, 0.1, 0.1, 0.2, 0.2, 0.3),
+    inter_token=Quantiles(900, 0.02, 0.02, 0.03, 0.03, 0.05),
+    share_in_first_token=1.0,
+    share_in_inter_token=1.0,
+    share_in_both=1.0,
+)
+GOOD = LoraPerformanceReport(
+    begun_time=0.0,
+    seconds=10.0,
+    backend="native",
+    backend_description="native avx512, 2 threads",
+    requests=GOOD_REQUESTS,
+    admitted={"nothing": 100},
+    part_seconds={"build": 0.1, "forward": 8.0},
+    device_share=0.8,
+    num_prefill_tokens=1,
+)
+
+
+def findings(**changes: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in find(replace(GOOD, **changes))}
+
+
+def test_nothing_stands_out() -> None:
+    assert {name: finding.severity for name, finding in findings().items()} == {
+        "service": "info",
+        "kernels": "info",
+        "nothing": "info",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "severity", "text", "remedy"),
+    [
+        (
+            {"admitted": {"nothing": 69, "load": 31}, "evictions": {"host_room": 4}},
+            *("waited_for_load", "warning", "31 % of requests waited for a load", "host_memory_bytes"),
+        ),
+        ({"admitted": {"nothing": 80, "load": 20}}, "waited_for_load", "warning", "20 %", "Preload or pin"),
+        ({"admitted": {"nothing": 90, "room": 10}}, "waited_for_room", "warning", "10 %", "adapter_memory_bytes"),
+        ({"evictions": {"device_room": 120}}, "churn", "advice", "120 adapters", "adapter_memory_bytes"),
+        ({"num_load_failures": 3}, "load_failures", "warning", "3 loads", "load_failed"),
+        ({"num_restarts": 1, "num_faults": 1}, "restarted", "warning", "once", "log"),
+        ({"num_faults": 2}, "faults", "warning", "2 faults", "events"),
+        ({"memory": MemoryReport(quarantined={1: "NaN"})}, "quarantined", "warning", "1 adapters", "/v1/memory"),
+        ({"memory": MemoryReport(mode=MemoryMode.LOW_MEMORY)}, "low_memory", "warning", "low-memory", "memory"),
+        ({"memory": MemoryReport(fragmentation=0.5)}, "fragmentation", "advice", "50 %", "Compaction"),
+        ({"num_preemptions": 5}, "preemptions", "advice", "5 requests", "kv_cache_memory_bytes"),
+        (
+            {"backend": "torch", "backend_description": "stock torch (no g++)"},
+            *("fallback", "advice", "no g++", "doctor"),
+        ),
+        ({"operator_seconds": {"gemm": 3.0, "lora": 3.0}}, "lora_share", "advice", "50 %", "ranks"),
+        ({"operator_seconds": {"gemm": 9.0, "lora": 1.0}}, "lora_share", "info", "10 %", ""),
+        ({"slowdown": 1.5}, "slowdown", "advice", "1.50 times", "ranks"),
+        ({"slowdown": 1.1}, "slowdown", "info", "1.10 times", ""),
+        ({"part_seconds": {"build": 3.0, "forward": 7.0}}, "build", "advice", "30 %", "max_num_seqs"),
+        ({"device_share": 0.2}, "idle", "info", "20 %", "room for more load"),
+        ({"requests": replace(GOOD_REQUESTS, num_failed=2)}, "failed", "warning", "2 of 100", "log"),
+        ({"requests": replace(GOOD_REQUESTS, num_finished=3)}, "few_requests", "info", "Only 3", "longer"),
+        (
+            {"requests": replace(GOOD_REQUESTS, share_in_both=0.5, share_in_first_token=0.5)},
+            *("service", "warning", "50 % of requests kept both", "First tokens wait"),
+        ),
+        (
+            {"requests": replace(GOOD_REQUESTS, share_in_both=0.5, share_in_inter_token=0.5)},
+            *("service", "warning", "50 %", "Steps are long"),
+        ),
+        (
+            {"requests": replace(GOOD_REQUESTS, inter_token=Quantiles(900, 0.02, 0.02, 0.03, 0.2, 0.3))},
+            *("tail", "advice", "10 times the median", "max_num_batched_tokens"),
+        ),
+        (
+            {"adapters": (AdapterPerformance("slow", first_token=Quantiles(9, 2.0, 2.0, 2.0, 2.0, 2.0), tier="host"),)},
+            *("slow_adapter", "advice", "'slow'", "host"),
+        ),
+    ],
+)
+def test_a_rule(changes: dict[str, Any], name: str, severity: str, text: str, remedy: str) -> None:
+    finding = findings(**changes)[name]
+    assert finding.severity == severity
+    assert text in finding.text
+    assert remedy in finding.remedy
+    assert bool(finding.remedy) == (bool(remedy))
+    assert name not in findings() or name == "service"
+
+
+def test_the_median_load_is_told() -> None:
+    cost = SwitchCost(load=Quantiles(9, 0.05, 0.042, 0.1, 0.1, 0.1))
+    assert "42 ms" in findings(admitted={"load": 1}, switch_cost=cost)["waited_for_load"].text
+
+
+def test_warnings_come_first() -> None:
+    order = [each.severity for each in find(replace(GOOD, num_load_failures=1, slowdown=2.0))]
+    assert order == sorted(order, key=["warning", "advice", "info"].index)
+    assert "nothing" not in findings(slowdown=2.0)

@@ -1,0 +1,100 @@
+"""A profile counts from its beginning on, and an engine that started again counts from 0."""
+
+from __future__ import annotations
+
+from loraplex.core import FinishReason, Request, SamplingParams, TokenOutput
+from loraplex.events import EngineEvent, EventKind
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.performance.profile import MAX_LISTED_ADAPTERS, AdapterFootprint, EngineState, Kernels, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.steps import StepProfile
+
+KERNELS = Kernels("native", "native avx512")
+BEFORE = EngineState(
+    EngineStats(
+        num_admitted={"nothing": 10, "load": 2},
+        adapter_loads={"add": 3, "request": 1},
+        adapter_evictions={"verb": 1},
+        num_adapter_hits=5,
+        num_adapter_misses=5,
+        num_adapter_promotions=4,
+        num_preemptions=1,
+    ),
+    MemoryReport(fragmentation=0.25, counters={"copies": 2, "copy_seconds": 1.0}),
+)
+AFTER = EngineState(
+    EngineStats(
+        num_admitted={"nothing": 15, "load": 2, "room": 1},
+        adapter_loads={"add": 3, "request": 4},
+        adapter_evictions={"verb": 1, "device_room": 2},
+        num_adapter_hits=12,
+        num_adapter_misses=10,
+        num_adapter_promotions=9,
+        num_preemptions=1,
+    ),
+    MemoryReport(fragmentation=0.5, counters={"copies": 6, "copy_seconds": 3.0}),
+)
+
+
+def report(before: EngineState, after: EngineState, profile: LoraProfile | None = None) -> LoraPerformanceReport:
+    profile = profile or LoraProfile(dict)
+    profile.begin(before)
+    footprints = [AdapterFootprint("sql", "host", 100, 8), AdapterFootprint("big", "device", 300, 64)]
+    return profile.report(after, StepProfile(), KERNELS, footprints)
+
+
+def test_counters_are_of_the_profile_alone() -> None:
+    found = report(BEFORE, AFTER)
+    assert found.admitted == {"nothing": 5, "room": 1}
+    assert found.loads == {"request": 3}
+    assert found.evictions == {"device_room": 2}
+    assert found.served_from == {"device": 7, "host": 2, "source": 3}
+    assert (found.num_preemptions, found.fragmentation_before, found.memory.fragmentation) == (0, 0.25, 0.5)
+    cost = found.switch_cost
+    assert (cost.num_promotions, cost.num_copies, cost.promote_mean_s) == (5, 4, 0.5)
+
+
+def test_an_engine_that_started_again() -> None:
+    found = report(AFTER, BEFORE)
+    assert found.admitted == {"nothing": 10}
+    assert found.num_preemptions == 0
+    assert found.switch_cost.num_promotions == 4
+
+
+def test_events_become_costs() -> None:
+    profile = LoraProfile(dict)
+    for event in (
+        EngineEvent(EventKind.LOAD, 1.0, "", details={"seconds": 0.25}),
+        EngineEvent(EventKind.SWITCH, 1.0, "", details={"promote_s": 0.5}),
+        EngineEvent(EventKind.SWITCH, 1.0, "without a time"),
+        EngineEvent(EventKind.FAULT, 1.0, ""),
+        EngineEvent(EventKind.RESTART, 1.0, ""),
+    ):
+        profile.see(event)
+    found = report(BEFORE, BEFORE, profile)
+    assert (found.switch_cost.load.count, found.switch_cost.load.max_s) == (1, 0.25)
+    assert (found.switch_cost.switch.count, found.switch_cost.switch.max_s) == (1, 0.5)
+    assert (found.num_faults, found.num_restarts) == (1, 1)
+
+
+def test_adapters_with_requests_come_first_and_have_their_place() -> None:
+    profile = LoraProfile(lambda: {1: "sql"})
+    for request_id, adapter_id in (("a", 1), ("b", None), ("c", 1)):
+        profile.requests.begin(Request(request_id, (1,), SamplingParams(), 4, 0, adapter_id=adapter_id))
+        profile.requests.see(TokenOutput(request_id, (5,), FinishReason.STOP))
+    found = report(BEFORE, AFTER, profile)
+    assert [(each.name, each.num_requests, each.tier, each.nbytes, each.rank) for each in found.adapters] == [
+        ("sql", 2, "host", 100, 8),
+        (None, 1, "", 0, 0),
+        ("big", 0, "device", 300, 64),
+    ]
+    assert (found.num_adapters, found.requests.num_finished, found.requests.share_in_both) == (2, 3, 1.0)
+
+
+def test_the_list_of_adapters_is_bounded_and_their_number_is_not() -> None:
+    profile = LoraProfile(lambda: {900: "busy"})
+    profile.requests.begin(Request("r", (1,), SamplingParams(), 4, 0, adapter_id=900))
+    footprints = [AdapterFootprint(f"a{index}", "host", index, 8) for index in range(MAX_LISTED_ADAPTERS + 50)]
+    found = profile.report(AFTER, StepProfile(), KERNELS, footprints)
+    assert (len(found.adapters), found.num_adapters) == (MAX_LISTED_ADAPTERS, MAX_LISTED_ADAPTERS + 51)
+    assert [each.name for each in found.adapters[:2]] == ["busy", f"a{MAX_LISTED_ADAPTERS + 49}"]
