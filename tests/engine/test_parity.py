@@ -254,7 +254,9 @@ def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch
     monkeypatch.setattr(memory_plan, "CHUNK_BYTES", 4 * family.kv_block_bytes)
     longest = -(-MAX_MODEL_LEN // BLOCK_SIZE) * family.kv_block_bytes
     wanted, floor = sum(family.adapter_bytes) + len(family.cases) * longest, 2 * max(family.adapter_bytes)
-    with start(family, device_memory=max(2 * wanted // 3, floor + 4 * longest), adapter_floor=floor, aging_steps=8) as llm:
+    with start(
+        family, device_memory=max(2 * wanted // 3, floor + 4 * longest), adapter_floor=floor, aging_steps=8
+    ) as llm:
         arena, blocks = llm.engine.adapters._store.host.pool.arena, llm.engine._blocks
         assert arena.num_bytes < wanted
         llm.engine._runner._kv.fill_(math.nan)
