@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 from peft import LoraConfig
 
 from loraplex import LoRAConfig
+from loraplex.engine import memory_plan
 from loraplex.errors import (
     AdapterContentChangedError,
     AdapterNoRoomError,
@@ -378,11 +379,19 @@ def test_nothing_is_lost_or_mixed_up(world: World) -> None:
 # ------------------------------------------------------------------------------------------------- verbs in other threads
 
 
-def test_verbs_in_threads_beside_the_steps(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_contended", [False, True])
+def test_verbs_in_threads_beside_the_steps(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_contended: bool
+) -> None:
     """Three threads load, reload, move and unload adapters of their own while requests for all of them run."""
     largest = max(world.nbytes.values())
     lora = LoRAConfig(adapter_memory_bytes=2 * largest, host_memory_bytes=3 * largest, aging_steps=8)
-    driver = Driver(world.base, lora, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24)
+    shared: dict[str, object] = {}
+    if is_contended:  # one memory that is too small for the KV cache and the adapters together
+        monkeypatch.setattr(memory_plan, "CHUNK_BYTES", 2 * KV_BLOCK_BYTES)
+        lora = replace(lora, adapter_floor=largest)
+        shared = {"device_memory": 3 * largest + 12 * KV_BLOCK_BYTES, "block_size": BLOCK_SIZE}
+    driver = Driver(world.base, lora, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24, **shared)
     driver.engine.adapters._store.host.pool.poison()
     content_of = {digest_of(driver, path): name for name, path in world.contents.items()}
     errors: list[BaseException] = []

@@ -250,37 +250,34 @@ def test_everything_at_once(family: FamilyCases) -> None:
 
 
 def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what both want: chunks change hands all the time, KV blocks and extents move, and nobody's tokens do."""
+    """Two thirds of what both want: chunks change hands all the time, KV blocks and extents move, and nobody's tokens do."""
     monkeypatch.setattr(memory_plan, "CHUNK_BYTES", 4 * family.kv_block_bytes)
     longest = -(-MAX_MODEL_LEN // BLOCK_SIZE) * family.kv_block_bytes
-    wanted = sum(family.adapter_bytes) + len(family.cases) * longest
-    floor = max(family.adapter_bytes) + 64 * 1024
-    device = max(wanted // 2, floor + 2 * longest)
-    with start(family, device_memory=device, adapter_floor=floor, aging_steps=8) as llm:
+    wanted, floor = sum(family.adapter_bytes) + len(family.cases) * longest, 2 * max(family.adapter_bytes)
+    with start(
+        family, device_memory=max(2 * wanted // 3, floor + 4 * longest), adapter_floor=floor, aging_steps=8
+    ) as llm:
         arena, blocks = llm.engine.adapters._store.host.pool.arena, llm.engine._blocks
         assert arena.num_bytes < wanted
         llm.engine._runner._kv.fill_(math.nan)
         llm.engine.adapters._store.host.pool.poison()
-        shares = set()
+        shares: list[tuple[int, int]] = []
         step = llm.engine.step
 
         def step_and_look() -> Any:
             outputs = step()
-            shares.add((arena.num_lent(Owner.KV), arena.num_lent(Owner.ADAPTERS)))
-            llm.check_integrity()
-            llm.engine.adapters.compact(1 << 18, math.inf)
+            shares.append((arena.num_lent(Owner.KV), arena.num_lent(Owner.ADAPTERS)))
+            if len(shares) % 8 == 0:
+                llm.check_integrity()
+                llm.engine.adapters.compact(1 << 18, math.inf)
             return outputs
 
         monkeypatch.setattr(llm.engine, "step", step_and_look)
         generate(llm, family.cases)
-        generate(llm, list(reversed(family.cases)))
         assert len({kv for kv, _ in shares}) > 2
         assert len({adapters for _, adapters in shares}) > 2
-        evictions_by_cause = evictions(llm)
-        assert evictions_by_cause["kv_pressure"] + evictions_by_cause["host_room"] > 0
+        assert llm.stats().num_preemptions + evictions(llm)["kv_pressure"] + evictions(llm)["host_room"] > 0
         assert blocks.num_free_blocks == blocks.num_blocks == llm.engine.info.num_kv_blocks
-        assert llm.stats().kv_cache_usage == 0
-        print(shares, evictions_by_cause, llm.stats().num_preemptions)
 
 
 # ------------------------------------------------------------------------------------------------- what the cases cover
