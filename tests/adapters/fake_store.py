@@ -135,10 +135,10 @@ class FakeStore:
         return sum(name == verb for name, _ in self.calls)
 
     def pinned(self) -> set[int]:
-        return {adapter_id for adapter_id, where in self.adapters.items() if where.is_pinned}
+        return {adapter_id for adapter_id, where in self.adapters.copy().items() if where.is_pinned}
 
     def on_device(self) -> set[int]:
-        return {adapter_id for adapter_id, where in self.adapters.items() if where.tier is Tier.DEVICE}
+        return {adapter_id for adapter_id, where in self.adapters.copy().items() if where.tier is Tier.DEVICE}
 
     def _change(self, verb: str, adapter_id: int, **changes: object) -> bool:
         with self._lock:

@@ -19,7 +19,7 @@ from loraplex.errors import (
     AdapterNoRoomError,
     AdapterNotFoundError,
 )
-from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate
+from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate, MemoryJournal
 
 NUM_CLIENTS = 10
 WAIT_S = 60
@@ -341,7 +341,7 @@ class Client:
 
     def run(self, start: threading.Barrier, num_verbs: int) -> None:
         start.wait(WAIT_S)
-        verbs = (self.load, self.reload, self.unload, self.switch, self.pin, self.evict)
+        verbs = (self.load, self.reload, self.unload, self.switch, self.move, self.pin, self.evict)
         requests = (self.acquire, self.release)
         for _ in range(num_verbs):
             with suppress(AdapterError):
@@ -370,6 +370,9 @@ class Client:
         old, new = self.random.sample("abcde", 2)
         self.registry.switch(old, new)
 
+    def move(self) -> None:
+        self.registry.move(self.name(), self.random.choice((None, None, 1, 2)))
+
     def pin(self) -> None:
         self.random.choice((self.registry.pin, self.registry.unpin))(self.name())
 
@@ -377,7 +380,7 @@ class Client:
         self.random.choice((self.registry.evict, self.registry.preload))(self.name())
 
     def acquire(self) -> None:
-        ref = self.registry.acquire(self.name())
+        ref = self.registry.acquire(self.name() + self.random.choice(("", "", "@1", "@2")))
         self.store.held[ref.adapter_id] += 1
         self.refs.append(ref)
 
@@ -408,7 +411,10 @@ def test_many_threads_leave_nothing_behind(store_class: type[CarefulStore], seed
     """Rules 1, 2 and 11: no version is dropped in use or twice, and every byte and reference returns."""
     store, num_threads = store_class(), 8
     with ThreadPoolExecutor(2) as later, ThreadPoolExecutor(num_threads) as pool:
-        registry = LoRARegistry(store, FakeSources().open, 4, run_later=later.submit, abort_grace_s=0.0)
+        journal = MemoryJournal()
+        registry = LoRARegistry(
+            store, FakeSources().open, 4, run_later=later.submit, abort_grace_s=0.0, journal=journal
+        )
         start = threading.Barrier(num_threads)
         clients = [Client(registry, store, 100 * seed + number) for number in range(num_threads)]
         for future in [pool.submit(client.run, start, 60) for client in clients]:
@@ -417,6 +423,12 @@ def test_many_threads_leave_nothing_behind(store_class: type[CarefulStore], seed
     registry.check_integrity()
     assert registry.num_references == 0
     assert set(registry.specs()) == set(store.specs.values())
+    assert store.pinned() == {info.ref.adapter_id for info in registry.list_adapters() if info.is_pinned}
+    told = {name: (record.versions, record.lora_int_id, record.alias_of) for name, record in journal.names.items()}
+    records = {name: registry._table.change_of(name).record for name in registry._table.current}
+    assert told == {
+        name: (record.versions, record.lora_int_id, record.alias_of) for name, record in records.items() if record
+    }
     for info in registry.list_adapters():
         registry.unload(info.ref.adapter_name)
     assert store.adapters == {}

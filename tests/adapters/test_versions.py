@@ -263,6 +263,23 @@ def test_a_request_that_is_not_sent_yet_when_its_adapter_is_forced_out(bench: Be
     bench.run_jobs()
 
 
+def test_an_adapter_that_was_forced_out_by_a_switch_serves_again(bench: Bench) -> None:
+    """After a switch back at once, and after its last request."""
+    reload(bench, "one")
+    bench.registry.load("chat", "/chat")
+    held = bench.registry.acquire("sql")
+    bench.registry.switch("sql", "chat", force=True)
+    assert bench.registry.is_forced_out(held.adapter_id)
+    bench.registry.switch("chat", "sql")
+    assert not bench.registry.is_forced_out(held.adapter_id)
+    bench.registry.switch("sql", "chat", force=True)
+    bench.registry.release(held)
+    bench.run_jobs()
+    again = bench.registry.acquire("sql@1")
+    assert not bench.registry.is_forced_out(again.adapter_id)
+    bench.registry.release(again)
+
+
 def test_usage_is_counted_by_name(bench: Bench) -> None:
     reload(bench, "one")
     reload(bench, "two")

@@ -116,9 +116,7 @@ class LoRARegistry:
     def release(self, ref: LoRARef) -> None:
         """Return a reference. The last one of an unloaded, replaced or switched version sets its farewell going."""
         with self._lock:
-            version = self._table.in_use(ref.adapter_id)
-            version.num_references -= 1
-            parting = None if version.num_references else version.parting
+            parting = self._table.in_use(ref.adapter_id).release()
         if parting is not None:
             self._run_later(partial(self._drain.part, parting))
 

@@ -59,7 +59,9 @@ class Parting:
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """is_unloaded: its name stopped resolving, `name@N` too. is_forced_out: what has not reached the engine yet must not any more."""
+    """is_unloaded: its name stopped resolving, `name@N` too. is_forced_out: its requests are being aborted; what
+    has not reached the engine yet must not any more, until the last reference is gone or it answers again.
+    """
 
     ref: LoRARef
     spec: AdapterSpec
@@ -86,8 +88,17 @@ class AdapterVersion:
         self.parting = Parting(self, farewell)
         return self.parting
 
+    def release(self) -> Parting | None:
+        """One reference less; the farewell that is due, if it was the last."""
+        self.num_references -= 1
+        if self.num_references:
+            return None
+        self.is_forced_out = False
+        return self.parting
+
     def stay(self) -> None:
         """Whatever farewell was due is off, and who waits for it is told that nothing was done."""
+        self.is_forced_out = False
         if self.parting is not None:
             self.parting.done.set_result(False)
             self.parting = None
