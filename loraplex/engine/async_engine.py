@@ -36,7 +36,7 @@ from loraplex.core import (
     TokenOutput,
 )
 from loraplex.engine import messages as msg
-from loraplex.engine.client import EngineClient, ProgressCallback
+from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
 from loraplex.engine.front import Front, adapter_ref, make_front
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
@@ -88,12 +88,18 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, served_model_name: str | None, on_progress: ProgressCallback | None
+        self,
+        config: EngineConfig,
+        served_model_name: str | None,
+        on_progress: ProgressCallback | None,
+        engine_module: str = ENGINE_MODULE,
     ) -> None:
         self.config = config
         self._served_model_name = served_model_name or config.model
         self._engines = [
-            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore_adapters, on_progress)
+            EngineSupervisor(
+                config, self._on_outputs, self._on_death, self._restore_adapters, on_progress, engine_module
+            )
         ]
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
@@ -121,9 +127,13 @@ class AsyncEngine:
         base_names: Iterable[str] = (),
         adapter_roots: Sequence[str | Path] | None = None,
         on_progress: ProgressCallback | None = None,
+        engine_module: str = ENGINE_MODULE,
     ) -> AsyncEngine:
-        """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere."""
-        engine = cls(config, served_model_name, on_progress)
+        """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere.
+
+        engine_module: what the process runs instead of the ordinary one, for tests that put faults into it.
+        """
+        engine = cls(config, served_model_name, on_progress, engine_module)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.engine.adapter_opener")
             await asyncio.gather(engine._supervisor.start(), importing)

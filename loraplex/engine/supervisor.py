@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
-from loraplex.engine.client import EngineClient, ProgressCallback
+from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
 from loraplex.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class EngineSupervisor:
     """`death` says why nothing can be served now; None while it can.
 
     on_outputs gets the tokens of each step; on_death is called when a process that served has ended unasked; restore gives a new
-    process its adapters again, before anything is served.
+    process its adapters again, before anything is served. module: what the process runs.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class EngineSupervisor:
         on_death: Callable[[EngineDeadError], None],
         restore: Callable[[], Awaitable[None]],
         on_progress: ProgressCallback | None = None,
+        module: str = ENGINE_MODULE,
     ) -> None:
         self._config = config
+        self._module = module
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._restore = restore
@@ -51,7 +53,9 @@ class EngineSupervisor:
 
     async def start(self) -> None:
         """Start a process and wait until its model is ready. Raises the error that kept it from starting."""
-        self._client = EngineClient(self._config, self._on_outputs, self._on_client_death, self._on_progress)
+        self._client = EngineClient(
+            self._config, self._on_outputs, self._on_client_death, self._on_progress, module=self._module
+        )
         self.info = await self._client.start()
 
     async def stop(self) -> None:

@@ -63,7 +63,9 @@ class Stage:
             self._restore,
         )
 
-    def _make_client(self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any) -> PlayedClient:
+    def _make_client(
+        self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any, **_options: Any
+    ) -> PlayedClient:
         self.clients.append(PlayedClient(self.failures, on_death))
         return self.clients[-1]
 

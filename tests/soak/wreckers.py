@@ -1,0 +1,141 @@
+"""Workers that break things: the engine process is killed, faults are ordered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+
+from loraplex.engine.async_engine import AsyncEngine
+from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError
+from tests.soak.ledger import Ledger
+from tests.soak.orders import FAULTS, Order, give
+
+REVIVAL_PATIENCE_S = 60.0
+FAULT_PERIOD_S = 2.0
+TAIL_S = 1.0
+"""Errors of a fault may come this long after its end."""
+
+
+class Killer:
+    """Kills the engine process with SIGKILL every `period_s`, give or take a quarter, and waits until it is back."""
+
+    def __init__(self, seed: int, engine: AsyncEngine, ledger: Ledger, period_s: float) -> None:
+        self._rng = Random(f"{seed}/killer")
+        self._engine = engine
+        self._ledger = ledger
+        self._period_s = period_s
+        self.num_kills = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._period_s * self._rng.uniform(0.75, 1.25))
+            await self.kill()
+
+    async def kill(self) -> None:
+        ledger, pid, began_s = self._ledger, self._engine.engine_pid, time.monotonic()
+        assert pid is not None
+        ledger.note(f"killer: kill -9 {pid}")
+        ledger.is_down.set(True)
+        for record in ledger.names.values():
+            record.may_be_lost = True
+        os.kill(pid, signal.SIGKILL)
+        self.num_kills += 1
+        while self._engine.engine_pid == pid or not self._engine.health().is_alive:
+            await asyncio.sleep(0.01)
+            if time.monotonic() - began_s > REVIVAL_PATIENCE_S:
+                ledger.find(f"the engine did not come back: {self._engine.health().message}")
+                return
+        self._look_for_the_lost(began_s)
+        ledger.note(f"killer: the engine is back as {self._engine.engine_pid}")
+        ledger.is_down.set(False)
+
+    def _look_for_the_lost(self, killed_s: float) -> None:
+        """What an engine that started again could not take back: only what its source had no longer, or what pins left no room for."""
+        registry, ledger = self._engine.registry, self._ledger
+        assert registry is not None
+        with registry._lock:
+            versions = dict(registry._table.current)
+        for name, record in ledger.names.items():
+            version = versions.get(name)
+            error = None if version is None else version.error
+            record.may_be_lost = error is not None
+            if version is None or error is None:
+                continue
+            is_excused = record.was_elsewhere_since(killed_s, version.ref.adapter_digest) or (
+                isinstance(error, AdapterNoRoomError) and ledger.had_pins_since(killed_s)
+            )
+            if not is_excused:
+                ledger.find(f"{name} was not restored: {type(error).__name__}: {error}")
+
+
+class Injector:
+    """Orders a fault of the chosen groups every FAULT_PERIOD_S. `folder` is where the processes have their sockets."""
+
+    def __init__(
+        self, seed: int, engine: AsyncEngine, ledger: Ledger, folder: Path, groups: frozenset[str]
+    ) -> None:
+        self._seed = seed
+        self._engine = engine
+        self._ledger = ledger
+        self._folder = folder
+        self._faults = [name for name, fault in FAULTS.items() if fault.group in groups]
+        self._tainted_ids: dict[int, str] = {}
+        self._number = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(FAULT_PERIOD_S)
+            await self._heed_events()
+            await self._inject()
+
+    async def _inject(self) -> None:
+        rng = Random(f"{self._seed}/injector/{self._number}")
+        self._number += 1
+        fault, name = rng.choice(self._faults), rng.choice(list(self._ledger.names))
+        seconds, seed = rng.uniform(0.05, 0.5), rng.randrange(1 << 30)
+        registry = self._engine.registry
+        assert registry is not None
+        try:
+            ref = registry.resolve(name)
+        except AdapterNotFoundError:
+            return
+        what = FAULTS[fault]
+        self._ledger.actions[f"fault: {fault}"] += 1
+        self._ledger.note(f"injector #{self._number} {fault} {name} id {ref.adapter_id} for {seconds:.2f} s")
+        self._ledger.fault_errors.set(frozenset(what.errors))
+        if what.taints:
+            self._ledger.tainted[ref.adapter_digest].set(True)
+            self._tainted_ids[ref.adapter_id] = ref.adapter_digest
+        value = await self._give(Order(fault, ref.adapter_id, seed, seconds))
+        if what.taints and not value:
+            self._clear(ref.adapter_id)
+        self._ledger.count(f"fault: {fault}", "injected" if value else "nothing there")
+        await asyncio.sleep(TAIL_S)
+        self._ledger.fault_errors.set(frozenset())
+
+    async def _heed_events(self) -> None:
+        """The engine has noticed: from now on it is accountable for that adapter again. A new process has nothing of the old one."""
+        if self._ledger.is_down.now:
+            for adapter_id in list(self._tainted_ids):
+                self._clear(adapter_id)
+        for kind, adapter_id in await self._give(Order("events")) or ():
+            self._ledger.count("engine's events", kind)
+            if adapter_id in self._tainted_ids:
+                self._clear(adapter_id)
+
+    def _clear(self, adapter_id: int) -> None:
+        self._ledger.tainted[self._tainted_ids.pop(adapter_id)].set(False)
+
+    async def _give(self, order: Order) -> object:
+        pid = self._engine.engine_pid
+        try:
+            return None if pid is None else await give(self._folder, pid, order)
+        except OSError:
+            return None  # killed meanwhile
+        except RuntimeError as error:
+            self._ledger.find(f"injector: {error}")
+            return None
