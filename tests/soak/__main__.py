@@ -37,8 +37,10 @@ def main() -> int:
     groups = frozenset(filter(None, options.faults.split(",")))
     if not groups <= set(GROUPS):
         sys.exit(f"--faults takes {', '.join(GROUPS)}, not {', '.join(sorted(groups - set(GROUPS)))}")
-    period_s = min(120.0, max(25.0, options.seconds / 3))
-    plan = Plan(options.seconds, options.seed, kill_period_s=None if options.no_kills else period_s, fault_groups=groups)
+    period_s = min(120.0, options.seconds / 3)
+    plan = Plan(
+        options.seconds, options.seed, kill_period_s=None if options.no_kills else period_s, fault_groups=groups
+    )
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         root = Path(folder)
         world = make_world(ModelZoo(root / "models"), NUM_FAMILIES, NUM_VERSIONS, NUM_PROMPTS)

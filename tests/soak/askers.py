@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
+from zlib import crc32
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry
-from loraplex.core import RequestOutput
+from loraplex.core import LoRARequest, RequestOutput
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -24,14 +25,25 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.sampling_params import SamplingParams
-from tests.soak.ledger import Ledger
+from tests.soak.ledger import Ledger, NameRecord
 from tests.soak.world import NUM_TOKENS, World
 
 SOURCE_ERRORS = (AdapterContentChangedError, AdapterUnavailableError)
 LOAD_MARGIN_S = 10.0
 """A load that a request waits for may have begun this long before the request came."""
 
-KINDS = ("whole",) * 10 + ("two completions", "leave", "leave", "abort", "burst", "burst", "too long", "unknown")
+KINDS = ("whole",) * 10 + (
+    "two completions",
+    "leave",
+    "leave",
+    "abort",
+    "burst",
+    "burst",
+    "bring",
+    "bring",
+    "too long",
+    "unknown",
+)
 
 _ref: ContextVar[list[LoRARef]] = ContextVar("ref")
 
@@ -60,6 +72,8 @@ class Asked:
     refs: list[LoRARef] = field(default_factory=list)
     is_aborted: bool = False
     num_outputs: int = 0
+    brought: LoRARequest | None = None
+    cache_salt: str = ""
 
     @property
     def digest(self) -> str:
@@ -83,10 +97,13 @@ class Asker:
         self._ledger = ledger
         self._request_ids = itertools.count()
 
-    async def act(self, number: int) -> None:
+    def plan(self, number: int) -> tuple[str, str | None, Random]:
+        """The n-th action: its kind, the name it asks for, and where the rest is drawn from."""
         rng = Random(f"{self._seed}/{self.worker}/{number}")
-        kind = rng.choice(KINDS)
-        name = rng.choice([None, *self._ledger.names, *self._ledger.names])
+        return rng.choice(KINDS), rng.choice([None, *self._ledger.names, *self._ledger.names]), rng
+
+    async def act(self, number: int) -> None:
+        kind, name, rng = self.plan(number)
         self._ledger.actions[f"ask: {kind}"] += 1
         self._ledger.note(f"{self.worker} #{number} {kind} {name}")
         match kind:
@@ -98,6 +115,8 @@ class Asker:
                 await self._ask(self._drawn(rng, name), abort_after_s=rng.choice([0.0, 0.002, 0.02, 0.1]))
             case "two completions":
                 await self._ask(self._drawn(rng, name), num_completions=2)
+            case "bring":
+                await self._bring(rng, f"of-{self.worker}")
             case "too long":
                 await self._expect(InvalidRequestError, [3] * 500, name)
             case "unknown":
@@ -108,15 +127,43 @@ class Asker:
     def _drawn(self, rng: Random, name: str | None) -> Asked:
         num_tokens = rng.choice([1, 3, NUM_TOKENS // 2, rng.randint(1, NUM_TOKENS), NUM_TOKENS])
         request_id = f"{self.worker}-{next(self._request_ids)}"
-        return Asked(request_id, name, rng.randrange(len(self._world.prompts)), num_tokens)
+        asked = Asked(request_id, name, rng.randrange(len(self._world.prompts)), num_tokens)
+        asked.cache_salt = rng.choice(["", "", "tenant"])
+        return asked
+
+    async def _bring(self, rng: Random, name: str) -> None:
+        """Requests with an adapter of their own, from a source that never changes; it is unloaded after them."""
+        content = rng.choice(list(self._world.contents.values()))
+        record = self._ledger.brought.setdefault(name, NameRecord())
+        record.stands.set(frozenset([content.digest]))
+        record.source.set(frozenset([content.digest]))
+        drawn = [self._drawn(rng, name) for _ in range(rng.randint(1, 3))]
+        for asked in drawn:
+            asked.brought = LoRARequest(name, 1 + crc32(name.encode()), str(content.path))
+        await asyncio.gather(*map(self._ask, drawn))
+        is_there = self._engine.has_adapter(name)
+        while self._engine.has_adapter(name):
+            try:
+                await self._engine.unload_adapter(name)
+            except EngineDeadError:
+                await asyncio.sleep(0.05)
+        self._ledger.count("unload of a brought one", "done" if is_there else "was never there")
 
     async def _ask(
-        self, asked: Asked, *, leave_after: int | None = None, abort_after_s: float | None = None, num_completions: int = 1
+        self,
+        asked: Asked,
+        *,
+        leave_after: int | None = None,
+        abort_after_s: float | None = None,
+        num_completions: int = 1,
     ) -> None:
         _ref.set(asked.refs)
         params = SamplingParams(temperature=0, max_tokens=asked.num_tokens, ignore_eos=True, n=num_completions)
         prompt = self._world.prompts[asked.prompt]
-        stream = self._engine.generate(prompt, params, asked.request_id, model=asked.name)
+        model = asked.name if asked.brought is None else None
+        stream = self._engine.generate(
+            prompt, params, asked.request_id, model=model, lora_request=asked.brought, cache_salt=asked.cache_salt
+        )
         aborting = None if abort_after_s is None else asyncio.create_task(self._abort(asked, abort_after_s))
         outcome = "left"
         try:
@@ -131,7 +178,7 @@ class Asker:
             outcome = type(error).__name__
             self._judge(asked, error)
         finally:
-            await stream.aclose()
+            await stream.aclose()  # type: ignore[attr-defined]
             if aborting is not None:
                 await aborting
         self._ledger.count("ask", outcome)
@@ -182,7 +229,7 @@ class Asker:
     def _may_be_aborted(self, asked: Asked) -> bool:
         """Whether a forced verb on its adapter, or its client, may have ended it."""
         names = [ref.adapter_name for ref in asked.refs]
-        return asked.is_aborted or any(any(self._ledger.names[name].aborted.since(asked.began_s)) for name in names)
+        return asked.is_aborted or any(any(self._ledger.record(name).aborted.since(asked.began_s)) for name in names)
 
     def _sayers(self, asked: Asked, token_ids: Sequence[int]) -> list[str]:
         answers = self._world.answers.items()
@@ -192,7 +239,7 @@ class Asker:
         """The version is one that the name could stand for when it was asked."""
         if asked.name is None:
             return
-        stood = self._ledger.names[asked.name].stood_since(asked.began_s)
+        stood = self._ledger.record(asked.name).stood_since(asked.began_s)
         if asked.digest not in stood:
             self._ledger.find(f"{asked}: the name could only stand for {sorted(map(str, stood))}")
 
@@ -214,11 +261,15 @@ class Asker:
         if asked.name is None:
             return False
         if not asked.refs:
-            record = ledger.names[asked.name]
+            if asked.brought is not None and isinstance(error, AdapterNoRoomError):
+                return True  # of its load
+            record = ledger.record(asked.name)
             may_be_absent = isinstance(error, AdapterNotFoundError) and None in record.stood_since(began_s)
-            is_lost = isinstance(error, AdapterUnavailableError) and any(each.may_be_lost for each in ledger.names.values())
+            is_lost = isinstance(error, AdapterUnavailableError) and any(
+                each.may_be_lost for each in ledger.names.values()
+            )
             return may_be_absent or is_lost
-        record = ledger.names[asked.refs[0].adapter_name]
+        record = ledger.record(asked.refs[0].adapter_name)
         if isinstance(error, SOURCE_ERRORS):
             return record.was_elsewhere_since(began_s - LOAD_MARGIN_S, asked.digest)
         return isinstance(error, AdapterNoRoomError) and ledger.had_pins_since(began_s)

@@ -23,7 +23,6 @@ from loraplex.engine.engine import EngineCore, build_engine
 from tests.soak import held_sources
 from tests.soak.orders import FAULTS, FOLDER_VARIABLE, Order, socket_of
 
-
 _FAULT_KINDS = ("fault", "recovery")
 
 

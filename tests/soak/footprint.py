@@ -57,6 +57,10 @@ class Footprint:
         rows = []
         for name, samples in self._samples.items():
             third = max(1, len(samples) // 3)
-            medians = [statistics.median(samples[at : at + third]) / 2**20 for at in range(0, 3 * third, third) if samples[at:]]
-            rows.append((name, f"{max(samples) / 2**20:.1f} MiB at most; thirds {', '.join(f'{each:.1f}' for each in medians)}"))
+            medians = [
+                statistics.median(samples[at : at + third]) / 2**20 for at in range(0, 3 * third, third) if samples[at:]
+            ]
+            rows.append(
+                (name, f"{max(samples) / 2**20:.1f} MiB at most; thirds {', '.join(f'{each:.1f}' for each in medians)}")
+            )
         return rows

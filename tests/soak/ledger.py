@@ -71,11 +71,12 @@ class NameRecord:
 
 
 class Ledger:
-    """Names, the engine's deaths, pins, faults; counts; findings; the latest actions for a replay."""
+    """Names (of operators, and brought by requests), deaths, pins, faults; counts; findings; the latest actions for a replay."""
 
     def __init__(self) -> None:
         self.began_s = time.monotonic()
         self.names: dict[str, NameRecord] = {}
+        self.brought: dict[str, NameRecord] = {}
         self.is_down = Timeline(False)
         self.num_pinned = Timeline(0)
         self.pinned: set[str] = set()
@@ -92,6 +93,10 @@ class Ledger:
 
     def add_names(self, names: Iterable[str]) -> None:
         self.names |= {name: NameRecord() for name in names}
+
+    def record(self, name: str) -> NameRecord:
+        """Of an operator's name, or of one that requests bring with them."""
+        return self.brought[name] if name in self.brought else self.names[name]
 
     def note(self, text: str) -> None:
         """For the log of a replay."""

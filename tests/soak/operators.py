@@ -391,5 +391,3 @@ class Operator:
     @property
     def families(self) -> dict[str, int]:
         return self._families
-
-

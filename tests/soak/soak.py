@@ -146,6 +146,7 @@ class Soak:
         askers = [
             Asker(f"asker-{index}", plan.seed, engine, self._world, self.ledger) for index in range(plan.num_askers)
         ]
+        workers: list[Worker] = [*operators, *askers]
         background = [footprint.run()]
         if plan.kill_period_s is not None:
             background.append(killer.run())
@@ -154,7 +155,7 @@ class Soak:
             background.append(injector.run())
         deadline_s = time.monotonic() + plan.seconds
         tasks = [asyncio.create_task(self._in_background(each)) for each in background]
-        await asyncio.gather(*(self._drive(worker, deadline_s, engine) for worker in [*operators, *askers]))
+        await asyncio.gather(*(self._drive(worker, deadline_s, engine) for worker in workers))
         while self.ledger.is_down.now and not self.ledger.findings:
             await asyncio.sleep(0.05)
         for task in tasks:

@@ -21,6 +21,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from loraplex import LLM, LoRARequest, SamplingParams
+from loraplex.core import Logprob
 from tests.fixtures import ADAPTER_OPTIONS, MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 
 WEIGHTS = "adapter_model.safetensors"
@@ -140,7 +141,7 @@ def answers_of(llm: LLM, prompts: Sequence[tuple[int, ...]], lora_request: LoRAR
     return answers
 
 
-def _gap(candidates: list[Any]) -> float:
+def _gap(candidates: list[Logprob]) -> float:
     first, second = sorted((candidate.logprob for candidate in candidates), reverse=True)[:2]
     return first - second
 

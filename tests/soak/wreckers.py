@@ -8,8 +8,10 @@ import signal
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from loraplex.engine.async_engine import AsyncEngine
+from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS
 from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError
 from tests.soak.ledger import Ledger
 from tests.soak.orders import FAULTS, Order, give
@@ -28,11 +30,18 @@ class Killer:
         self._engine = engine
         self._ledger = ledger
         self._period_s = period_s
-        self.num_kills = 0
+        self._killed: list[float] = []
+
+    @property
+    def num_kills(self) -> int:
+        return len(self._killed)
 
     async def run(self) -> None:
+        """Never so often that the supervisor would give the engine up."""
         while True:
             await asyncio.sleep(self._period_s * self._rng.uniform(0.75, 1.25))
+            while len([at_s for at_s in self._killed if time.monotonic() - at_s < DEATHS_WINDOW_S]) >= MAX_DEATHS - 1:
+                await asyncio.sleep(1.0)
             await self.kill()
 
     async def kill(self) -> None:
@@ -43,7 +52,7 @@ class Killer:
         for record in ledger.names.values():
             record.may_be_lost = True
         os.kill(pid, signal.SIGKILL)
-        self.num_kills += 1
+        self._killed.append(began_s)
         while self._engine.engine_pid == pid or not self._engine.health().is_alive:
             await asyncio.sleep(0.01)
             if time.monotonic() - began_s > REVIVAL_PATIENCE_S:
@@ -75,9 +84,7 @@ class Killer:
 class Injector:
     """Orders a fault of the chosen groups every FAULT_PERIOD_S. `folder` is where the processes have their sockets."""
 
-    def __init__(
-        self, seed: int, engine: AsyncEngine, ledger: Ledger, folder: Path, groups: frozenset[str]
-    ) -> None:
+    def __init__(self, seed: int, engine: AsyncEngine, ledger: Ledger, folder: Path, groups: frozenset[str]) -> None:
         self._seed = seed
         self._engine = engine
         self._ledger = ledger
@@ -130,7 +137,7 @@ class Injector:
     def _clear(self, adapter_id: int) -> None:
         self._ledger.tainted[self._tainted_ids.pop(adapter_id)].set(False)
 
-    async def _give(self, order: Order) -> object:
+    async def _give(self, order: Order) -> Any:
         pid = self._engine.engine_pid
         try:
             return None if pid is None else await give(self._folder, pid, order)

@@ -273,6 +273,11 @@ class LoRARegistry:
         except LoraplexError as error:
             version.error = error
             return error
+        with self._lock:
+            is_gone = not self._table.has(version)
+        if is_gone:  # a verb that began before the engine died has retired it, and may have found nothing to drop
+            self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
+            return None
         try:
             if version.is_pinned:
                 self._store.pin_adapter(version.adapter_id)
