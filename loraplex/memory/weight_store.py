@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from loraplex.core import WaitsFor
-from loraplex.errors import AdapterError, EngineShutdownError
+from loraplex.errors import AdapterError, AdapterNoRoomError, EngineShutdownError
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.loading import Loader, as_adapter_error, copy_extents, raise_again, read_weights
 from loraplex.memory.packing import PackedLayout, Packer
@@ -297,7 +297,7 @@ class WeightStore:
                 self._leave_device(weights)
             else:
                 self._leave_host(weights)
-            if job.is_awaited:
+            if job.is_awaited and not isinstance(job.error, AdapterNoRoomError):  # of an add: requests wait for room
                 weights.failure = LoadFailure(job.error, self._clock())
             weights.is_prefetch_off = True
             self.counters.num_load_failures += 1
@@ -309,15 +309,15 @@ class WeightStore:
                 cause=job.demand.cause,
             )
             if weights.layout is None:
-                self._forget_adapters(weights)
+                self._forget_sources(job)
             self._end(job)
 
-    def _forget_adapters(self, weights: StoredWeights) -> None:
-        """The first load failed: its adapters were never there. Their `add_adapter` raises."""
-        for adapter_id, adapter in weights.adapters.items():
-            adapter.is_removed = True
-            del self.adapters[adapter_id]
-        weights.adapters.clear()
+    def _forget_sources(self, job: LoadJob) -> None:
+        """The first load failed: its adapters were never there. Their `add_adapter` raises; those that came later load for themselves."""
+        for adapter in job.sources:
+            if job.weights.adapters.get(adapter.adapter_id) is adapter:
+                adapter.is_removed = True
+                del job.weights.adapters[adapter.adapter_id], self.adapters[adapter.adapter_id]
 
     def _end(self, job: LoadJob) -> None:
         weights = job.weights
