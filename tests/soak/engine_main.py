@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import signal
 import socketserver
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +44,7 @@ class Orders(socketserver.StreamRequestHandler):
 
 
 class OrderServer(socketserver.ThreadingUnixStreamServer):
-    """Carries out orders on one engine. Beside the faults there is `events`: the events since it was asked last."""
+    """Carries out orders on one engine. Beside the faults there are `events` (since it was asked last) and `heap` (objects by type)."""
 
     daemon_threads = True
 
@@ -58,6 +60,9 @@ class OrderServer(socketserver.ThreadingUnixStreamServer):
         if order.fault == "events":
             events, self._events = self._events, []
             return events
+        if order.fault == "heap":
+            gc.collect()
+            return Counter(type(each).__name__ for each in gc.get_objects()).most_common(40)
         return FAULTS[order.fault].inject(self._engine, order)
 
     def _note_events(self) -> Any:

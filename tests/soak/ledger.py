@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 
 NUM_LOGGED = 200
 MAX_FINDINGS = 20
-MAX_CHANGES = 400
+KEPT_S = 90.0
+"""Nobody asks what was true longer ago than this."""
 
 T = TypeVar("T")
 
@@ -24,15 +25,19 @@ class Timeline(Generic[T]):
     """A value that changes, and what it was before."""
 
     def __init__(self, value: T) -> None:
-        self._changes: deque[tuple[float, T]] = deque([(float("-inf"), value)], maxlen=MAX_CHANGES)
+        self._changes: deque[tuple[float, T]] = deque([(float("-inf"), value)])
 
     @property
     def now(self) -> T:
         return self._changes[-1][1]
 
     def set(self, value: T) -> None:
-        if value != self.now:
-            self._changes.append((time.monotonic(), value))
+        if value == self.now:
+            return
+        now_s = time.monotonic()
+        self._changes.append((now_s, value))
+        while len(self._changes) > 1 and self._changes[1][0] < now_s - KEPT_S:
+            self._changes.popleft()
 
     def since(self, start_s: float) -> list[T]:
         """What it has been from `start_s` until now, oldest first."""

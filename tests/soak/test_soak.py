@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,7 @@ from tests.soak.orders import FAULTS, GROUPS, Order, give
 from tests.soak.soak import Plan, Soak
 from tests.soak.world import BROKEN, Answer, Source, World, make_world
 
-SMALL = {"num_askers": 4, "num_operators": 2, "num_names_each": 4, "num_device": 3, "num_host": 5}
+SMALL = Plan(seconds=3, num_askers=4, num_operators=2, num_names_each=4, num_device=3, num_host=5)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def world(zoo: ModelZoo) -> World:
 
 async def test_a_short_soak_finds_nothing(world: World, tmp_path: Path) -> None:
     """The engine is killed once on the way."""
-    report = await Soak(Plan(seconds=3, kill_period_s=1.5, **SMALL), world, tmp_path).run()
+    report = await Soak(replace(SMALL, kill_period_s=1.5), world, tmp_path).run()
     assert report.findings == []
     assert report.ledger.num_compared > 0
     assert report.num_kills > 0
@@ -39,7 +40,7 @@ async def test_a_short_soak_finds_nothing(world: World, tmp_path: Path) -> None:
 
 async def test_it_finds_wrong_weights(world: World, tmp_path: Path) -> None:
     """Bytes of the adapters on the device flip again and again, and nobody says so."""
-    soak = Soak(Plan(seconds=60, kill_period_s=None, **SMALL), world, tmp_path)
+    soak = Soak(replace(SMALL, seconds=60, kill_period_s=None), world, tmp_path)
     damaging = asyncio.create_task(damage(soak, tmp_path / "sockets"))
     report = await soak.run()
     damaging.cancel()

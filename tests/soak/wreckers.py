@@ -10,14 +10,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from loraplex.core import AdapterSpec, Tier
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS
-from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError
+from loraplex.errors import AdapterNoRoomError, EngineDeadError
 from tests.soak.ledger import Ledger
 from tests.soak.orders import FAULTS, Order, give
 
 REVIVAL_PATIENCE_S = 60.0
-FAULT_PERIOD_S = 2.0
+FAULT_PERIOD_S = 1.0
 TAIL_S = 1.0
 """Errors of a fault may come this long after its end."""
 
@@ -90,7 +91,8 @@ class Injector:
         self._ledger = ledger
         self._folder = folder
         self._faults = [name for name, fault in FAULTS.items() if fault.group in groups]
-        self._tainted_ids: dict[int, str] = {}
+        self._tainted: dict[int, str] = {}
+        self._heeded_s = time.monotonic()
         self._number = 0
 
     async def run(self) -> None:
@@ -102,40 +104,60 @@ class Injector:
     async def _inject(self) -> None:
         rng = Random(f"{self._seed}/injector/{self._number}")
         self._number += 1
-        fault, name = rng.choice(self._faults), rng.choice(list(self._ledger.names))
-        seconds, seed = rng.uniform(0.05, 0.5), rng.randrange(1 << 30)
-        registry = self._engine.registry
-        assert registry is not None
-        try:
-            ref = registry.resolve(name)
-        except AdapterNotFoundError:
+        fault, seconds, seed = rng.choice(self._faults), rng.uniform(0.05, 0.5), rng.randrange(1 << 30)
+        spec = await self._victim(rng)
+        if spec is None:
             return
         what = FAULTS[fault]
         self._ledger.actions[f"fault: {fault}"] += 1
-        self._ledger.note(f"injector #{self._number} {fault} {name} id {ref.adapter_id} for {seconds:.2f} s")
+        self._ledger.note(
+            f"injector #{self._number} {fault} {spec.adapter_name} id {spec.adapter_id} for {seconds:.2f} s"
+        )
         self._ledger.fault_errors.set(frozenset(what.errors))
+        was_tainted = self._is_tainted(spec)
         if what.taints:
-            self._ledger.tainted[ref.adapter_digest].set(True)
-            self._tainted_ids[ref.adapter_id] = ref.adapter_digest
-        value = await self._give(Order(fault, ref.adapter_id, seed, seconds))
-        if what.taints and not value:
-            self._clear(ref.adapter_id)
+            self._ledger.tainted[spec.adapter_digest].set(True)
+            self._tainted[spec.adapter_id] = spec.adapter_digest
+        value = await self._give(Order(fault, spec.adapter_id, seed, seconds))
+        if what.taints and not value and not was_tainted:
+            self._clear({spec.adapter_id})
         self._ledger.count(f"fault: {fault}", "injected" if value else "nothing there")
         await asyncio.sleep(TAIL_S)
         self._ledger.fault_errors.set(frozenset())
 
+    async def _victim(self, rng: Random) -> AdapterSpec | None:
+        """An adapter that is on the device now; None when there is none, or no engine."""
+        registry = self._engine.registry
+        assert registry is not None
+        try:
+            residencies = await asyncio.to_thread(registry._store.list_adapters)
+        except EngineDeadError:
+            return None
+        on_device = {where.adapter_id for where in residencies if where.tier is Tier.DEVICE}
+        specs = [spec for spec in registry.specs() if spec.adapter_id in on_device]
+        return rng.choice(specs) if specs else None
+
     async def _heed_events(self) -> None:
-        """The engine has noticed: from now on it is accountable for that adapter again. A new process has nothing of the old one."""
-        if self._ledger.is_down.now:
-            for adapter_id in list(self._tainted_ids):
-                self._clear(adapter_id)
+        """The engine has noticed: from now on it is accountable for that content again. A new process has nothing of the old one."""
+        registry = self._engine.registry
+        assert registry is not None
+        if self._ledger.was_down_since(self._heeded_s):
+            self._clear(set(self._tainted))
+        self._heeded_s = time.monotonic()
+        self._tainted |= {spec.adapter_id: spec.adapter_digest for spec in registry.specs() if self._is_tainted(spec)}
         for kind, adapter_id in await self._give(Order("events")) or ():
             self._ledger.count("engine's events", kind)
-            if adapter_id in self._tainted_ids:
-                self._clear(adapter_id)
+            if adapter_id in self._tainted:
+                digest = self._tainted[adapter_id]
+                self._clear({each for each, has in self._tainted.items() if has == digest})
 
-    def _clear(self, adapter_id: int) -> None:
-        self._ledger.tainted[self._tainted_ids.pop(adapter_id)].set(False)
+    def _is_tainted(self, spec: AdapterSpec) -> bool:
+        """Contents are shared: an event may name any of the adapters that have it."""
+        return spec.adapter_digest in self._tainted.values()
+
+    def _clear(self, adapter_ids: set[int]) -> None:
+        for adapter_id in adapter_ids:
+            self._ledger.tainted[self._tainted.pop(adapter_id)].set(False)
 
     async def _give(self, order: Order) -> Any:
         pid = self._engine.engine_pid
