@@ -37,7 +37,7 @@ from loraplex.core import (
     TokenOutput,
 )
 from loraplex.engine import messages as msg
-from loraplex.engine.client import EngineClient, ProgressCallback
+from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
 from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
 from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
@@ -104,12 +104,21 @@ class AsyncEngine:
         served_model_name: str | None,
         on_progress: ProgressCallback | None,
         journal: SqliteJournal | None = None,
+        engine_module: str = ENGINE_MODULE,
     ) -> None:
         self.config = config
         self._journal = journal
         self._served_model_name = served_model_name or config.model
         self._engines = [
-            EngineSupervisor(config, self._on_outputs, self._on_death, self._restore, on_progress, self.record_event)
+            EngineSupervisor(
+                config,
+                self._on_outputs,
+                self._on_death,
+                self._restore,
+                on_progress,
+                self.record_event,
+                module=engine_module,
+            )
         ]
         self.events = EventHub()
         self._profile: LoraProfile | None = None
@@ -140,14 +149,16 @@ class AsyncEngine:
         adapter_roots: Sequence[str | Path] | None = None,
         on_progress: ProgressCallback | None = None,
         state_dir: str | Path | None = None,
+        engine_module: str = ENGINE_MODULE,
     ) -> AsyncEngine:
         """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere.
 
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when this returns.
-        Raises ConfigError when it cannot be used.
+        engine_module: what the process runs instead of the ordinary one, for tests that put faults into it.
+        Raises ConfigError when the state directory cannot be used.
         """
         journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
-        engine = cls(config, served_model_name, on_progress, journal)
+        engine = cls(config, served_model_name, on_progress, journal, engine_module)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.engine.adapter_opener")
             await asyncio.gather(engine._supervisor.start(), importing)

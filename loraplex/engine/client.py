@@ -28,11 +28,14 @@ logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int], None]
 
+ENGINE_MODULE = "loraplex.engine.process"
+
 
 class EngineClient:
     """One engine process. Every call is answered, with EngineDeadError when the process ends before it could.
 
-    `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process ends unasked.
+    `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process ends unasked. `module` is
+    what the process runs (`python -m module ADDRESS`).
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class EngineClient:
         on_death: Callable[[EngineDeadError], None],
         on_progress: ProgressCallback | None = None,
         on_events: Callable[[tuple[EngineEvent, ...]], None] | None = None,
+        module: str = ENGINE_MODULE,
     ) -> None:
         self._config = config
+        self._module = module
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_progress = on_progress
@@ -88,7 +93,7 @@ class EngineClient:
             sys.executable,
             "-P",  # a file in the working directory must not stand in for a module: the engine imports what this process would
             "-m",
-            "loraplex.engine.process",
+            self._module,
             address,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone

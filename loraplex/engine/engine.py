@@ -85,7 +85,12 @@ class EngineCore:
         """Run one step; returns what it added to which request."""
         with self._profiler.part("schedule"):
             ended = self._caretaker.before_step()
-        plan = self._schedule()
+        try:
+            plan = self._schedule()
+        except MemoryError as error:  # what was admitted until then runs in the next step
+            self._caretaker.monitor.alarm(f"a step could not be scheduled for lack of memory: {error}")
+            self.is_stalled = True
+            return ended
         ended += plan.failed
         if self.is_stalled:
             return ended

@@ -16,6 +16,13 @@ MAX_NUMBERED_EVENTS = 1000
 
 logger = logging.getLogger("loraplex.events")
 
+_LEVELS = {
+    EventKind.FAULT: logging.WARNING,
+    EventKind.LOAD: logging.DEBUG,
+    EventKind.EVICT: logging.DEBUG,
+}
+"""Of the log; INFO for the rest. Adapters come and go by the thousand."""
+
 
 @dataclass(frozen=True, slots=True)
 class NumberedEvent:
@@ -62,7 +69,7 @@ class EventHub:
             self._events.append(NumberedEvent(self._last_id, event))
             self._counts[event.kind.value] += 1
             waiting = self._take_waiting()
-        logger.log(logging.WARNING if event.kind is EventKind.FAULT else logging.INFO, "%s: %s", event.kind, event.text)
+        logger.log(_LEVELS.get(event.kind, logging.INFO), "%s: %s", event.kind, event.text)
         _wake(waiting)
 
     def extend(self, events: Iterable[EngineEvent]) -> None:

@@ -236,9 +236,14 @@ class Scheduler:
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
         """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is short."""
         num_cached = self._blocks.start(state.request, state.token_ids)
-        if not self._blocks.reserve(state.request.request_id, len(state.token_ids)):
-            self._blocks.free(state.request.request_id)
-            self._release_adapter(state)
+        is_reserved = False
+        try:
+            is_reserved = self._blocks.reserve(state.request.request_id, len(state.token_ids))
+        finally:
+            if not is_reserved:
+                self._blocks.free(state.request.request_id)
+                self._release_adapter(state)
+        if not is_reserved:
             return 0
         self._waiting.remove(state)
         self._running.append(state)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
-from loraplex.engine.client import EngineClient, ProgressCallback
+from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
 from loraplex.errors import EngineDeadError
 from loraplex.events import Detail, EngineEvent, EventKind
 
@@ -24,6 +24,7 @@ class EngineSupervisor:
 
     on_outputs gets the tokens of each step; on_death is called when a process that served has ended unasked; restore gives a new
     process its adapters again, before anything is served; on_event gets what the process tells, its deaths and its returns.
+    module: what the process runs.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class EngineSupervisor:
         restore: Callable[[], Awaitable[None]],
         on_progress: ProgressCallback | None = None,
         on_event: Callable[[EngineEvent], None] | None = None,
+        module: str = ENGINE_MODULE,
     ) -> None:
         self._config = config
+        self._module = module
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._restore = restore
@@ -55,7 +58,12 @@ class EngineSupervisor:
     async def start(self) -> None:
         """Start a process and wait until its model is ready. Raises the error that kept it from starting."""
         self._client = EngineClient(
-            self._config, self._on_outputs, self._on_client_death, self._on_progress, self._on_engine_events
+            self._config,
+            self._on_outputs,
+            self._on_client_death,
+            self._on_progress,
+            on_events=self._on_engine_events,
+            module=self._module,
         )
         self.info = await self._client.start()
 

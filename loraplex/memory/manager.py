@@ -16,16 +16,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
-from loraplex.errors import AdapterConflictError, AdapterNotFoundError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
+from loraplex.memory.adapter_records import AdapterRecords
 from loraplex.memory.arena import Arena
 from loraplex.memory.compaction import CompactionResult, Compactor
 from loraplex.memory.damage import DamageControl
@@ -89,7 +88,6 @@ class LoRAModelManager:
         disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
-        self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
         disk = disk_tier(packer)
@@ -108,7 +106,7 @@ class LoRAModelManager:
         self.housekeeping = Housekeeping(self._store, self._transfers, self._loader, self._release)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
-        self._draining: dict[int, StoredAdapter] = {}
+        self._records = AdapterRecords(self._store, open_weights)
         self._mapping: AdapterMapping | None = None
 
     # ------------------------------------------------------------------------------------- core.ResidencyView: never waits
@@ -116,7 +114,7 @@ class LoRAModelManager:
     def try_acquire(self, adapter_id: int) -> AcquireResult:
         """A reference for one running request, or what it waits for. Raises AdapterError as core.ResidencyView says."""
         with self._lock:
-            adapter = self._adapter(adapter_id)
+            adapter = self._records.get(adapter_id)
             waits_for = self._transfers.ask(adapter.weights)
             if waits_for is not None:
                 return AcquireResult(None, waits_for)
@@ -126,7 +124,7 @@ class LoRAModelManager:
     def release(self, adapter_id: int) -> None:
         """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees it."""
         with self._lock:
-            self._release(self._draining.get(adapter_id) or self._adapter(adapter_id))
+            self._release(self._records.in_use(adapter_id))
 
     def prefetch(self, adapter_id: int) -> None:
         """Bring the adapter nearer, if that costs nobody anything who asked before; an unknown one is ignored."""
@@ -193,10 +191,10 @@ class LoRAModelManager:
         AdapterNoRoomError, what `open_weights` raises, and AdapterContentChangedError when that gives another digest; the
         adapter is unknown then. A load that began without this adapter's source and fails is followed by one with it.
         """
-        spec, opener = self._spec_of(adapter)
+        spec, opener = self._records.spec_of(adapter)
         with self._lock:
-            known = self._known(spec)
-            stored = known or self._attach(spec, opener)
+            known = self._records.known(spec)
+            stored = known or self._records.attach(spec, opener)
             job, is_mine = self._load_of(stored, is_new=known is None)
         try:
             while job is not None and not self._has_loaded(job, is_mine, stored):
@@ -208,7 +206,7 @@ class LoRAModelManager:
         except BaseException:
             with self._lock:
                 if known is None and not stored.is_removed:
-                    self._remove(stored)
+                    self._records.remove(stored)
             raise
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
@@ -218,9 +216,7 @@ class LoRAModelManager:
         Known ids with the same content are passed over. Raises AdapterConflictError for another content.
         """
         with self._lock:
-            for spec in specs:
-                if self._known(spec) is None:
-                    self._attach(*self._spec_of(spec)).is_attached = True
+            self._records.attach_unread(specs)
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
         """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error otherwise."""
@@ -235,13 +231,13 @@ class LoRAModelManager:
         with self._lock:
             adapter = self._adapters.get(adapter_id)
             if adapter is not None:
-                self._remove(adapter)
+                self._records.remove(adapter)
             return adapter is not None
 
     def drop_adapter(self, adapter_id: int) -> None:
         """`remove_adapter`; raises AdapterNotFoundError for an unknown id."""
-        if not self.remove_adapter(adapter_id):
-            raise _not_found(adapter_id)
+        with self._lock:
+            self._records.remove(self._records.get(adapter_id))
 
     # ------------------------------------------------------------------------------------------------ nearer and farther
 
@@ -249,7 +245,7 @@ class LoRAModelManager:
         """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned or in use."""
         with self._lock:
             demand = Demand("promote")
-            is_new = self._transfers.bring(self._adapter(adapter_id), demand)
+            is_new = self._transfers.bring(self._records.get(adapter_id), demand)
             return AddOutcome(is_new, tuple(demand.evicted))
 
     def activate_adapter(self, adapter_id: int) -> bool:
@@ -259,14 +255,14 @@ class LoRAModelManager:
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is pinned."""
         with self._lock:
-            adapter = self._adapter(adapter_id)
+            adapter = self._records.get(adapter_id)
             was_pinned = adapter.set_pinned(False)
             return self._demote(adapter.weights) or was_pinned
 
     def evict_adapter(self, adapter_id: int) -> bool:
         """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier."""
         with self._lock:
-            weights = self._adapter(adapter_id).weights
+            weights = self._records.get(adapter_id).weights
             if self._demote(weights):
                 return True
             if weights.host is None or not weights.is_idle:
@@ -279,7 +275,7 @@ class LoRAModelManager:
     def pin_adapter(self, adapter_id: int) -> bool:
         """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the device."""
         with self._lock:
-            adapter = self._adapter(adapter_id)
+            adapter = self._records.get(adapter_id)
             if adapter.is_pinned:
                 return False
             self._store.room.check_pinnable(adapter.weights, adapter.name)
@@ -289,7 +285,7 @@ class LoRAModelManager:
 
     def unpin_adapter(self, adapter_id: int) -> bool:
         with self._lock:
-            return self._adapter(adapter_id).set_pinned(False)
+            return self._records.get(adapter_id).set_pinned(False)
 
     def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
         """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request ends.
@@ -302,7 +298,7 @@ class LoRAModelManager:
         loaded_s = self._clock()
         demand = Demand("promote", evicted=list(loaded.evicted))
         with self._lock:
-            coming = self._adapter(new if isinstance(new, int) else new.adapter_id)
+            coming = self._records.get(new if isinstance(new, int) else new.adapter_id)
             going = self._adapters.get(old)
             was_active = going is not None and going.weights.is_on_device
             is_apart = going is not None and going.weights is not coming.weights
@@ -326,7 +322,7 @@ class LoRAModelManager:
         with self._lock:
             try:
                 for adapter_id in dict.fromkeys(request.adapter_id for request in requests):
-                    adapter = self._adapter(adapter_id)
+                    adapter = self._records.get(adapter_id)
                     self._transfers.bring(adapter, Demand("promote"))
                     adapter.count_running(1)  # so that the next one does not push it out
                     held.append(adapter)
@@ -361,7 +357,7 @@ class LoRAModelManager:
 
     def digest_of(self, adapter_id: int) -> str:
         with self._lock:
-            return self._adapter(adapter_id).weights.digest
+            return self._records.get(adapter_id).weights.digest
 
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
@@ -392,7 +388,7 @@ class LoRAModelManager:
     def check_integrity(self) -> None:
         """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
         with self._lock:
-            check_integrity(self._store, self._adapters, self._draining)
+            check_integrity(self._store, self._adapters, self._records.draining)
 
     def close(self) -> None:
         """Stop the loader's threads. Whoever waits gets EngineShutdownError."""
@@ -400,41 +396,6 @@ class LoRAModelManager:
         self._loader.close()
 
     # -------------------------------------------------------------------------------------------------- under the lock
-
-    def _adapter(self, adapter_id: int) -> StoredAdapter:
-        adapter = self._adapters.get(adapter_id)
-        if adapter is None:
-            raise _not_found(adapter_id)
-        return adapter
-
-    def _spec_of(self, adapter: AdapterSpec | LoRAModel) -> tuple[AdapterSpec, Callable[[], LoRAModel]]:
-        if isinstance(adapter, AdapterSpec):
-            return adapter, partial(self._open_weights, adapter)
-        digest, name = adapter.adapter_digest, str(adapter.adapter_id)
-        spec = AdapterSpec(adapter.adapter_id, name, 1, digest, "", adapter.nbytes, adapter.rank)
-        return spec, lambda: adapter  # the caller's object is its source
-
-    def _known(self, spec: AdapterSpec) -> StoredAdapter | None:
-        draining = self._draining.get(spec.adapter_id)
-        known = self._adapters.get(spec.adapter_id)
-        if draining is not None:
-            raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {draining.name!r} of the same id "
-                f"{spec.adapter_id}; take another id or wait for them"
-            )
-        if known is not None and known.weights.digest != spec.adapter_digest:
-            raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another content; "
-                "take another id or remove that one first"
-            )
-        return known
-
-    def _attach(self, spec: AdapterSpec, opener: Callable[[], LoRAModel]) -> StoredAdapter:
-        weights = self._store.weights_of(spec.adapter_digest)
-        adapter = StoredAdapter(spec, opener, weights)
-        weights.adapters[spec.adapter_id] = adapter
-        self._adapters[spec.adapter_id] = adapter
-        return adapter
 
     def _load_of(self, adapter: StoredAdapter, is_new: bool) -> tuple[LoadJob | None, bool]:
         """The load that `add_adapter` waits for, and whether it has to run it itself."""
@@ -446,26 +407,10 @@ class LoRAModelManager:
             return None, False
         return self._transfers.begin_first_load(weights, Demand("add")), True
 
-    def _remove(self, adapter: StoredAdapter) -> None:
-        del self._adapters[adapter.adapter_id]
-        adapter.set_pinned(False)
-        adapter.is_removed = True
-        if adapter.num_running:
-            self._draining[adapter.adapter_id] = adapter
-        else:
-            self._detach(adapter)
-
-    def _detach(self, adapter: StoredAdapter) -> None:
-        weights = adapter.weights
-        del weights.adapters[adapter.adapter_id]
-        if not weights.adapters:
-            self._store.drop(weights)
-
     def _release(self, adapter: StoredAdapter) -> None:
         self._store.release(adapter)
         if adapter.num_running == 0 and adapter.is_removed:
-            del self._draining[adapter.adapter_id]
-            self._detach(adapter)
+            self._records.end_draining(adapter)
         elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
             adapter.is_evicted_when_idle = False
             self._demote(adapter.weights)
@@ -487,6 +432,3 @@ class LoRAModelManager:
         self._lock.notify_all()
         return True
 
-
-def _not_found(adapter_id: int) -> AdapterNotFoundError:
-    return AdapterNotFoundError(f"adapter id {adapter_id} is unknown; add the adapter first")

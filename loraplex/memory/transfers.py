@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 
 from loraplex.core import Tier, WaitsFor
-from loraplex.errors import AdapterError, DeviceLostError, EngineShutdownError
+from loraplex.errors import AdapterError, AdapterNoRoomError, DeviceLostError, EngineShutdownError
 from loraplex.events import EventKind
 from loraplex.memory.damage import DamageControl
 from loraplex.memory.loading import (
@@ -278,7 +278,7 @@ class Transfers:
                 self._store.leave_device(weights)
             elif weights.state is WeightState.LOADING:
                 self._store.leave_host(weights)
-            if job.is_awaited:
+            if job.is_awaited and not isinstance(job.error, AdapterNoRoomError):  # of an add: requests wait for room
                 weights.failure = LoadFailure(job.error, self._store.clock())
             weights.is_prefetch_off = True
             self._store.counters.num_load_failures += 1
@@ -290,15 +290,17 @@ class Transfers:
                 cause=job.demand.cause,
             )
             if weights.layout is None:
-                self._forget_adapters(weights)
+                self._forget_sources(job)
             self._end(job)
 
-    def _forget_adapters(self, weights: StoredWeights) -> None:
-        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises."""
-        for adapter_id, adapter in list(weights.adapters.items()):
-            if not adapter.is_attached:
+    def _forget_sources(self, job: LoadJob) -> None:
+        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises; those that came later
+        load for themselves.
+        """
+        for adapter in job.sources:
+            if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
                 adapter.is_removed = True
-                del self._store.adapters[adapter_id], weights.adapters[adapter_id]
+                del job.weights.adapters[adapter.adapter_id], self._store.adapters[adapter.adapter_id]
 
     def _end(self, job: LoadJob) -> None:
         weights = job.weights

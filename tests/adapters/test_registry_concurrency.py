@@ -433,3 +433,25 @@ def test_many_threads_leave_nothing_behind(store_class: type[CarefulStore], seed
         registry.unload(info.ref.adapter_name)
     assert store.adapters == {}
     assert store.count("add") == store.count("drop")
+
+
+# ------------------------------------------------------------------------------------------------------------- restart
+
+
+@pytest.mark.parametrize("verb", ["reload", "unload"])
+def test_a_verb_that_ends_during_a_restore_leaves_nothing_behind(
+    bench: Bench, pool: ThreadPoolExecutor, verb: str
+) -> None:
+    """It began before the engine died; the version that it retires is on its way into the new engine."""
+    bench.registry.load("a", "/a")
+    bench.store.start_again()
+    gate = stop_at(bench, "add")
+    restoring = pool.submit(bench.registry.restore)
+    assert gate.arrived.wait(WAIT_S)
+    if verb == "reload":
+        bench.registry.load("a", "/a", load_inplace=True)
+    else:
+        bench.registry.unload("a")
+    gate.opened.set()
+    restoring.result(WAIT_S)
+    assert set(bench.store.specs.values()) == set(bench.registry.specs())

@@ -287,8 +287,8 @@ async def test_a_start_that_is_called_off_leaves_nothing(monkeypatch: pytest.Mon
     clients: list[EngineClient] = []
     make = EngineClient.__init__
 
-    def remembered(client: EngineClient, *arguments: object) -> None:
-        make(client, *arguments)  # type: ignore[arg-type]
+    def remembered(client: EngineClient, *arguments: object, **options: object) -> None:
+        make(client, *arguments, **options)  # type: ignore[arg-type]
         clients.append(client)
 
     monkeypatch.setattr(EngineClient, "__init__", remembered)

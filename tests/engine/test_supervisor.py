@@ -67,7 +67,7 @@ class Stage:
         )
 
     def _make_client(
-        self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any, on_events: Any
+        self, config: Any, on_outputs: Any, on_death: Any, on_progress: Any, *, on_events: Any, **_options: Any
     ) -> PlayedClient:
         self.clients.append(PlayedClient(self.failures, on_death))
         self.tell_events = on_events

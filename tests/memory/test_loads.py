@@ -15,6 +15,7 @@ from loraplex.errors import (
     AdapterContentChangedError,
     AdapterError,
     AdapterLoadError,
+    AdapterNoRoomError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
     AdapterTruncatedError,
@@ -411,6 +412,52 @@ def test_an_add_whose_adapter_is_removed_meanwhile_says_so(threaded: Rig) -> Non
         with pytest.raises(AdapterNotFoundError, match="removed meanwhile"):
             outcome.result(10)
     threaded.check_empty()
+
+
+def test_an_add_that_came_during_a_failing_first_load_reads_its_own_source(threaded: Rig) -> None:
+    """The same content under two names: the first one's source is damaged while it is read, the second one's is good."""
+    gate = threaded.source.gates["/p1"] = threading.Event()
+    threaded.source.errors["/p1"] = AdapterTruncatedError("short file")
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(threaded.manager.add_adapter, threaded.spec(1, "same"))
+        threaded.source.entered.acquire()
+        good = pool.submit(threaded.manager.add_adapter, threaded.spec(2, "same"))
+        while len(threaded.manager.list_adapters()) < 2:
+            threaded.manager.wait_for_change(0.001)
+        gate.set()
+        assert isinstance(bad.exception(10), AdapterTruncatedError)
+        assert good.result(10).is_new
+    assert threaded.source.opens == {"/p1": 1, "/p2": 1}
+    assert [each.adapter_id for each in threaded.manager.list_adapters()] == [2]
+    assert threaded.tier_of(2) == "host"
+    threaded.manager.check_integrity()
+
+
+def test_requests_do_not_fail_with_the_lack_of_room_of_an_add() -> None:
+    """All memory is in use. An add of the same content under another name finds no room, which is its own error; requests wait."""
+    rig = Rig(num_device=3, num_host=3, is_gated=False)
+    rig.add(1)
+    rig.manager.evict_adapter(1)
+    rig.add(2, 3, 4)
+    for adapter_id in (2, 3, 4):
+        rig.manager.promote_adapter(adapter_id)
+        assert rig.manager.try_acquire(adapter_id).lora_slot is not None
+    while rig.source.entered.acquire(blocking=False):
+        pass
+    gate = rig.source.gates["/p5"] = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(rig.manager.add_adapter, rig.spec(5, "d1"))
+        rig.source.entered.acquire()
+        rig.manager.poll()
+        assert rig.manager.try_acquire(1).waits_for is WaitsFor.LOAD
+        gate.set()
+        assert isinstance(adding.exception(10), AdapterNoRoomError)
+    rig.manager.poll()
+    assert rig.manager.try_acquire(1).waits_for is WaitsFor.ROOM
+    rig.manager.release(2)
+    rig.manager.poll()
+    assert rig.manager.try_acquire(1).waits_for is WaitsFor.LOAD
+    rig.manager.close()
 
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["one memory", "two memories"])

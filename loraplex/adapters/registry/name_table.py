@@ -107,6 +107,10 @@ class NameTable:
         """Everything that the store holds: current and kept versions, and those that still run."""
         return list(self._by_id.values())
 
+    def has(self, version: AdapterVersion) -> bool:
+        """Whether a version is current, or drains still."""
+        return version.adapter_id in self._by_id
+
     def aliases_of(self) -> dict[str, tuple[str, ...]]:
         """The inverse of `aliases`."""
         inverse: dict[str, tuple[str, ...]] = {}

@@ -38,6 +38,12 @@ class Revival:
             current = list(table.current.values())
             kept = [version for versions in table.kept.values() for version in versions]
         self._store.attach_adapters([version.spec for version in (*current, *kept)])
+        with self._effects.lock:
+            gone = [version for version in (*current, *kept) if not table.has(version)]
+        for (
+            version
+        ) in gone:  # a verb that began before the engine died has retired it, and may have found nothing to drop
+            self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
         if any(version.is_pinned for version in current):
             self._run_later(lambda: self._pin([v.ref.adapter_name for v in current if v.is_pinned]))
 
