@@ -1,6 +1,6 @@
 """Between steps: the monitor's look at the memory, a scrub of weights, and what follows when an adapter's results are wrong.
 
-logits not finite -> the adapter is suspended, its requests end (503, Retry-After), all others go on
+logits not finite -> the adapter is quarantined, its requests end (503, Retry-After), all others go on
                   -> the base answers the diagnostic prompt: wrong, and the engine starts again
                   -> the adapter is read anew and answers it: right, and it is served again; wrong, and it is tried later
 damaged weights   -> the requests that run on them end, the copy is let go, the next demand restores it
@@ -92,7 +92,7 @@ class Caretaker:
         return self._in_diagnosis is not None or self._is_base_suspect
 
     def refusal(self, adapter_id: int | None) -> AdapterFaultError | None:
-        """The error for a new request, when its adapter is suspended."""
+        """The error for a new request, when its adapter is quarantined."""
         return None if adapter_id is None or self._adapters is None else self._adapters.health.refusal(adapter_id)
 
     def arrived(self, request: Request) -> None:
@@ -115,14 +115,14 @@ class Caretaker:
         return ended
 
     def after_step(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Suspend the adapters whose results in this step were wrong; returns their other requests, which end."""
+        """Quarantine the adapters whose results in this step were wrong; returns their other requests, which end."""
         bad = {
             sequence.state.request.adapter_id
             for sequence in plan.sequences
             if (token := tokens.get(sequence.state.request.request_id)) is not None and token.error is not None
         }
         self._is_base_suspect |= None in bad
-        return self._suspend([each for each in bad if each is not None], "its logits are not finite")
+        return self._quarantine([each for each in bad if each is not None], "its logits are not finite")
 
     def _prefetch(self) -> None:
         now_s = self._clock()
@@ -132,12 +132,12 @@ class Caretaker:
 
     # ------------------------------------------------------------------------------------------------- wrong results
 
-    def _suspend(self, adapter_ids: Iterable[int], reason: str) -> list[TokenOutput]:
+    def _quarantine(self, adapter_ids: Iterable[int], reason: str) -> list[TokenOutput]:
         assert self._adapters is not None or not adapter_ids
         ended: list[TokenOutput] = []
         for adapter_id in adapter_ids:
             assert self._adapters is not None
-            for each in self._adapters.health.suspend(adapter_id, reason):
+            for each in self._adapters.health.quarantine(adapter_id, reason):
                 ended += self._end_requests(each)
         return ended
 

@@ -4,7 +4,7 @@ arena.py         one flat memory in chunks, lent to KV cache and adapters within
 pool.py          LoRAMemoryPool: extents in the adapters' chunks; space.py, holes.py: what lies where, what is free
 compaction.py    extents moved out of sparse chunks; moves.py: which, and where to
 pressure.py      adapters that leave for the KV cache
-quarantine.py    freed memory on its way back while launched steps may read it
+retired.py    freed memory on its way back while launched steps may read it
 packing.py       tensors to packed blocks, one extent per decoder layer
 eviction.py      who goes first
 prediction.py    who comes next, and what came of bringing them early

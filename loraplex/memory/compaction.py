@@ -1,7 +1,7 @@
 """Extents moved out of sparse chunks, so that the chunks go back to the arena.
 
 A move copies the bytes, writes the new place into the record of the weights and the rows of the slot table, and retires the old
-extent (quarantine.py): a step in flight still finds it. What is being loaded or copied stays where it is, and while a step is in
+extent (retired.py): a step in flight still finds it. What is being loaded or copied stays where it is, and while a step is in
 flight so does what it may read. The lock is held for the moves of one chunk at a time.
 """
 
@@ -76,7 +76,7 @@ class CompactionSide:
         self._store = store
         self._pool = pool
         self._tier = tier
-        self._owners = {  # what is in quarantine is nobody's
+        self._owners = {  # what is retired is nobody's
             extent: (weights, index)
             for weights in store.weights.values()
             if (place := self._place_of(weights)) is not None
@@ -98,7 +98,7 @@ class CompactionSide:
         place = None if weights is None else self._place_of(weights)
         if weights is None or place is None or extent not in place.extents[index : index + 1]:
             return False  # it came or went since the lock was released
-        is_read = self._store.quarantine.is_waiting_for_steps and weights.num_running > 0
+        is_read = self._store.retired.is_waiting_for_steps and weights.num_running > 0
         return weights.job is None and weights.layout is not None and not is_read
 
     def _move(self, move: Move) -> None:
@@ -116,7 +116,7 @@ class CompactionSide:
         if weights.is_on_device:
             assert weights.lora_slot is not None
             self._store.device.publish_extent(weights.lora_slot, layout, index, move.target)
-        self._store.quarantine.retire((move.source,))
+        self._store.retired.retire((move.source,))
 
     def _place_of(self, weights: StoredWeights) -> Place | None:
         return weights.host if self._tier is Tier.HOST else weights.device

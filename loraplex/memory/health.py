@@ -1,4 +1,4 @@
-"""Adapters that give wrong results or lie in damaged memory: suspended, restored, served again.
+"""Adapters that give wrong results or lie in damaged memory: quarantined, restored, served again.
 
 The engine calls this between steps. It ends the requests of the adapters that it is told to end, and runs the diagnoses.
 """
@@ -30,19 +30,19 @@ class AdapterHealth:
 
     # ------------------------------------------------------------------------------------------------- wrong results
 
-    def suspend(self, adapter_id: int, reason: str) -> list[int]:
+    def quarantine(self, adapter_id: int, reason: str) -> list[int]:
         """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose requests must end."""
         with self._store.lock:
             weights = self._weights(adapter_id)
             if weights is None:
                 return []
             if self._recovery.open(weights.digest, reason):
-                self._store.counters.num_suspended += 1
-                tell(self._store.events, EventKind.FAULT, weights, f"is suspended: {reason}", cause="results")
+                self._store.counters.num_quarantined += 1
+                tell(self._store.events, EventKind.FAULT, weights, f"is quarantined: {reason}", cause="results")
             return list(weights.adapters)
 
     def refusal(self, adapter_id: int) -> AdapterFaultError | None:
-        """The error for a request of a suspended adapter; None for one that is well or unknown."""
+        """The error for a request of a quarantined adapter; None for one that is well or unknown."""
         with self._store.lock:
             weights = self._weights(adapter_id)
             if weights is None:
@@ -50,10 +50,10 @@ class AdapterHealth:
             return self._recovery.refusal(weights.digest, self._store.adapters[adapter_id].name)
 
     def state_of(self, digest: str) -> str | None:
-        """Why a content is suspended. The lock is held."""
+        """Why a content is quarantined. The lock is held."""
         return self._recovery.state_of(digest)
 
-    def suspended(self) -> dict[int, str]:
+    def quarantined(self) -> dict[int, str]:
         """adapter_id -> why."""
         with self._store.lock:
             cases = {case.digest: self._recovery.state_of(case.digest) for case in self._recovery}

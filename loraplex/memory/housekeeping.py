@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from loraplex.core import Tier
+from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterError, EngineShutdownError
 from loraplex.memory.compressed_copies import CompressedCopies
 from loraplex.memory.loading import Loader
@@ -92,9 +92,12 @@ class Housekeeping:
             is_near = weights.host is not None and (store.is_shared or weights.device is not None)
             if is_near or weights.job is not None or weights.layout is None or weights.is_prefetch_off:
                 return False
+            is_begun = False
             with suppress(AdapterError, EngineShutdownError):
-                self._transfers.advance(weights, Demand(cause, is_for_request=True))
-            return weights.job is not None
+                is_begun = self._transfers.advance(weights, Demand(cause, is_for_request=True)) is WaitsFor.LOAD
+            if is_begun:
+                store.ledger.prefetched(weights.digest, weights.nbytes, store.clock())
+            return is_begun
 
     def _idle(self, cache: Budget) -> list[StoredWeights]:
         """What may leave `cache`; not what a request waits for."""
@@ -104,6 +107,7 @@ class Housekeeping:
 
     def _let_go(self, weights: StoredWeights, cache: Budget, cause: str) -> None:
         self._store.counters.evictions[f"{cache.tier.value}_{cause}"] += 1
+        cache.policy.evict(weights.digest)
         if cache is self._store.device:
             self._store.leave_device(weights)
         else:

@@ -54,12 +54,12 @@ def _check_state(weights: StoredWeights, is_shared: bool) -> None:
 def _check_pools(store: WeightStore) -> None:
     host = [extent for each in store.weights.values() if each.host for extent in each.host.extents]
     device = [extent for each in store.weights.values() if each.device for extent in each.device.extents]
-    store.quarantine.check_integrity()
+    store.retired.check_integrity()
     if store.device.pool is None:
         assert not device, "a tier without memory of its own has extents"
-        host += store.quarantine.extents()
+        host += store.retired.extents()
     else:
-        _check_extents(device + store.quarantine.extents(), store.device.pool.used_bytes)
+        _check_extents(device + store.retired.extents(), store.device.pool.used_bytes)
         store.device.pool.check_integrity()
     _check_extents(host, store.host.pool.used_bytes)
     store.host.pool.check_integrity()

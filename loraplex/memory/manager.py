@@ -3,7 +3,7 @@
 The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`, `step_committed`; none
 of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`, `activate_adapter`,
 `pin_adapter`, `set_active_adapters` and `switch_lora` wait for loads. They need no poll to make progress, so an engine that is
-idle may call them from its own thread; while a step is in flight, other threads must (room that is in quarantine comes back when the
+idle may call them from its own thread; while a step is in flight, other threads must (room that is retired comes back when the
 step is committed).
 
 A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it from `try_acquire`:
@@ -157,12 +157,12 @@ class LoRAModelManager:
     def step_launched(self, step_id: int) -> None:
         """Kernels of this step may read what is on the device now, until it is committed. Ids grow."""
         with self._lock:
-            self._store.quarantine.launched(step_id)
+            self._store.retired.launched(step_id)
 
     def step_committed(self, step_id: int) -> None:
         """The step's kernels are done, also if it failed."""
         with self._lock:
-            if self._store.quarantine.committed(step_id):
+            if self._store.retired.committed(step_id):
                 self._lock.notify_all()
 
     def wait_for_change(self, timeout_s: float) -> None:
@@ -383,7 +383,7 @@ class LoRAModelManager:
 
     def report(self) -> MemoryReport:
         """What `GET /v1/memory` shows of the adapters' memory; the engine adds the KV cache's part."""
-        return memory_report(self.stats(), self._store.host.pool.arena)
+        return memory_report(self._store, self.stats(), self.health.quarantined())
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
@@ -431,4 +431,3 @@ class LoRAModelManager:
         self._store.leave_device(weights)
         self._lock.notify_all()
         return True
-

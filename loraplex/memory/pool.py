@@ -78,7 +78,7 @@ class LoRAMemoryPool:
         return tuple(extents)
 
     def free(self, extent: Extent) -> None:
-        """Return an extent. Nothing may read it any more: what was launched before must be done (quarantine.py)."""
+        """Return an extent. Nothing may read it any more: what was launched before must be done (retired.py)."""
         with self._lock:
             self._space.free(extent)
 

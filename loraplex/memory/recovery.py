@@ -1,7 +1,7 @@
 """Contents whose results were wrong: not served until a diagnosis says that they are well again.
 
-    fault -> suspended, diagnosed at once --(answers rightly)--> served again
-                  ^                        `--(still wrong)--> suspended for 5, 10, 20, 40, 80 s, then until it is loaded anew
+    fault -> quarantined, diagnosed at once --(answers rightly)--> served again
+                  ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded anew
 
 Kept by content digest: two names with one content are ill together. Pure bookkeeping; the engine runs the diagnosis.
 """
@@ -45,7 +45,7 @@ class Recovery:
         return iter(self._cases.values())
 
     def open(self, digest: str, reason: str) -> bool:
-        """Suspend a content; False when it is already."""
+        """Quarantine a content; False when it is already."""
         if digest in self._cases:
             return False
         self._cases[digest] = Case(digest, reason, retry_at_s=self._clock())
@@ -79,8 +79,8 @@ class Recovery:
         if case is None:
             return None
         if case.is_given_up:
-            return f"suspended until it is loaded again: {case.reason}"
-        return f"suspended, try {case.num_tries + 1} of {1 + len(BACKOFF_S)} to restore it is pending: {case.reason}"
+            return f"quarantined until it is loaded again: {case.reason}"
+        return f"quarantined, try {case.num_tries + 1} of {1 + len(BACKOFF_S)} to restore it is pending: {case.reason}"
 
     def refusal(self, digest: str, adapter_name: str) -> AdapterFaultError | None:
         """What a request for an ill content is told."""
@@ -88,8 +88,8 @@ class Recovery:
         if case is None:
             return None
         if case.is_given_up:
-            advice, wait_s = "it stays suspended; load it again", BACKOFF_S[-1]
+            advice, wait_s = "it stays quarantined; load it again", BACKOFF_S[-1]
         else:
             wait_s = DIAGNOSIS_S if case.retry_at_s is None else max(DIAGNOSIS_S, case.retry_at_s - self._clock())
             advice = f"it is being restored; try again in {wait_s:.0f} s"
-        return AdapterFaultError(f"adapter {adapter_name!r} is suspended ({case.reason}); {advice}", wait_s)
+        return AdapterFaultError(f"adapter {adapter_name!r} is quarantined ({case.reason}); {advice}", wait_s)

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 from loraplex.memory.arena import Arena
+from loraplex.memory.compressed_copies import CompressedCopies
 from loraplex.memory.stats import MemoryStats, TierStats
+from loraplex.memory.weight_store import WeightStore
 from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 
 
-def memory_report(stats: MemoryStats, arena: Arena) -> MemoryReport:
-    counters = stats.counters
+def memory_report(store: WeightStore, stats: MemoryStats, quarantined: Mapping[int, str]) -> MemoryReport:
+    """`stats` are of `store`; quarantined: adapter id -> why."""
+    counters, ledger, compressed, arena = stats.counters, store.ledger, store.compressed, store.host.pool.arena
+    disk = None if store.disk is None else store.disk.stats()
     return MemoryReport(
-        tiers=tuple(_tier(tier, stats.committed_bytes) for tier in (stats.device, stats.host)),
+        tiers=(
+            *(_tier(tier, stats.committed_bytes) for tier in (stats.device, stats.host)),
+            *([] if compressed is None else [_compressed_tier(compressed)]),
+            *([] if disk is None else [TierReport("disk", disk.used_bytes, disk.max_bytes, disk.num_files, 0.0)]),
+        ),
         pinned_bytes=stats.pinned_bytes,
         in_use_bytes=stats.in_use_bytes,
         retiring_bytes=stats.retiring_bytes,
@@ -21,6 +30,7 @@ def memory_report(stats: MemoryStats, arena: Arena) -> MemoryReport:
         chunk_bytes=arena.chunk_bytes,
         chunks=chunk_runs(arena),
         fragmentation=stats.fragmentation,
+        quarantined=quarantined,
         counters={
             **{f"loads_{cause}": count for cause, count in counters.loads.items()},
             **{f"evictions_{cause}": count for cause, count in counters.evictions.items()},
@@ -32,6 +42,18 @@ def memory_report(stats: MemoryStats, arena: Arena) -> MemoryReport:
             "drops": counters.num_drops,
             "hits": counters.num_hits,
             "misses": counters.num_misses,
+            **{f"loads_from_{origin}": count for origin, count in counters.loads_from.items()},
+            "compressed": counters.num_compressed,
+            "compression_max_error": 0.0 if compressed is None else compressed.max_error,
+            "damaged": counters.num_damaged,
+            "quarantines": counters.num_quarantined,
+            "recoveries": counters.num_recovered,
+            "scrubbed_bytes": counters.scrubbed_bytes,
+            "prefetch_hits": ledger.num_hits,
+            "prefetches_late": ledger.num_late,
+            "prefetches_wasted": ledger.num_wasted,
+            "prefetch_wasted_bytes": ledger.wasted_bytes,
+            "cold_starts": ledger.num_missed,
         },
     )
 
@@ -40,6 +62,10 @@ def chunk_runs(arena: Arena) -> tuple[ChunkRun, ...]:
     """The arena from its first chunk to its last."""
     runs = itertools.groupby(arena.owners())  # by identity: a name for each of many chunks would hold up a step
     return tuple(ChunkRun("free" if owner is None else owner.value, len(list(run))) for owner, run in runs)
+
+
+def _compressed_tier(copies: CompressedCopies) -> TierReport:
+    return TierReport("compressed", copies.used_bytes, copies.max_bytes, len(copies), 0.0)
 
 
 def _tier(tier: TierStats, committed_bytes: int) -> TierReport:

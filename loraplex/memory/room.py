@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
-from loraplex.memory.quarantine import Quarantine
+from loraplex.memory.retired import RetiredMemory
 from loraplex.memory.stored import Demand, StoredWeights
 from loraplex.memory.tiers import Budget, DeviceCache, HostCache
 
@@ -21,11 +21,11 @@ class Room:
     """Decisions over both tiers; it moves nothing. The caller holds the manager's lock."""
 
     def __init__(
-        self, host: HostCache, device: DeviceCache, quarantine: Quarantine, weights: Mapping[str, StoredWeights]
+        self, host: HostCache, device: DeviceCache, retired: RetiredMemory, weights: Mapping[str, StoredWeights]
     ) -> None:
         self._host = host
         self._device = device
-        self._quarantine = quarantine
+        self._retired = retired
         self._weights = weights
         self._promises: dict[Tier, StoredWeights] = {}
         self.pass_id = 0
@@ -124,11 +124,11 @@ class Room:
     def is_coming(self, wanted: StoredWeights) -> bool:
         """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
         others = (each for each in self._weights.values() if each is not wanted)
-        return self._quarantine.nbytes > 0 or any(each.job is not None and each.host is not None for each in others)
+        return self._retired.nbytes > 0 or any(each.job is not None and each.host is not None for each in others)
 
     def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
-        if self._quarantine.nbytes or self.promised(cache) not in (None, wanted):
+        if self._retired.nbytes or self.promised(cache) not in (None, wanted):
             return
         if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
             return  # requests end, and the KV cache gives back

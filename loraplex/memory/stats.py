@@ -16,7 +16,7 @@ class MemoryCounters:
     loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by what was read.
     evictions: by tier and reason: `device_room`, `host_room` (somebody else needed the room), `kv_pressure` (the KV cache did), `verb`
     (by name), `device_idle`, `host_idle`, `host_compressed` (unused for long), `..._low_memory`. misses: references that had to wait.
-    damaged: copies whose bytes had changed; suspended, recovered: contents that gave wrong results, and then right ones again.
+    damaged: copies whose bytes had changed; quarantined, recovered: contents that gave wrong results, and then right ones again.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
@@ -32,7 +32,7 @@ class MemoryCounters:
     num_misses: int = 0
     num_compressed: int = 0
     num_damaged: int = 0
-    num_suspended: int = 0
+    num_quarantined: int = 0
     num_recovered: int = 0
     scrubbed_bytes: int = 0
 

@@ -121,7 +121,7 @@ class StoredAdapter:
             )
 
     def residency(self, resting_tier: Tier, fault: str | None) -> AdapterResidency:
-        """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is suspended."""
+        """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is quarantined."""
         weights = self.weights
         is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
         return AdapterResidency(
@@ -144,7 +144,8 @@ class StoredWeights:
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. wanted_in_pass: the last scheduling pass in which a request asked in vain.
     checksums: of the extents as they were loaded. is_restoring: damaged copies were let go and the weights are on their way back.
-    has_missed: the next reference taken counts as a miss. is_prefetch_off: the last load failed and nobody asked since.
+    has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
+    is_prefetch_off: the last load failed and nobody asked since.
     reload_s: what the last load took, its wait for others included; None before the first.
     """
 
@@ -164,6 +165,7 @@ class StoredWeights:
     waits_for: WaitsFor | None = None
     wanted_in_pass: int = -1
     has_missed: bool = False
+    is_cold: bool = False
     is_prefetch_off: bool = False
     last_used_s: float = 0.0
     reload_s: float | None = None

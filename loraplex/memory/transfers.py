@@ -70,6 +70,7 @@ class Transfers:
         was_on_device = weights.is_on_device
         waits_for = self.advance(weights, Demand("request", is_for_request=True))
         weights.has_missed |= not was_on_device
+        weights.is_cold |= waits_for is WaitsFor.LOAD
         weights.waits_for = waits_for
         if waits_for is not None:
             weights.wanted_in_pass = self._store.room.pass_id

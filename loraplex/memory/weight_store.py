@@ -14,7 +14,8 @@ from loraplex.errors import DeviceLostError, EngineShutdownError
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.compressed_copies import CompressedCopies
 from loraplex.memory.disk_cache import DiskCache
-from loraplex.memory.quarantine import Quarantine
+from loraplex.memory.prediction import PrefetchLedger
+from loraplex.memory.retired import RetiredMemory
 from loraplex.memory.room import Room
 from loraplex.memory.stats import MemoryCounters, MemoryStats
 from loraplex.memory.stored import Demand, StoredAdapter, StoredWeights, WeightState, tell
@@ -39,11 +40,12 @@ class WeightStore:
         self.disk = disk
         self.compressed = compressed
         self.is_shared = device.pool is None  # both tiers are one memory
-        self.quarantine = Quarantine(host.pool if device.pool is None else device.pool)
+        self.retired = RetiredMemory(host.pool if device.pool is None else device.pool)
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
         self.weights: dict[str, StoredWeights] = {}
-        self.room = Room(host, device, self.quarantine, self.weights)
+        self.room = Room(host, device, self.retired, self.weights)
         self.counters = MemoryCounters()
+        self.ledger = PrefetchLedger()
         self.dropped: list[str] = []
         self.is_closed = False
         self.device_lost: DeviceLostError | None = None
@@ -67,7 +69,8 @@ class WeightStore:
         self.device.policy.use(weights.digest)
         self.counters.num_misses += weights.has_missed
         self.counters.num_hits += not weights.has_missed
-        weights.has_missed = False
+        (self.ledger.missed if weights.is_cold else self.ledger.used)(weights.digest)
+        weights.has_missed = weights.is_cold = False
 
     def release(self, adapter: StoredAdapter) -> None:
         adapter.count_running(-1)
@@ -83,7 +86,7 @@ class WeightStore:
             pinned_bytes=self.room.pinned_bytes,
             in_use_bytes=sum(each.nbytes for each in everything if each.num_running),
             committed_bytes=sum(each.nbytes for each in everything if each.num_running or each.num_pinned),
-            retiring_bytes=self.quarantine.nbytes,
+            retiring_bytes=self.retired.nbytes,
             num_adapters=num_adapters,
             num_loading=sum(each.job is not None for each in everything),
             num_waiting={cause: sum(self.room.is_waiting(each, cause) for each in everything) for cause in WaitsFor},
@@ -129,7 +132,7 @@ class WeightStore:
     ) -> Place | None:
         """A place in `cache`, for which as few others as needed leave; None, and nobody left, when that is not enough.
 
-        While freed memory is in quarantine, nobody leaves for lack of pieces: waiting for it may be enough. For a request it is then
+        While freed memory is retired, nobody leaves for lack of pieces: waiting for it may be enough. For a request it is then
         promised, or those who ask later in the pass would take it, and each would evict the other for ever.
         """
         nbytes = sum(sizes)
@@ -141,12 +144,12 @@ class WeightStore:
             for victim in leaving:
                 self._make_way(victim, cache, demand)
             place = cache.allocate(sizes)
-            is_stuck = place is None and self.quarantine.nbytes == 0
+            is_stuck = place is None and self.retired.nbytes == 0
             victim_by_fragments = next(self.room.candidates(cache, weights, demand), None) if is_stuck else None
             leaving = None if victim_by_fragments is None else [victim_by_fragments]
         if place is not None:
             cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.host else None)
-        elif demand.is_for_request and self.quarantine.nbytes and cache.fits(nbytes):
+        elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
             weights.wanted_in_pass = self.room.pass_id
             self.room.promise(cache, weights)
         return place
@@ -180,7 +183,7 @@ class WeightStore:
         self.device.free_slot(place.lora_slot)
         self.device.give(weights.nbytes)
         self.device.policy.forget(weights.digest)
-        self.quarantine.retire(place.extents)
+        self.retired.retire(place.extents)
         weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
 
     def leave_host(self, weights: StoredWeights) -> None:
@@ -190,8 +193,9 @@ class WeightStore:
                 tell(self.events, EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
             self.host.give(sum(extent.nbytes for extent in place.extents))
             self.host.policy.forget(weights.digest)
+            self.ledger.evicted_unused(weights.digest)
             if self.is_shared:
-                self.quarantine.retire(place.extents)
+                self.retired.retire(place.extents)
             else:
                 self.host.pool.free_all(place.extents)
         if weights.device is None:

@@ -74,7 +74,7 @@ def test_nan_suspends_one_adapter_whose_weights_are_read_anew(driver: Driver, be
     again.check()
 
 
-def test_while_it_is_suspended_its_requests_are_refused_at_once_and_told_when_to_try_again(
+def test_while_it_is_quarantined_its_requests_are_refused_at_once_and_told_when_to_try_again(
     driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
@@ -88,7 +88,7 @@ def test_while_it_is_suspended_its_requests_are_refused_at_once_and_told_when_to
     driver.step(2)
     poison(driver, "one")
     driver.finish()
-    settle(driver, lambda: "odd" in (health.suspended().get(adapter_id) or ""))
+    settle(driver, lambda: "odd" in (health.quarantined().get(adapter_id) or ""))
     refusal = health.refusal(adapter_id)
     assert refusal is not None
     assert refusal.retry_after_s == BACKOFF_S[0]

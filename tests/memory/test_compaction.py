@@ -104,7 +104,7 @@ def test_a_full_pool_has_nothing_to_move() -> None:
 
 
 def test_a_chunk_that_is_being_emptied_takes_nobody_in() -> None:
-    """Its old extents may be in quarantine for a while; who comes meanwhile goes elsewhere."""
+    """Its old extents may be retired for a while; who comes meanwhile goes elsewhere."""
     pool, marks = filled("small", 0.3, seed=4)
     moves = pool.compaction_moves(1 << 30, marks.__contains__)
     assert len(moves) > 1
@@ -222,12 +222,12 @@ def test_a_step_in_flight_keeps_what_it_reads(is_separate: bool) -> None:
     before = contents(rig)
     rig.manager.compact(1 << 30, deadline_s=1.0)
     assert (weights.host if pool is store.host.pool else weights.device) == place
-    assert store.quarantine.nbytes > 0
+    assert store.retired.nbytes > 0
     rig.manager.check_integrity()
     assert contents(rig) == before
     num_chunks = pool.stats().num_chunks
     rig.manager.step_committed(1)
-    assert store.quarantine.nbytes == 0
+    assert store.retired.nbytes == 0
     assert pool.stats().num_chunks < num_chunks
     rig.manager.check_integrity()
     check_outputs(rig)

@@ -133,15 +133,15 @@ def test_a_copy_that_fails_goes_to_another_place(monkeypatch: pytest.MonkeyPatch
 # ------------------------------------------------------------------------------------------------------- wrong results
 
 
-def test_a_suspended_adapter_is_refused_and_its_twin_too(rig: Rig) -> None:
+def test_a_quarantined_adapter_is_refused_and_its_twin_too(rig: Rig) -> None:
     rig.add(1)
     rig.manager.add_adapter(rig.spec(7, digest="d1"))
     assert rig.manager.health.refusal(1) is None
-    assert rig.manager.health.suspend(1, "its logits are not finite") == [1, 7]
+    assert rig.manager.health.quarantine(1, "its logits are not finite") == [1, 7]
     for adapter_id in (1, 7):
         refusal = rig.manager.health.refusal(adapter_id)
         assert isinstance(refusal, AdapterFaultError)
-    assert set(rig.manager.health.suspended()) == {1, 7}
+    assert set(rig.manager.health.quarantined()) == {1, 7}
     assert rig.manager.health.refusal(99) is None
     errors = {r.adapter_id: r.error for r in rig.manager.list_adapters()}
     assert "not finite" in (errors[1] or "")
@@ -151,7 +151,7 @@ def test_a_diagnosis_reads_the_weights_anew(rig: Rig) -> None:
     rig.add(1)
     rig.acquire(1)
     rig.manager.release(1)
-    rig.manager.health.suspend(1, "NaN")
+    rig.manager.health.quarantine(1, "NaN")
     assert rig.manager.health.next_diagnosis() == 1
     assert rig.tier_of(1) == "source"
     assert rig.manager.health.next_diagnosis() is None
@@ -169,7 +169,7 @@ def test_a_diagnosis_reads_the_weights_anew(rig: Rig) -> None:
 
 def test_a_case_whose_adapter_is_gone_is_closed(rig: Rig) -> None:
     rig.add(1)
-    rig.manager.health.suspend(1, "NaN")
+    rig.manager.health.quarantine(1, "NaN")
     rig.manager.remove_adapter(1)
     assert rig.manager.health.next_diagnosis() is None
     rig.add(1)

@@ -47,7 +47,7 @@ def test_a_refusal_says_when_to_try_again() -> None:
     refusal = recovery.refusal("d", "a")
     assert refusal is not None
     assert (refusal.http_status, refusal.retry_after_s) == (503, BACKOFF_S[0] - 2)
-    assert "adapter 'a' is suspended (still NaN)" in str(refusal)
+    assert "adapter 'a' is quarantined (still NaN)" in str(refusal)
 
 
 def test_a_closed_case_is_forgotten() -> None:

@@ -12,7 +12,7 @@ from loraplex.memory.arena import Extent
 from loraplex.memory.pool import LoRAMemoryPool
 
 
-class Quarantine:
+class RetiredMemory:
     """Extents on their way back to `pool`. Not thread-safe: the manager calls it under its lock.
 
     Step ids grow by launch; every launched step is committed in the end, also one that failed.
