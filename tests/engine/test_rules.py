@@ -442,20 +442,25 @@ def test_rule_7_reload_in_place_while_requests_run(
         assert driver.tokens(request_id) == expected
     assert driver.registry.describe("mine").is_pinned is is_pinned
     assert driver.registry.describe("mine").num_draining == 0
-    assert driver.stats.num_adapters == len(NAMES) + 1
-    assert driver.stats.resident_bytes["host"] == before, "the old version is gone"
+    assert driver.stats.num_adapters == len(NAMES) + 2, "the old version is kept for a rollback"
+    assert driver.stats.resident_bytes["host"] == before, "the old version is out of memory"
 
 
-def test_rule_7_no_kv_of_the_old_version_is_used(driver: Driver, bench: Bench, own_copy: Path) -> None:
-    """Not even when the old content comes back after it was dropped."""
-    for version, num_cached in ((0, 0), (0, 16), (1, 0), (1, 16), (0, 0)):
+@pytest.mark.parametrize("max_versions_kept", [1, 2])
+def test_rule_7_no_kv_of_the_old_version_is_used(
+    open_driver: OpenDriver, bench: Bench, tmp_path: Path, max_versions_kept: int
+) -> None:
+    """Not even when the old content comes back after it was dropped. While it is kept, its KV is as good as before."""
+    driver, own_copy = open_driver(lora={"max_versions_kept": max_versions_kept}), tmp_path / "mine"
+    num_back = 0 if max_versions_kept == 1 else 16
+    for version, num_cached in ((0, (0, 16)), (1, (0, 16)), (0, (num_back, 16))):
         shutil.copytree(bench.versions[version], own_copy, dirs_exist_ok=True)
-        if num_cached == 0:
-            driver.registry.load("mine", str(own_copy), load_inplace=True)
-        request_id, expected = ask_mine(driver, bench, version=version)
-        driver.finish()
-        assert driver.tokens(request_id) == expected
-        assert driver.outputs[request_id].num_cached_tokens == num_cached
+        driver.registry.load("mine", str(own_copy), load_inplace=True)
+        for expected_cached in num_cached:
+            request_id, expected = ask_mine(driver, bench, version=version)
+            driver.finish()
+            assert driver.tokens(request_id) == expected
+            assert driver.outputs[request_id].num_cached_tokens == expected_cached
 
 
 # --------------------------------------------------------------------------------------------------------------- rule 8
