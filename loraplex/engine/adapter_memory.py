@@ -53,5 +53,11 @@ def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:
     """Packed adapters on disk; None when the disk tier is off."""
     if lora.disk_memory_bytes == 0 or lora.disk_cache_dir == "none":
         return None
-    folder = default_folder() / "adapters" if lora.disk_cache_dir is None else Path(lora.disk_cache_dir)
+    default = default_folder()
+    if lora.disk_cache_dir is not None:
+        folder = Path(lora.disk_cache_dir)
+    elif default is not None:
+        folder = default / "adapters"
+    else:
+        return None
     return DiskCache(folder, lora.disk_memory_bytes, packer.form(lora.lora_dtype), packer.check_layout)

@@ -12,24 +12,18 @@ import importlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from loraplex.adapters.registry import (
-    AdapterInfo,
-    LoadResult,
     LoRARef,
     LoRARegistry,
-    SwitchResult,
-    UnloadResult,
     start_thread,
 )
 from loraplex.config import EngineConfig
 from loraplex.core import (
-    AddOutcome,
     EngineInfo,
     LoRARequest,
     RequestOutput,
@@ -37,6 +31,7 @@ from loraplex.core import (
     TokenOutput,
 )
 from loraplex.engine import messages as msg
+from loraplex.engine.adapter_verbs import AdapterVerbs
 from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
 from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
@@ -65,11 +60,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
-NUM_VIEW_THREADS = 2
-
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -91,7 +81,7 @@ class EngineHealth:
     message: str = ""
 
 
-class AsyncEngine:
+class AsyncEngine(AdapterVerbs):
     """Serves any mix of adapters from engine processes. Make one with `await AsyncEngine.start(config)`.
 
     generate: an async iterator of cumulative `RequestOutput`s; leaving it early, or `abort`, ends the request in the engine.
@@ -106,6 +96,7 @@ class AsyncEngine:
         journal: SqliteJournal | None = None,
         engine_module: str = ENGINE_MODULE,
     ) -> None:
+        super().__init__()
         self.config = config
         self._journal = journal
         self._served_model_name = served_model_name or config.model
@@ -125,8 +116,6 @@ class AsyncEngine:
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
         self._store = RemoteStore(self.call, asyncio.get_running_loop())
-        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
-        self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         # Set by start(), once the model is known.
         self.model_info: ModelInfo
         self._front: Front
@@ -297,78 +286,6 @@ class AsyncEngine:
     def num_unfinished(self) -> int:
         return len(self._streams)
 
-    # --------------------------------------------------------------------------------------------------------- adapters
-
-    def has_adapter(self, name: str) -> bool:
-        return self.registry is not None and name in self.registry.names()
-
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        lora_int_id: int | None = None,
-        load_inplace: bool = False,
-        is_pinned: bool = False,
-        keeps_equal: bool = False,
-    ) -> LoadResult:
-        load = partial(
-            self._front.registry_or_refuse().load,
-            name,
-            path,
-            lora_int_id=lora_int_id,
-            load_inplace=load_inplace,
-            is_pinned=is_pinned,
-            keeps_equal=keeps_equal,
-        )
-        return await self._in_verb_thread(load)
-
-    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
-        """To a kept version of the name; None is the one that answered before."""
-        return await self._in_verb_thread(partial(self._front.registry_or_refuse().move, name, version))
-
-    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
-        registry = self._front.registry_or_refuse()
-        return await self._in_verb_thread(partial(registry.unload, name, deadline_s=deadline_s, force=force))
-
-    async def switch_adapter(
-        self,
-        old: str,
-        new: str,
-        new_path: str | None = None,
-        deadline_s: float | None = None,
-        force: bool = False,
-    ) -> SwitchResult:
-        registry = self._front.registry_or_refuse()
-        switch = partial(registry.switch, old, new, new_path=new_path, deadline_s=deadline_s, force=force)
-        return await self._in_verb_thread(switch)
-
-    async def pin_adapter(self, name: str) -> bool:
-        return await self._in_verb_thread(partial(self._front.registry_or_refuse().pin, name))
-
-    async def unpin_adapter(self, name: str) -> bool:
-        return await self._in_verb_thread(partial(self._front.registry_or_refuse().unpin, name))
-
-    async def evict_adapter(self, name: str) -> bool:
-        return await self._in_verb_thread(partial(self._front.registry_or_refuse().evict, name))
-
-    async def preload_adapter(self, name: str) -> AddOutcome:
-        return await self._in_verb_thread(partial(self._front.registry_or_refuse().preload, name))
-
-    async def describe_adapter(self, name: str) -> AdapterInfo:
-        return await self._in_thread(self._views, partial(self._front.registry_or_refuse().describe, name))
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        return [] if self.registry is None else await self._in_thread(self._views, self.registry.list_adapters)
-
-    async def _in_verb_thread(self, verb: Callable[[], T]) -> T:
-        return await self._in_thread(self._verbs, verb)
-
-    async def _in_thread(self, threads: ThreadPoolExecutor, verb: Callable[[], T]) -> T:
-        """Not while the engine is being restarted: it would meet its adapters half restored."""
-        self._check_can_serve()
-        return await asyncio.get_running_loop().run_in_executor(threads, verb)
-
     # ------------------------------------------------------------------------------------------------- life and death
 
     @property
@@ -443,6 +360,9 @@ class AsyncEngine:
         if self.registry is not None:
             self.registry.check_integrity()
         await self.call(msg.CheckIntegrity)
+
+    def _registry_or_refuse(self) -> LoRARegistry:
+        return self._front.registry_or_refuse()
 
     def _check_can_serve(self) -> None:
         if self._is_shut_down:

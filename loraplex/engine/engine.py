@@ -85,38 +85,38 @@ class EngineCore:
         """Run one step; returns what it added to which request."""
         with self._profiler.part("schedule"):
             ended = self._caretaker.before_step()
-        try:
             plan = self._schedule()
-        except MemoryError as error:  # what was admitted until then runs in the next step
-            self._caretaker.monitor.alarm(f"a step could not be scheduled for lack of memory: {error}")
-            self.is_stalled = True
-            return ended
-        ended += plan.failed
-        if self.is_stalled:
-            return ended
+        self.is_stalled = plan is None or not plan.sequences
+        if plan is None or not plan.sequences:
+            return [*ended, *(() if plan is None else plan.failed)]
+        self._num_steps += 1
         try:
             with self._memory_in_use(plan.step_id):
                 tokens = self._run(plan)
         except Exception as error:
-            if is_device_lost(error):
-                raise DeviceLostError(f"the device does not answer any more: {error}") from error
-            logger.exception("a step failed; its %d requests end", len(plan.sequences))
-            failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
-            return [*ended, *self._scheduler.fail(plan, failure)]
-        return [*ended, *self._commit(plan, tokens), *self._caretaker.after_step(plan, tokens)]
+            return [*ended, *plan.failed, *self._fail(plan, error)]
+        return [*ended, *plan.failed, *self._commit(plan, tokens)]
 
-    def _schedule(self) -> SchedulePlan:
+    def _schedule(self) -> SchedulePlan | None:
+        """None when there was no memory for it: what was admitted until then runs in the next step."""
         if self._recorder is not None:
             self._recorder.begin(self._profiler.seconds)
-        with self._profiler.part("schedule"):
+        try:
             if self._adapters is not None:
                 self._adapters.poll()
             if self._blocks.num_chunks_owed:
                 self.vacate_kv(min(MAX_VACATED_CHUNKS, self._blocks.num_chunks_owed))
-            plan = self._scheduler.schedule()
-        self.is_stalled = not plan.sequences
-        self._num_steps += not self.is_stalled
-        return plan
+            return self._scheduler.schedule()
+        except MemoryError as error:
+            self._caretaker.monitor.alarm(f"a step could not be scheduled for lack of memory: {error}")
+            return None
+
+    def _fail(self, plan: SchedulePlan, error: Exception) -> list[TokenOutput]:
+        if is_device_lost(error):
+            raise DeviceLostError(f"the device does not answer any more: {error}") from error
+        logger.error("a step failed; its %d requests end", len(plan.sequences), exc_info=error)
+        failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
+        return self._scheduler.fail(plan, failure)
 
     def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
         """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it writes again."""
@@ -134,7 +134,7 @@ class EngineCore:
             outputs = self._scheduler.commit(plan, tokens)
         if self._recorder is not None:
             self._recorder.end(plan, self._profiler.seconds, STEP_PARTS)
-        return outputs
+        return [*outputs, *self._caretaker.after_step(plan, tokens)]
 
     def vacate_kv(self, num_chunks: int) -> int:
         """Move KV blocks together between two steps, until that many chunks went back to the arena; returns how many did."""
@@ -377,6 +377,8 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
     if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
         return None
     folder = default_folder() if config.packed_cache_dir is None else Path(config.packed_cache_dir)
+    if folder is None:
+        return None
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
     return PackedCache(folder, path, form)
 

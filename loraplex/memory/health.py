@@ -13,18 +13,25 @@ from loraplex.errors import AdapterError, AdapterFaultError
 from loraplex.events import EventKind
 from loraplex.memory.damage import DamageControl
 from loraplex.memory.recovery import Recovery
-from loraplex.memory.stored import Demand, StoredWeights, tell
+from loraplex.memory.stored import Demand, StoredAdapter, StoredWeights, tell
 from loraplex.memory.transfers import Transfers
 from loraplex.memory.weight_store import WeightStore
 
 
 class AdapterHealth:
-    """Thread-safe: takes the store's lock."""
+    """Thread-safe: takes the store's lock. release: returns a reference to an adapter, with all that follows from the last one."""
 
-    def __init__(self, store: WeightStore, transfers: Transfers, damage: DamageControl) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        transfers: Transfers,
+        damage: DamageControl,
+        release: Callable[[StoredAdapter], None],
+    ) -> None:
         self._store = store
         self._transfers = transfers
         self._damage = damage
+        self._release = release
         self._recovery = Recovery(store.clock)
         self._last_scrubbed = ""
 
@@ -103,8 +110,7 @@ class AdapterHealth:
         finally:
             if adapter is not None:
                 with self._store.lock:
-                    adapter.count_running(-1)
-                    self._store.lock.notify_all()
+                    self._release(adapter)
 
     def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
         is_there = weights.is_on_device and bool(weights.adapters) and weights.num_running == 0

@@ -102,7 +102,7 @@ class LoRAModelManager:
         reader = WeightReader(packer, host, disk, compressed, lora_config.num_loader_threads)
         damage = DamageControl(self._store)
         self._transfers = Transfers(self._store, reader, self._loader, damage)
-        self.health = AdapterHealth(self._store, self._transfers, damage)
+        self.health = AdapterHealth(self._store, self._transfers, damage, self._release)
         self.housekeeping = Housekeeping(self._store, self._transfers, self._loader, self._release)
         self._lock = self._store.lock
         self._adapters = self._store.adapters

@@ -117,11 +117,11 @@ def wait_until_saved() -> None:
         thread.join()
 
 
-def default_folder() -> Path:
-    """$LORAPLEX_CACHE, or loraplex in the user's cache folder."""
+def default_folder() -> Path | None:
+    """$LORAPLEX_CACHE, or loraplex in the user's cache folder; None when $LORAPLEX_CACHE is `none`: nothing is to be kept on disk."""
     own = os.environ.get("LORAPLEX_CACHE")
     if own:
-        return Path(own)
+        return None if own == "none" else Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
 
 

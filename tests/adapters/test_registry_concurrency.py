@@ -445,7 +445,7 @@ def test_a_verb_that_ends_during_a_restore_leaves_nothing_behind(
     """It began before the engine died; the version that it retires is on its way into the new engine."""
     bench.registry.load("a", "/a")
     bench.store.start_again()
-    gate = stop_at(bench, "add")
+    gate = stop_at(bench, "attach")
     restoring = pool.submit(bench.registry.restore)
     assert gate.arrived.wait(WAIT_S)
     if verb == "reload":

@@ -454,12 +454,13 @@ async def test_rollback_while_requests_run(client: Client, copied: Path, tmp_pat
 
 
 async def test_what_verbs_do_is_told(client: Client, copied: Path) -> None:
+    before = client.engine.events.last_id
     await within(client.engine.switch_adapter("mine", "reverse"))
     await within(client.engine.unload_adapter("mine"))
 
     def told() -> list[str]:
         names = ("switch", "unload")
-        events = [numbered.event for numbered in client.engine.events.after(0).events]
+        events = [numbered.event for numbered in client.engine.events.after(before).events]
         return [e.kind.value for e in events if e.kind.value in names and e.adapter_name == "mine"]
 
     await until(lambda: told() == ["switch", "unload"])

@@ -38,11 +38,12 @@ def test_an_id_of_another_server_gets_everything() -> None:
     assert hub.after(99).num_lost == 0
 
 
-def test_faults_are_warnings(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "loraplex.events"):
-        EventHub().extend([event("a"), event("b", EventKind.FAULT)])
+def test_faults_are_warnings_and_loads_are_for_who_looks_closely(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "loraplex.events"):
+        EventHub().extend([event("a"), event("s", EventKind.SWITCH), event("b", EventKind.FAULT)])
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "load: a"),
+        ("DEBUG", "load: a"),
+        ("INFO", "switch: s"),
         ("WARNING", "fault: b"),
     ]
 

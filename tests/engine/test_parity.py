@@ -274,8 +274,8 @@ def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch
 
         monkeypatch.setattr(llm.engine, "step", step_and_look)
         generate(llm, family.cases)
-        assert len({kv for kv, _ in shares}) > 2
-        assert len({adapters for _, adapters in shares}) > 2
+        assert len({kv for kv, _ in shares}) >= 2
+        assert len({adapters for _, adapters in shares}) >= 2
         assert llm.stats().num_preemptions + evictions(llm)["kv_pressure"] + evictions(llm)["host_room"] > 0
         assert blocks.num_free_blocks == blocks.num_blocks == llm.engine.info.num_kv_blocks
 

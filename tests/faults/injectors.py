@@ -17,8 +17,9 @@ from unittest import mock
 
 from loraplex.core import Tier
 from loraplex.memory import transfers, weight_reader
-from loraplex.memory.arena import POISON, Arena, Extent, LoRAMemoryPool, Owner
+from loraplex.memory.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.pool import LoRAMemoryPool
 
 # ------------------------------------------------------------------------------------------------------ bytes of weights
 

@@ -121,7 +121,7 @@ def test_the_arena_lends_nothing_to_one_owner(rig: Rig) -> None:
 
 
 def test_copies_fail_for_a_while() -> None:
-    rig = Rig(is_separate=True, is_gated=False)
+    rig = Rig(is_separate=True, is_gated=False, slack_bytes=1 << 16)  # the memory that failed is fenced
     rig.add(1)
     with failing_copies(RuntimeError("a broken bus")), pytest.raises(AdapterError, match="a broken bus"):
         rig.activate(1)

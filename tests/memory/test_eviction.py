@@ -302,7 +302,7 @@ def test_what_a_load_took_is_what_its_eviction_costs() -> None:
         rig.clock.now_s += 5 if spec.adapter_id == 1 else 0.01
         return opened(spec)
 
-    rig.manager._open_weights = slow
+    rig.manager._records._open_weights = slow
     rig.add(1, 2)
     assert [weights.reload_s for weights in rig.manager._store.weights.values()] == pytest.approx([5, 0.01])
     rig.add(3)

@@ -1,0 +1,106 @@
+"""The verbs of adapters by name for an event loop: each runs in a thread, since it may wait for a fetch, a load or another verb."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
+from loraplex.core import AddOutcome
+
+NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
+NUM_VIEW_THREADS = 2
+
+T = TypeVar("T")
+
+
+class AdapterVerbs:
+    """The part of AsyncEngine that clients of adapters see. Errors are the caller's alone."""
+
+    def __init__(self) -> None:
+        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
+        self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
+
+    @property
+    def registry(self) -> LoRARegistry | None:
+        """None when LoRA is off."""
+        raise NotImplementedError
+
+    def _registry_or_refuse(self) -> LoRARegistry:
+        raise NotImplementedError
+
+    def _check_can_serve(self) -> None:
+        raise NotImplementedError
+
+    def has_adapter(self, name: str) -> bool:
+        return self.registry is not None and name in self.registry.names()
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        lora_int_id: int | None = None,
+        load_inplace: bool = False,
+        is_pinned: bool = False,
+        keeps_equal: bool = False,
+    ) -> LoadResult:
+        load = partial(
+            self._registry_or_refuse().load,
+            name,
+            path,
+            lora_int_id=lora_int_id,
+            load_inplace=load_inplace,
+            is_pinned=is_pinned,
+            keeps_equal=keeps_equal,
+        )
+        return await self._in_verb_thread(load)
+
+    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
+        """To a kept version of the name; None is the one that answered before."""
+        return await self._in_verb_thread(partial(self._registry_or_refuse().move, name, version))
+
+    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
+        registry = self._registry_or_refuse()
+        return await self._in_verb_thread(partial(registry.unload, name, deadline_s=deadline_s, force=force))
+
+    async def switch_adapter(
+        self,
+        old: str,
+        new: str,
+        new_path: str | None = None,
+        deadline_s: float | None = None,
+        force: bool = False,
+    ) -> SwitchResult:
+        registry = self._registry_or_refuse()
+        switch = partial(registry.switch, old, new, new_path=new_path, deadline_s=deadline_s, force=force)
+        return await self._in_verb_thread(switch)
+
+    async def pin_adapter(self, name: str) -> bool:
+        return await self._in_verb_thread(partial(self._registry_or_refuse().pin, name))
+
+    async def unpin_adapter(self, name: str) -> bool:
+        return await self._in_verb_thread(partial(self._registry_or_refuse().unpin, name))
+
+    async def evict_adapter(self, name: str) -> bool:
+        return await self._in_verb_thread(partial(self._registry_or_refuse().evict, name))
+
+    async def preload_adapter(self, name: str) -> AddOutcome:
+        return await self._in_verb_thread(partial(self._registry_or_refuse().preload, name))
+
+    async def describe_adapter(self, name: str) -> AdapterInfo:
+        return await self._in_thread(self._views, partial(self._registry_or_refuse().describe, name))
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return [] if self.registry is None else await self._in_thread(self._views, self.registry.list_adapters)
+
+    async def _in_verb_thread(self, verb: Callable[[], T]) -> T:
+        return await self._in_thread(self._verbs, verb)
+
+    async def _in_thread(self, threads: ThreadPoolExecutor, verb: Callable[[], T]) -> T:
+        """Not while the engine is being restarted: it would meet its adapters half restored."""
+        self._check_can_serve()
+        return await asyncio.get_running_loop().run_in_executor(threads, verb)
