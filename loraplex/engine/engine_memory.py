@@ -73,7 +73,7 @@ class EngineMemory:
     def prefetch_predicted(self) -> int:
         if self._adapters is None or self._forecast is None:
             return 0
-        return sum(self._adapters.housekeeping.prefetch(each, "prediction") for each in self._forecast.due())
+        return self._adapters.housekeeping.prefetch(self._forecast.due())
 
     def release_caches(self) -> int:
         released = self._backend.release_workspace()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from loraplex.core import Request
-from loraplex.memory.prediction import ArrivalPredictor
+from loraplex.memory.prediction import MAX_KEYS, ArrivalPredictor
 
 HORIZON_S = 5.0
 """A load from disk takes milliseconds and one from a slow source seconds: earlier is only longer in memory."""
@@ -20,16 +21,15 @@ class Forecast:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._predictor = ArrivalPredictor()
-        self._adapter_of: dict[str, int] = {}
+        self._adapter_of: OrderedDict[str, int] = OrderedDict()  # of the contents that the predictor may know
 
     def arrived(self, request: Request) -> None:
         if request.adapter_id is not None:
             self._adapter_of[request.adapter_digest] = request.adapter_id
+            self._adapter_of.move_to_end(request.adapter_digest)
+            if len(self._adapter_of) > MAX_KEYS:
+                self._adapter_of.popitem(last=False)
             self._predictor.observe(request.adapter_digest, self._clock())
-
-    def forget(self, digest: str) -> None:
-        if self._adapter_of.pop(digest, None) is not None:
-            self._predictor.forget(digest)
 
     def due(self) -> list[int]:
         """Adapters that will probably be asked for within the horizon, the likeliest first."""

@@ -46,6 +46,7 @@ class DamageControl:
         assert weights.job is None, f"{weights.names} are on their way"
         store = self._store
         store.counters.num_damaged += 1
+        store.suspect.append(weights.digest)
         fenced = self._fence_bad_chunks(tier, damaged)
         text = f"has {len(damaged)} damaged pieces in {tier.value} memory and is read again"
         tell(store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=fenced)

@@ -45,6 +45,7 @@ class AdapterHealth:
                 return []
             if self._recovery.open(weights.digest, reason):
                 self._store.counters.num_quarantined += 1
+                self._store.suspect.append(weights.digest)
                 tell(self._store.events, EventKind.FAULT, weights, f"is quarantined: {reason}", cause="results")
             return list(weights.adapters)
 

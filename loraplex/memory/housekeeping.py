@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -81,23 +81,30 @@ class Housekeeping:
                 self._let_go(each, cache, "low_memory")
             return released + (0 if store.compressed is None else store.compressed.clear())
 
-    def prefetch(self, adapter_id: int, cause: str) -> bool:
-        """Bring an adapter nearer that nobody has asked for yet; whether anything was begun."""
+    def prefetch(self, adapter_ids: Sequence[int]) -> int:
+        """Bring adapters nearer that are expected, the likeliest first; none of them makes way for another. How many were begun."""
         store = self._store
         with store.lock:
-            adapter = store.adapters.get(adapter_id)
-            if adapter is None or store.is_closed:
-                return False
-            weights = adapter.weights
-            is_near = weights.host is not None and (store.is_shared or weights.device is not None)
-            if is_near or weights.job is not None or weights.layout is None or weights.is_prefetch_off:
-                return False
-            is_begun = False
-            with suppress(AdapterError, EngineShutdownError):
-                is_begun = self._transfers.advance(weights, Demand(cause, is_for_request=True)) is WaitsFor.LOAD
-            if is_begun:
-                store.ledger.prefetched(weights.digest, weights.nbytes, store.clock())
-            return is_begun
+            if store.is_closed:
+                return 0
+            expected = [store.adapters[each].weights for each in adapter_ids if each in store.adapters]
+            for weights in expected:
+                weights.wanted_in_pass = store.room.pass_id
+                store.host.policy.touch(weights.digest)
+                store.device.policy.touch(weights.digest)
+            return sum(self._begin(weights) for weights in expected)
+
+    def _begin(self, weights: StoredWeights) -> bool:
+        store = self._store
+        is_near = weights.host is not None and (store.is_shared or weights.device is not None)
+        if is_near or weights.job is not None or weights.layout is None or weights.is_prefetch_off:
+            return False
+        is_begun = False
+        with suppress(AdapterError, EngineShutdownError):
+            is_begun = self._transfers.advance(weights, Demand("prediction", is_for_request=True)) is WaitsFor.LOAD
+        if is_begun:
+            store.ledger.prefetched(weights.digest, weights.nbytes, store.clock())
+        return is_begun
 
     def _idle(self, cache: Budget) -> list[StoredWeights]:
         """What may leave `cache`; not what a request waits for."""

@@ -149,7 +149,9 @@ class LoRAModelManager:
                 raise self._store.device_lost
             self._store.room.pass_id += 1
             dropped = [digest for digest in self._store.dropped if digest not in self._store.weights]
+            dropped += self._store.suspect
             self._store.dropped.clear()
+            self._store.suspect.clear()
         if self.on_digest_dropped is not None:
             for digest in dropped:
                 self.on_digest_dropped(digest)

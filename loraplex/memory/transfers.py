@@ -214,6 +214,7 @@ class Transfers:
         store.counters.loads_from[origin] += 1
         store.counters.load_s += seconds
         weights.reload_s = seconds
+        weights.last_used_s = store.clock()  # what was just loaded is not long idle
         store.host.policy.enter(weights.digest, nbytes, seconds)
         text = f"came to host memory from the {origin}"
         tell(store.events, EventKind.LOAD, weights, text, cause=cause, seconds=seconds, nbytes=nbytes, origin=origin)

@@ -46,7 +46,8 @@ class WeightStore:
         self.room = Room(host, device, self.retired, self.weights)
         self.counters = MemoryCounters()
         self.ledger = PrefetchLedger()
-        self.dropped: list[str] = []
+        self.dropped: list[str] = []  # contents that are gone: the KV cache is to be told
+        self.suspect: list[str] = []  # contents that may have computed wrong KV
         self.is_closed = False
         self.device_lost: DeviceLostError | None = None
         self.events = events

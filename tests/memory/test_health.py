@@ -50,6 +50,8 @@ def test_bytes_that_changed_on_the_host_are_noticed_at_promote_and_read_again(ri
     assert rig.source.opens["/p2"] == 1
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
     assert rig.manager.stats().counters.num_damaged == 1
+    rig.manager.poll()
+    assert rig.dropped == ["d1"], "what the damaged weights computed is not used"
 
 
 def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
@@ -191,8 +193,9 @@ def test_what_is_borrowed_stays_on_the_device_and_counts_as_no_use(rig: Rig) -> 
 
 
 def test_long_idle_adapters_leave_a_few_at_a_time(rig: Rig) -> None:
+    rig.clock.now_s = 1000.0
     rig.add(1, 2, 3)
-    rig.clock.now_s = 100.0
+    rig.clock.now_s = 1100.0
     rig.acquire(3)
     rig.manager.release(3)
     housekeeping = rig.manager.housekeeping

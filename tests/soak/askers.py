@@ -265,10 +265,7 @@ class Asker:
                 return True  # of its load
             record = ledger.record(asked.name)
             may_be_absent = isinstance(error, AdapterNotFoundError) and None in record.stood_since(began_s)
-            is_lost = isinstance(error, AdapterUnavailableError) and any(
-                each.may_be_lost for each in ledger.names.values()
-            )
-            return may_be_absent or is_lost
+            return may_be_absent
         record = ledger.record(asked.refs[0].adapter_name)
         if isinstance(error, SOURCE_ERRORS):
             return record.was_elsewhere_since(began_s - LOAD_MARGIN_S, asked.digest)

@@ -57,15 +57,11 @@ NOTHING: Digests = frozenset([None])
 
 @dataclass
 class NameRecord:
-    """One name. stands: what requests for it may be answered with; source: what its source may hold; aborted: its requests may be aborted.
-
-    may_be_lost: an engine that started again may not have found its content.
-    """
+    """One name. stands: what requests for it may be answered with; source: what its source may hold; aborted: whether they may be."""
 
     stands: Timeline[Digests] = field(default_factory=lambda: Timeline(NOTHING))
     source: Timeline[Digests] = field(default_factory=lambda: Timeline(NOTHING))
     aborted: Timeline[bool] = field(default_factory=lambda: Timeline(False))
-    may_be_lost: bool = False
 
     def stood_since(self, start_s: float) -> Digests:
         return frozenset().union(*self.stands.since(start_s))

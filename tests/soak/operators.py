@@ -22,7 +22,6 @@ from loraplex.errors import (
     AdapterLoadError,
     AdapterNoRoomError,
     AdapterNotFoundError,
-    AdapterUnavailableError,
     EngineDeadError,
     LoraplexError,
 )
@@ -169,8 +168,7 @@ class Operator:
         digest = self._names.content(name)
         record = self._ledger.names[answering]
         is_missed = digest is not None and record.was_elsewhere_since(time.monotonic() - LOAD_MARGIN_S, digest)
-        lost: Errors = (AdapterNotFoundError, AdapterUnavailableError) if record.may_be_lost else ()
-        return (*lost, *(SOURCE_ERRORS if is_missed else ()))
+        return SOURCE_ERRORS if is_missed else ()
 
     # ------------------------------------------------------------------------------------------------------------- loads
 
@@ -184,8 +182,7 @@ class Operator:
         await self._load_once(name, load_inplace=True)
 
     async def _load_once(self, name: str, load_inplace: bool) -> None:
-        digest, record = self._holds(name), self._ledger.names[name]
-        is_no_op = name in self._names.loaded and not load_inplace and not record.may_be_lost
+        digest = self._holds(name)
         expected: Errors = (AdapterNoRoomError,)
         if name in self._names.loaded and not load_inplace and self._names.content(name) is None:
             expected += (AdapterNotFoundError,)
@@ -195,8 +192,7 @@ class Operator:
         if name in self._names.loaded and not load_inplace:
             afters.append(self._names)
         call = self._engine.load_adapter(name, self._path(name), load_inplace=load_inplace)
-        if await self._verb("load", call, expected, afters) is not None and not is_no_op:
-            record.may_be_lost = False
+        await self._verb("load", call, expected, afters)
 
     async def _bad_load(self, how: str, content: Content) -> None:
         """It is refused, whatever is wrong with it, and nothing of it stays."""
@@ -219,12 +215,13 @@ class Operator:
         self._write(name, content)
         loaded, unloaded = self._names.with_load(name, content.digest), self._names.with_unload(name)
         self._claim([loaded, unloaded])
+        began_s = time.monotonic()
         with self._aborting(name), held(self._sources[name].path, marker):
             load = asyncio.create_task(self._engine.load_adapter(name, self._path(name), load_inplace=True))
             await asyncio.sleep(after_s)
             with self._outcome("unload while loading", (AdapterNotFoundError,)):
                 await self._engine.unload_adapter(name, force=True)
-        with self._outcome("unloaded load", (AdapterConflictError, AdapterNoRoomError, AdapterNotFoundError)):
+        with self._outcome("unloaded load", (AdapterConflictError, AdapterNoRoomError, AdapterNotFoundError), began_s):
             await load
         await self._settle([loaded, unloaded, self._names])
 
@@ -287,7 +284,6 @@ class Operator:
         with self._aborting(name if options.get("force") else None):
             result = await self._verb("unload", self._engine.unload_adapter(name, **options), expected, afters)
         if result is not None:
-            self._ledger.names[name].may_be_lost = False
             self._ledger.set_pinned(name, False)
             if options.get("force") and not result.is_drained:
                 self._ledger.find(f"{name}: a forced unload left {result.num_references} references")
@@ -318,8 +314,6 @@ class Operator:
         record, digest = self._ledger.names[new], own.content(new)
         if digest is not None and record.was_elsewhere_since(time.monotonic() - LOAD_MARGIN_S, digest):
             expected += SOURCE_ERRORS
-        if record.may_be_lost or self._ledger.names[old].may_be_lost:
-            expected += (AdapterNotFoundError,)
         with self._aborting(old if options.get("force") else None):
             await self._verb("switch", self._engine.switch_adapter(old, new, **options), expected, afters)
 
@@ -344,9 +338,9 @@ class Operator:
         return result
 
     @contextlib.contextmanager
-    def _outcome(self, what: str, expected: Errors) -> Any:
-        """Count how a verb ends; an error that is not expected is a finding. No error goes further."""
-        began_s = time.monotonic()
+    def _outcome(self, what: str, expected: Errors, began_s: float | None = None) -> Any:
+        """Count how a verb ends, which began now or at `began_s`; an error that is not expected is a finding. No error goes further."""
+        began_s = time.monotonic() if began_s is None else began_s
         try:
             yield
         except LoraplexError as error:

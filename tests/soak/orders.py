@@ -55,7 +55,7 @@ def _for_a_while(make: Callable[[EngineCore], AbstractContextManager[Any]]) -> C
     return inject
 
 
-_UNSERVED = ("AdapterUnavailableError", "AdapterNoRoomError", "AdapterLoadError", "EngineError")
+_UNSERVED = ("AdapterUnavailableError", "AdapterNoRoomError", "AdapterLoadError", "EngineError", "AdapterFaultError")
 
 FAULTS: dict[str, Fault] = {
     "flip_host": Fault(

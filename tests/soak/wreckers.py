@@ -13,7 +13,7 @@ from typing import Any
 from loraplex.core import AdapterSpec, Tier
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS
-from loraplex.errors import AdapterNoRoomError, EngineDeadError
+from loraplex.errors import EngineDeadError
 from tests.soak.ledger import Ledger
 from tests.soak.orders import FAULTS, Order, give
 
@@ -50,8 +50,6 @@ class Killer:
         assert pid is not None
         ledger.note(f"killer: kill -9 {pid}")
         ledger.is_down.set(True)
-        for record in ledger.names.values():
-            record.may_be_lost = True
         os.kill(pid, signal.SIGKILL)
         self._killed.append(began_s)
         while self._engine.engine_pid == pid or not self._engine.health().is_alive:
@@ -59,27 +57,8 @@ class Killer:
             if time.monotonic() - began_s > REVIVAL_PATIENCE_S:
                 ledger.find(f"the engine did not come back: {self._engine.health().message}")
                 return
-        self._look_for_the_lost(began_s)
         ledger.note(f"killer: the engine is back as {self._engine.engine_pid}")
         ledger.is_down.set(False)
-
-    def _look_for_the_lost(self, killed_s: float) -> None:
-        """What an engine that started again could not take back: only what its source had no longer, or what pins left no room for."""
-        registry, ledger = self._engine.registry, self._ledger
-        assert registry is not None
-        with registry._lock:
-            versions = dict(registry._table.current)
-        for name, record in ledger.names.items():
-            version = versions.get(name)
-            error = None if version is None else version.error
-            record.may_be_lost = error is not None
-            if version is None or error is None:
-                continue
-            is_excused = record.was_elsewhere_since(killed_s, version.ref.adapter_digest) or (
-                isinstance(error, AdapterNoRoomError) and ledger.had_pins_since(killed_s)
-            )
-            if not is_excused:
-                ledger.find(f"{name} was not restored: {type(error).__name__}: {error}")
 
 
 class Injector:
