@@ -193,7 +193,6 @@ class Caretaker:
         ended: list[TokenOutput] = []
         num_bytes = int(self._lora.scrub_bytes_per_s * min(elapsed_s, MAX_SCRUB_DELAY_S))
         for adapter_id in adapters.health.scrub(num_bytes):
-            text = f"adapter {adapter_id}: its weights in memory were found damaged and are being restored; try again"
-            ended += self._end_requests(adapter_id, AdapterFaultError(text))
+            ended += self._end_requests(adapter_id, adapters.health.damage_error(adapter_id))
             adapters.health.restore(adapter_id)
         return ended

@@ -13,7 +13,7 @@ from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.monitor import MemoryLook
 from loraplex.memory.stats import TierStats
 
-COMPACT_BYTES = 8 << 20
+COMPACT_BYTES = 64 << 20
 COMPACT_S = 0.001
 """What compaction may copy and spend between two steps."""
 
@@ -54,9 +54,11 @@ class EngineMemory:
             stats = self._adapters.stats()
             for tier in (stats.device, stats.host):
                 name = tier.tier.value
-                pressure[name] = min(1.0, stats.committed_bytes / tier.max_bytes)
                 occupancy[name] = _occupancy(tier)
                 used_bytes[name] = tier.used_bytes
+            pressure["device"] = min(1.0, stats.committed_bytes / stats.device.max_bytes)
+            if not self._adapters.is_shared:  # what is in use has its copy on the device: the host's is spare
+                pressure["host"] = min(1.0, stats.loading_bytes / stats.host.max_bytes)
             fragmentation = stats.fragmentation
         return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
 
@@ -65,9 +67,7 @@ class EngineMemory:
 
     def compact(self) -> int:
         return (
-            0
-            if self._adapters is None
-            else self._adapters.compact(COMPACT_BYTES, self._clock() + COMPACT_S).num_chunks_freed
+            0 if self._adapters is None else self._adapters.compact(COMPACT_BYTES, self._clock() + COMPACT_S).num_moved
         )
 
     def prefetch_predicted(self) -> int:

@@ -11,7 +11,7 @@ from loraplex.core import BASE_SLOT, Request
 from loraplex.engine.batch import BatchBuilder, BuiltStep
 from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
-from loraplex.errors import EngineError
+from loraplex.errors import AdapterFaultError, EngineError
 from loraplex.kernels.profiled import PART_OF
 from loraplex.models.decoder import Decoder
 from loraplex.profiler import Profiler
@@ -125,8 +125,9 @@ def _sampling_row(state: RequestState) -> SamplingRow:
 
 
 def _failed_token(sequence: ScheduledSequence) -> SampledToken:
-    request = sequence.state.request
-    model = "the base model" if request.adapter_id is None else f"adapter {request.adapter_id}"
+    text = "gave logits with NaN or without a finite maximum; the request ends"
+    if sequence.state.request.adapter_id is None:
+        return SampledToken(0, error=EngineError(f"the base model {text}"))
     return SampledToken(
-        0, error=EngineError(f"{model} gave logits with NaN or without a finite maximum; the request ends")
+        0, error=AdapterFaultError(f"the request's adapter {text} and the adapter is checked; try again")
     )

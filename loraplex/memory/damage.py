@@ -16,6 +16,7 @@ from loraplex.core import Tier
 from loraplex.events import EventKind
 from loraplex.memory.arena import Arena, Extent
 from loraplex.memory.checksum import checksum
+from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.stored import StoredWeights, tell
 from loraplex.memory.tiers import Place
 from loraplex.memory.weight_store import WeightStore
@@ -36,7 +37,7 @@ class DamageControl:
         place = self._place(weights, tier)
         if place is None or not weights.checksums:
             return []
-        memory = self._arena(tier)
+        memory = self._pool(tier)
         pairs = zip(place.extents, weights.checksums, strict=True)
         return [extent for extent, expected in pairs if checksum(memory.view(extent)) != expected]
 
@@ -47,7 +48,7 @@ class DamageControl:
         store = self._store
         store.counters.num_damaged += 1
         store.suspect.append(weights.digest)
-        fenced = self._fence_bad_chunks(tier, damaged)
+        fenced = self._fence_bad_chunks(tier, damaged, weights)
         text = f"has {len(damaged)} damaged pieces in {tier.value} memory and is read again"
         tell(store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=fenced)
         weights.is_restoring = True
@@ -58,22 +59,20 @@ class DamageControl:
 
     def fence(self, weights: StoredWeights, tier: Tier, extents: Sequence[Extent]) -> None:
         """Memory that could not be written or read: its chunks are lent to nobody any more."""
-        arena = self._arena(tier)
-        chunks = {chunk for extent in extents for chunk in _chunks(arena, extent)}
-        for chunk in chunks:
-            arena.fence(chunk)
+        chunks = {chunk for extent in extents for chunk in _chunks(self._pool(tier).arena, extent)}
+        self._fence_chunks(tier, chunks, weights)
         text = f"met {tier.value} memory that fails; {len(chunks)} chunks are fenced"
         tell(self._store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=len(chunks))
 
     def _place(self, weights: StoredWeights, tier: Tier) -> Place | None:
         return weights.device if tier is Tier.DEVICE and not self._store.is_shared else weights.host
 
-    def _arena(self, tier: Tier) -> Arena:
+    def _pool(self, tier: Tier) -> LoRAMemoryPool:
         pool = self._store.device.pool if tier is Tier.DEVICE else None
-        return (self._store.host.pool if pool is None else pool).arena
+        return self._store.host.pool if pool is None else pool
 
-    def _fence_bad_chunks(self, tier: Tier, damaged: Sequence[Extent]) -> int:
-        arena = self._arena(tier)
+    def _fence_bad_chunks(self, tier: Tier, damaged: Sequence[Extent], owner: StoredWeights) -> int:
+        arena = self._pool(tier).arena
         bad = set()
         for extent in damaged:
             holds = holds_patterns(arena.view(extent))
@@ -81,9 +80,21 @@ class DamageControl:
                 self._faults[tier, chunk] += 1
                 if not holds or self._faults[tier, chunk] > MAX_FAULTS_OF_A_CHUNK:
                     bad.add(chunk)
-        for chunk in bad:
-            arena.fence(chunk)
+        self._fence_chunks(tier, bad, owner)
         return len(bad)
+
+    def _fence_chunks(self, tier: Tier, chunks: set[int], besides: StoredWeights) -> None:
+        """They take nothing new, and what is idle in them leaves; what is in use leaves them when it moves or is evicted."""
+        store, pool = self._store, self._pool(tier)
+        lying_there = {extent for chunk in chunks for extent in pool.fence(chunk)}
+        for each in list(store.weights.values()):
+            place = self._place(each, tier)
+            if each is besides or not each.is_idle or place is None or lying_there.isdisjoint(place.extents):
+                continue
+            if tier is Tier.DEVICE and not store.is_shared:
+                store.leave_device(each)
+            else:
+                store.evict_to_source(each)
 
 
 def _chunks(arena: Arena, extent: Extent) -> range:

@@ -57,6 +57,10 @@ class AdapterHealth:
                 return None
             return self._recovery.refusal(weights.digest, self._store.adapters[adapter_id].name)
 
+    def forgive(self, digest: str) -> None:
+        """Somebody adds an adapter of this content: what was given up is served again, and judged anew. The lock is held."""
+        self._recovery.forgive(digest)
+
     def state_of(self, digest: str) -> str | None:
         """Why a content is quarantined. The lock is held."""
         return self._recovery.state_of(digest)
@@ -84,7 +88,7 @@ class AdapterHealth:
                 return None
             weights = self._store.weights[case.digest]
             if not weights.adapters or weights.num_running or weights.job is not None:
-                self._recovery.failed(case.digest, f"{case.reason} (it could not be read anew: it is in use)")
+                self._recovery.postpone(case.digest)
                 return None
             self._store.evict_to_source(weights)
             weights.is_restoring = weights.num_pinned > 0
@@ -150,6 +154,14 @@ class AdapterHealth:
                 if self._is_damaged(weights):
                     in_use += self._discard_or_name(weights)
         return in_use
+
+    def damage_error(self, adapter_id: int) -> AdapterFaultError:
+        """For the requests that ran on damaged weights."""
+        with self._store.lock:
+            name = self._store.adapters[adapter_id].name
+        return AdapterFaultError(
+            f"adapter {name!r}: its weights in memory were found damaged and are being restored; try again in 1 s"
+        )
 
     def restore(self, adapter_id: int) -> None:
         """Let the damaged copies of an adapter go, now that its requests have ended."""

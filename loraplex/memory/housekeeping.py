@@ -97,13 +97,14 @@ class Housekeeping:
     def _begin(self, weights: StoredWeights) -> bool:
         store = self._store
         is_near = weights.host is not None and (store.is_shared or weights.device is not None)
-        if is_near or weights.job is not None or weights.layout is None or weights.is_prefetch_off:
+        if is_near or weights.job is not None or weights.is_prefetch_off:
             return False
         is_begun = False
         with suppress(AdapterError, EngineShutdownError):
             is_begun = self._transfers.advance(weights, Demand("prediction", is_for_request=True)) is WaitsFor.LOAD
         if is_begun:
-            store.ledger.prefetched(weights.digest, weights.nbytes, store.clock())
+            nbytes = next(iter(weights.adapters.values())).spec.nbytes
+            store.ledger.prefetched(weights.digest, nbytes)
         return is_begun
 
     def _idle(self, cache: Budget) -> list[StoredWeights]:

@@ -17,6 +17,7 @@ from loraplex.errors import (
     AdapterFetchError,
     AdapterFetchTimeoutError,
     AdapterLoadError,
+    AdapterNoRoomError,
     AdapterPathForbiddenError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
@@ -120,9 +121,11 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
 
 
 def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
-    """`error` itself when it is an AdapterError (or the end of the engine), else an AdapterLoadError that says what it was."""
+    """`error` itself when it is an AdapterError (or the end of the engine); AdapterNoRoomError without memory; else AdapterLoadError."""
     if isinstance(error, AdapterError | EngineShutdownError):
         return error
+    if is_out_of_memory(error):
+        return AdapterNoRoomError(f"adapter {adapter_name!r} could not be loaded for lack of memory; try again later")
     return AdapterLoadError(f"adapter {adapter_name!r} could not be loaded: {type(error).__name__}: {error}")
 
 

@@ -196,6 +196,7 @@ class LoRAModelManager:
         spec, opener = self._records.spec_of(adapter)
         with self._lock:
             known = self._records.known(spec)
+            self.health.forgive(spec.adapter_digest)
             stored = known or self._records.attach(spec, opener)
             job, is_mine = self._load_of(stored, is_new=known is None)
         try:
@@ -360,6 +361,11 @@ class LoRAModelManager:
     def digest_of(self, adapter_id: int) -> str:
         with self._lock:
             return self._records.get(adapter_id).weights.digest
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether host and device are one memory."""
+        return self._store.is_shared
 
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""

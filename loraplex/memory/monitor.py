@@ -4,7 +4,7 @@
     pressure   the share that cannot be freed now (in use, pinned); what is idle is no pressure
     occupancy  used / budget: a full cache is no danger, but from `high` on the long idle leave, a few at each look
     critical   system or host pressure >= critical, or an allocation failed  ->  low-memory mode
-    relaxed    all pressures < relaxed for RELAXED_LOOKS looks in a row      ->  normal again
+    relaxed    both of these < relaxed for RELAXED_LOOKS looks in a row      ->  normal again
 
 No thread of its own: the engine calls `tick` between steps and when it is idle. What it does is behind `MonitoredMemory`.
 """
@@ -65,7 +65,7 @@ class MonitoredMemory(Protocol):
         ...
 
     def compact(self) -> int:
-        """Move extents for a moment; returns the chunks that came free. 0 when there is nothing to gain."""
+        """Move extents for a moment; returns how many. 0 when there is nothing to gain."""
         ...
 
     def prefetch_predicted(self) -> int:

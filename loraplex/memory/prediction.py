@@ -215,16 +215,16 @@ class PrefetchLedger:
     """
 
     def __init__(self) -> None:
-        self._unused: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._unused: dict[str, int] = {}  # key -> bytes
         self.num_hits = 0
         self.num_late = 0
         self.num_wasted = 0
         self.wasted_bytes = 0
         self.num_missed = 0
 
-    def prefetched(self, key: str, nbytes: int, now_s: float) -> None:
+    def prefetched(self, key: str, nbytes: int) -> None:
         """Loading `key` begins; nothing if that was told and it was not used yet."""
-        self._unused.setdefault(key, (nbytes, now_s))
+        self._unused.setdefault(key, nbytes)
 
     def used(self, key: str) -> None:
         """A request got `key` without waiting."""
@@ -238,11 +238,12 @@ class PrefetchLedger:
 
     def evicted_unused(self, key: str) -> None:
         """`key` left the memory; nothing if it was not prefetched, or was used."""
-        nbytes_and_time = self._unused.pop(key, None)
-        if nbytes_and_time is not None:
+        nbytes = self._unused.pop(key, None)
+        if nbytes is not None:
             self.num_wasted += 1
-            self.wasted_bytes += nbytes_and_time[0]
+            self.wasted_bytes += nbytes
 
-    def unused_for(self, seconds: float, now_s: float) -> list[str]:
-        """What was prefetched that long ago and never used, the oldest first: the first to give back."""
-        return [key for key, (_, prefetched_s) in self._unused.items() if now_s - prefetched_s >= seconds]
+    @property
+    def num_unused(self) -> int:
+        """What was prefetched and is neither used nor gone."""
+        return len(self._unused)

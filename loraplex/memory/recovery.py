@@ -22,16 +22,17 @@ DIAGNOSIS_S = 1.0
 
 @dataclass(slots=True)
 class Case:
-    """One content that is ill. retry_at_s: when its next diagnosis is due, None while one runs, and for good when tries have run out."""
+    """One content that is ill. retry_at_s: when its next diagnosis is due; None while one runs, and when tries have run out."""
 
     digest: str
     reason: str
     num_tries: int = 0
     retry_at_s: float | None = 0.0
+    is_running: bool = False
 
     @property
     def is_given_up(self) -> bool:
-        return self.num_tries > len(BACKOFF_S)
+        return self.num_tries > len(BACKOFF_S) and not self.is_running
 
 
 class Recovery:
@@ -60,17 +61,29 @@ class Recovery:
         now_s = self._clock()
         for case in self._cases.values():
             if case.retry_at_s is not None and case.retry_at_s <= now_s:
-                case.retry_at_s = None
+                case.retry_at_s, case.is_running = None, True
                 case.num_tries += 1
                 return case
         return None
+
+    def postpone(self, digest: str) -> None:
+        """The diagnosis could not begin: it is due again soon, and was no try."""
+        case = self._cases[digest]
+        case.num_tries -= 1
+        case.retry_at_s, case.is_running = self._clock() + DIAGNOSIS_S, False
+
+    def forgive(self, digest: str) -> None:
+        """Somebody loads it again: a content that was given up has another chance."""
+        case = self._cases.get(digest)
+        if case is not None and case.is_given_up:
+            del self._cases[digest]
 
     def failed(self, digest: str, reason: str) -> None:
         """The diagnosis failed: the next one is later, or never."""
         case = self._cases.get(digest)
         if case is None:
             return
-        case.reason = reason
+        case.reason, case.is_running = reason, False
         case.retry_at_s = None if case.is_given_up else self._clock() + BACKOFF_S[case.num_tries - 1]
 
     def state_of(self, digest: str) -> str | None:

@@ -18,7 +18,8 @@ def memory_report(store: WeightStore, stats: MemoryStats, quarantined: Mapping[i
     disk = None if store.disk is None else store.disk.stats()
     return MemoryReport(
         tiers=(
-            *(_tier(tier, stats.committed_bytes) for tier in (stats.device, stats.host)),
+            _tier(stats.device, stats.committed_bytes),
+            _tier(stats.host, stats.committed_bytes if store.is_shared else stats.loading_bytes),
             *([] if compressed is None else [_compressed_tier(compressed)]),
             *([] if disk is None else [TierReport("disk", disk.used_bytes, disk.max_bytes, disk.num_files, 0.0)]),
         ),

@@ -57,6 +57,7 @@ class MemoryStats:
     """One consistent look at the memory. Bytes are packed bytes; equal contents count once.
 
     committed_bytes: of contents in use or pinned, each once: what cannot leave the device or, on a CPU, the host.
+    loading_bytes: of the host, for loads under way.
     retiring_bytes: freed, but steps that were launched before may still read them. num_waiting: contents that requests asked for in
     vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (pool.PoolStats).
     """
@@ -66,6 +67,7 @@ class MemoryStats:
     pinned_bytes: int
     in_use_bytes: int
     committed_bytes: int
+    loading_bytes: int
     retiring_bytes: int
     num_adapters: int
     num_loading: int

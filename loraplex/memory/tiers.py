@@ -170,5 +170,7 @@ def _most_bytes(arena: Arena) -> int:
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:
-    """As many as rank-1 adapters on every target would fill the budget, within MIN_SLOTS..MAX_SLOTS: bytes run out first."""
-    return min(MAX_SLOTS, max(MIN_SLOTS, lora_config.adapter_memory_bytes // max(1, packer.smallest_nbytes())))
+    """So many that bytes run out first, within MIN_SLOTS..MAX_SLOTS: an eighth of an adapter of rank 1 on every target is what one of
+    16 bits on a few targets has.
+    """
+    return min(MAX_SLOTS, max(MIN_SLOTS, 8 * lora_config.adapter_memory_bytes // max(1, packer.smallest_nbytes())))

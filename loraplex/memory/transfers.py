@@ -18,7 +18,13 @@ from contextlib import suppress
 from functools import partial
 
 from loraplex.core import Tier, WaitsFor
-from loraplex.errors import AdapterError, AdapterNoRoomError, DeviceLostError, EngineShutdownError
+from loraplex.errors import (
+    AdapterError,
+    AdapterNoRoomError,
+    AdapterUnavailableError,
+    DeviceLostError,
+    EngineShutdownError,
+)
 from loraplex.events import EventKind
 from loraplex.memory.damage import DamageControl
 from loraplex.memory.loading import (
@@ -256,7 +262,8 @@ class Transfers:
                     weights.state = WeightState.COPYING
                     self._loader.submit(partial(self._run_copy, job))
                     return
-        self._fail(job, error)
+        name = job.sources[-1].name
+        self._fail(job, AdapterUnavailableError(f"adapter {name!r} could not be copied to the device: {error}"))
 
     def _finish_copy(self, job: LoadJob) -> None:
         with self._store.lock:

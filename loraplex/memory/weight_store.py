@@ -87,6 +87,7 @@ class WeightStore:
             pinned_bytes=self.room.pinned_bytes,
             in_use_bytes=sum(each.nbytes for each in everything if each.num_running),
             committed_bytes=sum(each.nbytes for each in everything if each.num_running or each.num_pinned),
+            loading_bytes=sum(each.nbytes for each in everything if each.job is not None and each.layout is not None),
             retiring_bytes=self.retired.nbytes,
             num_adapters=num_adapters,
             num_loading=sum(each.job is not None for each in everything),

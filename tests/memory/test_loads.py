@@ -225,7 +225,7 @@ def test_a_failed_copy_leaves_the_host_copy(monkeypatch: pytest.MonkeyPatch) -> 
         ask(rig)
         for _ in range(1 + MAX_FAILED_COPIES):
             load(rig)
-    with pytest.raises(AdapterLoadError, match="device lost"):
+    with pytest.raises(AdapterUnavailableError, match="device lost"):
         ask(rig)
     rig.manager.check_integrity()
     assert rig.tier_of(1) == "host"

@@ -217,7 +217,7 @@ class SmallCache:
         for prediction in self.predictor.predict(now_s, HORIZON_S, self.size // 2):
             if prediction.key not in self.held:
                 self.num_prefetched += 1
-                self.ledger.prefetched(prediction.key, NBYTES, now_s)
+                self.ledger.prefetched(prediction.key, NBYTES)
             self._bring(prediction.key)
 
     def _bring(self, key: str) -> None:
@@ -280,8 +280,8 @@ def test_on_random_traffic_next_to_nothing_is_prefetched(rate: float, seed: int)
 def test_each_prefetch_is_a_hit_late_or_wasted_once() -> None:
     ledger = PrefetchLedger()
     for key in ("hit", "late", "wasted", "waiting"):
-        ledger.prefetched(key, 100, 1.0)
-    ledger.prefetched("hit", 999, 2.0)  # told again: one load
+        ledger.prefetched(key, 100)
+    ledger.prefetched("hit", 999)  # told again: one load
     for _ in range(2):
         ledger.used("hit")
         ledger.evicted_unused("hit")
@@ -291,8 +291,7 @@ def test_each_prefetch_is_a_hit_late_or_wasted_once() -> None:
     ledger.used("resident anyway")
     assert (ledger.num_hits, ledger.num_late, ledger.num_missed) == (1, 1, 1)
     assert (ledger.num_wasted, ledger.wasted_bytes) == (1, 100)
-    assert ledger.unused_for(10, now_s=10.9) == []
-    assert ledger.unused_for(10, now_s=11) == ["waiting"]
+    assert ledger.num_unused == 1, "`waiting`"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["prefetched", "used", "missed", "evicted_unused"]), st.integers(0, 4))))
@@ -303,10 +302,10 @@ def test_the_ledger_adds_up(calls: list[tuple[str, int]]) -> None:
         if name == "prefetched":
             num_prefetched += key not in open_keys
             open_keys.add(key)
-            ledger.prefetched(key, 7, 0.0)
+            ledger.prefetched(key, 7)
         else:
             open_keys.discard(key)
             getattr(ledger, name)(key)
     assert ledger.num_hits + ledger.num_late + ledger.num_wasted + len(open_keys) == num_prefetched
     assert ledger.wasted_bytes == 7 * ledger.num_wasted
-    assert sorted(ledger.unused_for(0, 0)) == sorted(open_keys)
+    assert ledger.num_unused == len(open_keys)
