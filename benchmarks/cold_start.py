@@ -1,23 +1,23 @@
 """What a request waits whose adapter is not on the device, and what the others notice of it.
 
     python -m benchmarks.cold_start --fixture DIR --json results/cold_start.json           16 adapters of one rank
-    python -m benchmarks.cold_start --size s --disk NAME=VALUE                             makes them first, of rank 16
+    python -m benchmarks.cold_start --size s                                               makes them first, of rank 16
 States: `resident` (on the device), `host` (evicted from there), `disk` (evicted from the host too, into the disk tier), `source` (no disk
-tier: read from the adapter's own files). Files are in the page cache: they were read when they were registered. --disk NAME=VALUE gives the
-settings that turn the disk tier on; an engine of its own then measures `disk`, and without them there is no such row. Every request is cold:
-its adapter is brought into the state before it is submitted.
+tier: read from the adapter's own files). Files are in the page cache: they were read, or written, when they were registered. One engine
+without a disk tier measures `source`, another one with it `disk`; both without prediction. Every request is cold: its adapter is
+brought into the state before it is submitted.
 
 first token    one request at a time, the states in turn; medians and their ratio to `resident` of the same engine.
 others         --background requests decode through resident adapters while others come through cold ones, each adapter once. The mean time
                between the tokens of the background, against the same with those adapters resident.
-Targets: host <= 1.10 and disk <= 1.5 of the first token, others <= 1.10. Turn off what prefetches by itself (--set), if anything does:
-an adapter that came back before its request is counted and said.
+Targets: host <= 1.10 and disk <= 1.5 of the first token, others <= 1.10. An adapter that came back before its request is counted and said.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +26,6 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.arguments import positive, seconds
-from benchmarks.engines import parse_setting
 from benchmarks.fixture import Fixture
 from benchmarks.loaded_engine import (
     add_arguments,
@@ -209,16 +208,18 @@ def measure(engine: ColdEngine, args: argparse.Namespace) -> list[Measured]:
 
 
 def measure_engines(made: Fixture, args: argparse.Namespace, budgets: Mapping[str, Any]) -> list[list[Row]]:
-    """Rows of the engine without the disk tier, then, with --disk, of the one that has it."""
-    plans = [((RESIDENT, HOST, SOURCE), dict(budgets))]
-    if args.disk:
-        plans.append(((RESIDENT, HOST, DISK), {**budgets, **dict(args.disk)}))
+    """Rows of the engine without the disk tier, then of the one that has it, in a folder of its own."""
     engines = []
-    for states, settings in plans:
-        engine = ColdEngine(made, args, states, settings)
-        with engine.llm:
-            measured = measure(engine, args)
-        engines.append([Row.of(one, measured[0]) for one in measured])
+    with tempfile.TemporaryDirectory(prefix="loraplex-disk-") as folder:
+        plans = (
+            ((RESIDENT, HOST, SOURCE), {"disk_memory_bytes": 0}),
+            ((RESIDENT, HOST, DISK), {"disk_cache_dir": folder}),
+        )
+        for states, settings in plans:
+            engine = ColdEngine(made, args, states, {**budgets, "enable_prediction": False, **settings})
+            with engine.llm:
+                measured = measure(engine, args)
+            engines.append([Row.of(one, measured[0]) for one in measured])
     return engines
 
 
@@ -273,10 +274,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(new, rank=16, adapters=16)
-    new.add_argument(
-        "--disk", action="append", default=[], type=parse_setting, metavar="NAME=VALUE",
-        help="a setting of LLM that turns the disk tier on; several may be given",
-    )  # fmt: skip
     new.add_argument("--prompt-len", type=Lengths.of, default=Lengths(64, 64), metavar="LOW-HIGH", help="(default: 64)")
     new.add_argument("--rounds", type=positive, default=60, help="first tokens of each state (default: 60)")
     new.add_argument("--background", type=positive, default=4, help="requests that decode meanwhile (default: 4)")

@@ -20,8 +20,8 @@ from loraplex import __version__
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import parse_lora_modules
-from loraplex.profile_settings import ProfileSettings
 from loraplex.server.config import ServerConfig, ServerSettings
+from loraplex.views.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
     from loraplex.adapters.registry import LoRARef
@@ -249,7 +249,7 @@ def profile(
             or (pattern, requests, prompt_len, output_len) != ("base", 16, 64, 64)
         ):
             raise ConfigError("a running server has its own settings and requests: leave them out")
-        from loraplex.live_profile import profile_server
+        from loraplex.views.live_profile import profile_server
 
         return profile_server(settings.url, settings)
     from loraplex.bench import Workload
@@ -273,7 +273,7 @@ def top(url: str = "http://127.0.0.1:8000", /, *, interval: float = 1.0, once: b
     once
         Print one look and end.
     """
-    from loraplex.top import run_top
+    from loraplex.views.top import run_top
 
     return run_top(url, interval, once)
 

@@ -16,9 +16,9 @@ from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
 from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
-from loraplex.live_profile import give_report
-from loraplex.profile_settings import ProfileSettings
 from loraplex.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
+from loraplex.views.live_profile import give_report
+from loraplex.views.profile_settings import ProfileSettings
 
 PARTS = ("schedule", "build", *KERNEL_PARTS, "python", "sample", "commit", "detokenise", "other")
 """Of the table. python: the rest of `forward`, between kernels; other: what no part claims."""

@@ -492,7 +492,7 @@ def test_ctrl_c_ends_a_profile_with_its_report(run: Run, live: LiveServer, monke
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loraplex.live_profile.time.sleep", interrupted)
+    monkeypatch.setattr("loraplex.views.live_profile.time.sleep", interrupted)
     code, out, _ = run("profile", "--url", live.url, "--seconds", "3600", "--json")
     assert (code, json.loads(out)["requests"]["num_requests"]) == (0, 0)
 

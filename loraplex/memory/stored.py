@@ -54,8 +54,9 @@ class Demand:
 class LoadJob:
     """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
 
-    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it. may_wait: for memory on its way
-    back, since it runs in the thread of who asked; a loader's thread must not, or nobody is left to bring that memory back.
+    damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request was told
+    to wait for it. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must not, or
+    nobody is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -66,6 +67,7 @@ class LoadJob:
     may_wait: bool = False
     is_done: bool = False
     num_failed_copies: int = 0
+    damaged_copies: list[str] = field(default_factory=list)
     error: LoraplexError | None = None
 
 

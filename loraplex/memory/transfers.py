@@ -224,7 +224,10 @@ class Transfers:
         store.host.policy.enter(weights.digest, nbytes, seconds)
         text = f"came to host memory from the {origin}"
         tell(store.events, EventKind.LOAD, weights, text, cause=cause, seconds=seconds, nbytes=nbytes, origin=origin)
-        if weights.is_restoring:
+        for damaged in job.damaged_copies:
+            store.counters.num_damaged += 1
+            tell(store.events, EventKind.FAULT, weights, f"had a damaged copy ({damaged})", tier=damaged)
+        if weights.is_restoring or job.damaged_copies:
             weights.is_restoring = False
             tell(store.events, EventKind.RECOVERY, weights, f"was restored from the {origin}", nbytes=nbytes)
 

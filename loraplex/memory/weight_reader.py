@@ -61,9 +61,13 @@ class WeightReader:
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve` raises."""
         digest = job.weights.digest
-        loaded = None if self._compressed is None else self._from_compressed(self._compressed, digest, reserve)
-        if loaded is None and self._disk is not None:
+        loaded = None
+        if self._compressed is not None and self._compressed.get(digest) is not None:
+            loaded = self._from_compressed(self._compressed, digest, reserve)
+            job.damaged_copies += [COMPRESSED] if loaded is None else []
+        if loaded is None and self._disk is not None and self._disk.has(digest):
             loaded = self._from_disk(self._disk, digest, reserve)
+            job.damaged_copies += [Tier.DISK.value] if loaded is None else []
         return loaded or self._from_source(job, reserve)
 
     def _from_compressed(self, copies: CompressedCopies, digest: str, reserve: Reserve) -> LoadedWeights | None:
@@ -78,7 +82,7 @@ class WeightReader:
             checksums = tuple(checksum(view) for view in views)
         copies.drop(digest)
         if kept.checksums not in (None, checksums):
-            return None  # damaged at rest: the next place is asked
+            return None
         return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
     def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:

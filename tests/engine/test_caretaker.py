@@ -161,6 +161,23 @@ def test_damage_at_rest_is_restored_from_the_disk_tier(open_driver: OpenDriver, 
     assert loads[-1].details["origin"] == "disk"
 
 
+def test_a_damaged_file_of_the_disk_tier_is_told_and_made_again(
+    open_driver: OpenDriver, bench: Bench, tmp_path: Path
+) -> None:
+    driver = loaded(open_driver(lora={"disk_cache_dir": str(tmp_path)}), bench)
+    digest = driver.registry.resolve("one").adapter_digest
+    (file,) = tmp_path.rglob(f"{digest}.lora")
+    data = bytearray(file.read_bytes())
+    data[-200] ^= 16
+    file.write_bytes(data)
+    assert driver.registry.evict("one")
+    asked = Asked(driver, bench, "one")
+    driver.finish()
+    asked.check()
+    assert kinds(driver) == [EventKind.FAULT, EventKind.RECOVERY]
+    assert file.read_bytes() != bytes(data)
+
+
 def test_a_vanished_source_is_served_from_the_disk_tier(open_driver: OpenDriver, bench: Bench, tmp_path: Path) -> None:
     import shutil
 

@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from loraplex.charts import Bar, bars, line, shortened, strip
 from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.report import (
@@ -19,7 +18,8 @@ from loraplex.performance.report import (
     SwitchCost,
 )
 from loraplex.performance.steps import Timeline
-from loraplex.report import html_report
+from loraplex.views.charts import Bar, bars, line, shortened, strip
+from loraplex.views.html_report import html_report
 
 EVIL = '</title><script>alert("x")</script> & \' name'
 TIMES = Quantiles(10, 0.1, 0.1, 0.2, 0.3, 0.4)

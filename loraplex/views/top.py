@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.remote import RemoteServer
+from loraplex.views.remote import RemoteServer
 
 NUM_ADAPTERS = 15
 NUM_EVENTS = 8

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 
-from loraplex.charts import Bar, bars, line, strip
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.report import AdapterPerformance, Finding, LoraPerformanceReport, MixPerformance
+from loraplex.views.charts import Bar, bars, line, strip
 
 MAX_CHARTED = 20
 MAX_ROWS = 100

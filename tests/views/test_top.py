@@ -12,13 +12,13 @@ import httpx
 import pytest
 from rich.console import Console, RenderableType
 
-from loraplex import top
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.events import EngineEvent, EventKind
-from loraplex.remote import RemoteServer
 from loraplex.server import ServerConfig
 from loraplex.testing import FakeAsyncEngine
-from loraplex.top import Look, Watcher, bar, chunk_strip, read_samples, run_top, shown, size, view
+from loraplex.views import top
+from loraplex.views.remote import RemoteServer
+from loraplex.views.top import Look, Watcher, bar, chunk_strip, read_samples, run_top, shown, size, view
 from tests.server.live_server import LiveServer
 from tests.server.test_memory import REPORT
 

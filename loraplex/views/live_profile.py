@@ -11,9 +11,9 @@ from rich.console import Console
 
 from loraplex.errors import LoraplexError
 from loraplex.performance.report import LoraPerformanceReport
-from loraplex.profile_settings import ProfileSettings
-from loraplex.remote import RemoteServer
-from loraplex.report import html_report
+from loraplex.views.html_report import html_report
+from loraplex.views.profile_settings import ProfileSettings
+from loraplex.views.remote import RemoteServer
 
 STOP_TIMEOUT_S = 120.0
 
