@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import Request, TokenOutput
@@ -146,8 +147,12 @@ class Caretaker:
         return [] if error is None else self._scheduler.fail_adapter(adapter_id, error)
 
     def _check_base(self) -> None:
-        self._is_base_suspect = False
-        if not self._diagnosis.is_base_well():
+        try:
+            self._is_base_suspect = not self._diagnosis.is_base_well()
+        except MemoryError:  # no KV blocks for the prompt now
+            self._is_base_suspect = True
+            return
+        if self._is_base_suspect:
             raise BaseModelFaultError("the base model answers the diagnostic prompt otherwise than at the start")
 
     def _diagnose(self, adapters: LoRAModelManager) -> None:
@@ -181,7 +186,8 @@ class Caretaker:
         """The answer of one adapter that has none yet, while nobody waits."""
         with adapters.health.borrowed(lambda digest: not self._diagnosis.has(digest)) as borrowed:
             if borrowed is not None:
-                self._diagnosis.record(*borrowed)
+                with suppress(MemoryError):  # no KV blocks for the prompt now
+                    self._diagnosis.record(*borrowed)
 
     # ------------------------------------------------------------------------------------------------ damaged memory
 
@@ -192,7 +198,10 @@ class Caretaker:
         self._last_scrub_s += elapsed_s
         ended: list[TokenOutput] = []
         num_bytes = int(self._lora.scrub_bytes_per_s * min(elapsed_s, MAX_SCRUB_DELAY_S))
-        for adapter_id in adapters.health.scrub(num_bytes):
-            ended += self._end_requests(adapter_id, adapters.health.damage_error(adapter_id))
+        for adapter_id, name in adapters.health.scrub(num_bytes).items():
+            text = (
+                f"adapter {name!r}: its weights in memory were found damaged and are being restored; try again in 1 s"
+            )
+            ended += self._end_requests(adapter_id, AdapterFaultError(text))
             adapters.health.restore(adapter_id)
         return ended

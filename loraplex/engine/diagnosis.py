@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 from loraplex.core import BASE_SLOT, BlockAllocator, Request, SamplingParams
 
@@ -34,13 +35,18 @@ class Diagnosis:
         )
         self._answers: OrderedDict[str, Answer] = OrderedDict()
         self._num_asked = 0
-        self._base = self._answer(BASE_SLOT)
+        self._base: Answer | None = None
+        with suppress(MemoryError):
+            self._base = self._answer(BASE_SLOT)
 
     def has(self, digest: str) -> bool:
         return digest in self._answers
 
     def record(self, digest: str, lora_slot: int) -> bool:
-        """Remember how an adapter answers, now that nothing speaks against it; False when it has no finite answer."""
+        """Remember how an adapter answers, now that nothing speaks against it; False when it has no finite answer.
+
+        Raises MemoryError when the KV cache has no room for the prompt.
+        """
         answer = self._answer(lora_slot)
         if answer is None:
             return False
@@ -50,6 +56,7 @@ class Diagnosis:
         return True
 
     def is_base_well(self) -> bool:
+        """Whether it answers as at the start. Raises MemoryError as `record` does."""
         return self._base is None or self._answer(BASE_SLOT) == self._base
 
     def what_is_wrong(self, digest: str, lora_slot: int) -> str | None:

@@ -142,26 +142,18 @@ class AdapterHealth:
 
     # ------------------------------------------------------------------------------------------------ damaged memory
 
-    def scrub(self, max_bytes: int) -> list[int]:
-        """Check about `max_bytes` of weights, those after the last ones checked; returns adapters that run on damaged ones.
+    def scrub(self, max_bytes: int) -> dict[int, str]:
+        """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on damaged ones.
 
         What is idle is let go at once. The others go by `restore`, once their requests have ended.
         """
-        in_use: list[int] = []
+        in_use: dict[int, str] = {}
         with self._store.lock:
             for weights in self._after_last(max_bytes):
                 self._last_scrubbed = weights.digest
                 if self._is_damaged(weights):
-                    in_use += self._discard_or_name(weights)
+                    in_use |= self._discard_or_name(weights)
         return in_use
-
-    def damage_error(self, adapter_id: int) -> AdapterFaultError:
-        """For the requests that ran on damaged weights."""
-        with self._store.lock:
-            name = self._store.adapters[adapter_id].name
-        return AdapterFaultError(
-            f"adapter {name!r}: its weights in memory were found damaged and are being restored; try again in 1 s"
-        )
 
     def restore(self, adapter_id: int) -> None:
         """Let the damaged copies of an adapter go, now that its requests have ended."""
@@ -189,16 +181,16 @@ class AdapterHealth:
     def _tiers(self) -> tuple[Tier, ...]:
         return (Tier.HOST,) if self._store.is_shared else (Tier.DEVICE, Tier.HOST)
 
-    def _discard_or_name(self, weights: StoredWeights) -> list[int]:
+    def _discard_or_name(self, weights: StoredWeights) -> dict[int, str]:
         if weights.num_running:
-            return list(weights.adapters)
+            return {adapter.adapter_id: adapter.name for adapter in weights.adapters.values()}
         for tier in self._tiers():
             damaged = self._damage.find(weights, tier)
             if damaged:
                 self._damage.discard(weights, tier, damaged)
         if weights.num_pinned:
             self._bring_back(weights)
-        return []
+        return {}
 
     def _bring_back(self, weights: StoredWeights) -> None:
         """A pinned adapter is not left outside until somebody asks."""

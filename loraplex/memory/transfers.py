@@ -274,8 +274,9 @@ class Transfers:
             assert weights.layout is not None
             assert weights.device is not None
             self._publish(weights, weights.layout, weights.device)
-            if job.num_failed_copies:
-                tell(self._store.events, EventKind.RECOVERY, weights, "was copied to another place of the device")
+            if job.num_failed_copies or weights.is_restoring:
+                weights.is_restoring = False
+                tell(self._store.events, EventKind.RECOVERY, weights, "was copied to the device again")
             self._store.counters.num_copies += 1
             self._store.counters.copy_s += self._store.clock() - job.began_s
             self._end(job)

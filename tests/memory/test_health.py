@@ -59,7 +59,7 @@ def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
     size = rig.manager._store.adapters[1].weights.nbytes
     flip(rig, 3)
     for _ in range(2):
-        assert rig.manager.health.scrub(size) == []
+        assert rig.manager.health.scrub(size) == {}
         assert rig.tier_of(3) == "host"
     rig.manager.health.scrub(size)
     assert rig.tier_of(3) == "source", "what is idle is let go at once"
@@ -72,7 +72,7 @@ def test_a_running_adapter_is_named_and_restored_when_its_requests_have_ended(ri
     rig.add(1, 2)
     slots = [rig.acquire(1), rig.acquire(2)]
     flip(rig, 1, Tier.DEVICE if rig.is_separate else Tier.HOST)
-    assert rig.manager.health.scrub(1 << 20) == [1]
+    assert rig.manager.health.scrub(1 << 20) == {1: "a1"}
     assert rig.tier_of(1) == "device", "it is not taken from under its requests"
     rig.check_output(slots[1], make_model("d2"))
     rig.manager.release(1)
