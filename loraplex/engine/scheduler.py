@@ -4,12 +4,13 @@ A step is schedule -> run -> commit. `schedule` reserves KV and adapter referenc
 references change afterwards. Between the two nothing of a scheduled request may be taken away.
 
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
-yet lets others pass. Those that have waited `aging_steps` steps for their adapters go first, and make the running requests of
-another adapter give way (they are preempted and resume later). An adapter that got in has its turn: it is left alone for
-`aging_steps / 4` steps, and until the request that brought it in has ended or got as many tokens (a prompt that takes longer would
-else begin anew for ever). So many waiting ones take turns instead of thrashing: with n adapters waiting before it, one gets
-in within aging_steps + n * (aging_steps / 4 + the steps of a prompt) steps. Preemption is by recompute; the prefix cache
-makes it cheap.
+yet lets others pass. When one lacks room on the device for `aging_steps / 8` steps, those behind it no longer keep the adapters
+in its way busy: these finish what they run, and leave. Those that have waited `aging_steps` steps for their adapters go first,
+and make the running requests of another adapter give way (they are preempted and resume later). An adapter that got in has its
+turn: it is left alone for `aging_steps / 4` steps, and until the request that brought it in has ended or got as many tokens (a
+prompt that takes longer would else begin anew for ever). So many waiting ones take turns instead of thrashing: with n adapters
+waiting before it, one gets in within aging_steps + n * (aging_steps / 4 + the steps of a prompt) steps.
+Preemption is by recompute; the prefix cache makes it cheap.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ from loraplex.engine.schedule_plan import RequestState, RequestStatus, SampledTo
 from loraplex.errors import AdapterError, LoraplexError
 
 PREFETCH_DEPTH = 16  # waiting requests whose adapters are looked ahead for while no seat is free
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """Adapters in the way of a request that lacks room: requests that came after it wait for it."""
+
+    waiting: RequestState
+    adapter_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []  # in order of arrival
         self._running: list[RequestState] = []  # in order of admission
         self._turns: dict[int, _Turn] = {}  # of the adapters of running requests
+        self._hold: _Hold | None = None
         self._uncommitted: SchedulePlan | None = None
         self._step_id = 0
         self._num_arrivals = 0
@@ -136,6 +146,7 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         failed: list[TokenOutput] = []
         aged = self._make_room_for_aged()
+        self._update_hold()
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(aged, scheduled, failed, budget)
         self._prefetch_waiting()
@@ -154,6 +165,29 @@ class Scheduler:
         if lacks_room is not None:
             self._make_room(lacks_room)
         return aged
+
+    def _update_hold(self) -> None:
+        """For one request at a time, the first that lacks room for long; it lasts as long as the adapters in its way are in use."""
+        lacking = next((state for state in self._waiting if self._lacks_room_for_long(state)), None)
+        if lacking is None:
+            self._hold = None
+        elif (
+            self._hold is None or self._hold.waiting is not lacking or not self._hold.adapter_ids <= self._turns.keys()
+        ):
+            assert self._residency is not None
+            assert lacking.request.adapter_id is not None
+            self._hold = _Hold(lacking, frozenset(self._residency.victims_for(lacking.request.adapter_id)))
+
+    def _lacks_room_for_long(self, state: RequestState) -> bool:
+        since = state.waits_since_step
+        return (
+            state.waits_for is WaitsFor.ROOM and since is not None and self._step_id - since >= self._aging_steps // 8
+        )
+
+    def _is_on_hold(self, state: RequestState) -> bool:
+        hold = self._hold
+        is_behind = hold is not None and state.arrival_index > hold.waiting.arrival_index
+        return is_behind and hold is not None and state.request.adapter_id in hold.adapter_ids
 
     def _is_aged(self, state: RequestState) -> bool:
         since = state.waits_since_step
@@ -204,8 +238,8 @@ class Scheduler:
         for state in aged + others:
             if budget <= 0 or len(self._running) >= self._max_running:
                 break
-            if state.preempted_at_step == self._step_id:
-                continue  # it gave way in this very step
+            if state.preempted_at_step == self._step_id or self._is_on_hold(state):
+                continue  # it gave way in this very step, or its adapter is to leave
             try:
                 is_ready = self._acquire_adapter(state, blocked)
             except AdapterError as error:

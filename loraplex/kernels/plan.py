@@ -161,6 +161,22 @@ class _Placed:
     layouts: tuple[SliceLayout | None, ...]
 
 
+@dataclass(frozen=True)
+class SlotImage:
+    """What the rows of an adapter hold but for where it lies: made once for all that are packed alike (`SlotTable.image`).
+
+    One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [3, n] of A, B and
+    bias inside the block (ABSENT: no such part), and rank, scale, dtype [n]. first_rows, layouts: one per block.
+    """
+
+    rows: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
+    first_rows: tuple[int, ...]
+    layouts: tuple[tuple[SliceLayout | None, ...], ...]
+
+
 class SlotTable:
     """Addresses of every resident adapter's packed blocks: all that a LoRA kernel reads of adapters.
 
@@ -234,6 +250,41 @@ class SlotTable:
         self._upload(first_row, first_row + num_slices, lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self.derived[lora_slot].pop(first_row, None)
+
+    def image(self, blocks: Sequence[tuple[str, Sequence[SliceLayout | None]]]) -> SlotImage:
+        """The image of an adapter with these blocks: (name of the target, layouts of its slices). KeyError for an unknown target."""
+        first_rows = tuple(self._first_rows[name] for name, _ in blocks)
+        found = [
+            (row, index, layout)
+            for index, (first_row, (_, layouts)) in enumerate(zip(first_rows, blocks, strict=True))
+            for row, layout in enumerate(layouts, first_row)
+            if layout is not None
+        ]
+        parts = [(layout.a_offset, layout.b_offset, layout.bias_offset) for _, _, layout in found]
+        return SlotImage(
+            rows=np.array([row for row, _, _ in found], np.int64),
+            blocks=np.array([index for _, index, _ in found], np.int64),
+            offsets=np.array(parts, np.int64).reshape(-1, 3).T,
+            values=(
+                np.array([layout.rank for _, _, layout in found], np.int32),
+                np.array([layout.scale for _, _, layout in found], np.float32),
+                np.array([DTYPE_CODES[layout.dtype] for _, _, layout in found], np.int32),
+            ),
+            first_rows=first_rows,
+            layouts=tuple(tuple(layouts) for _, layouts in blocks),
+        )
+
+    def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
+        """`set_block` for all blocks of an adapter at once, block i at byte `block_offsets[i]`; the slot was clear."""
+        assert self.is_clear(lora_slot), f"lora_slot {lora_slot} holds an adapter"
+        starts = np.array(block_offsets, np.int64)[image.blocks]
+        if len(starts) and not (starts.min() >= 0 and (starts + image.offsets).max() < self.buffer.numel()):
+            raise ValueError(f"a block lies outside the buffer of {self.buffer.numel()} bytes")
+        addresses = np.where(image.offsets == ABSENT, 0, self._base_addr + starts + image.offsets)
+        for column, values in zip(self._host, (*addresses, *image.values), strict=True):
+            column[image.rows, lora_slot] = values
+        self._upload(0, self.num_rows, lora_slot)
+        self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
 
     def clear_slot(self, lora_slot: int) -> None:
         """Forget the adapter in `lora_slot`: every row of the column is zero again."""

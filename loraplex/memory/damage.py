@@ -22,6 +22,7 @@ from loraplex.memory.tiers import Place
 from loraplex.memory.weight_store import WeightStore
 
 MAX_FAULTS_OF_A_CHUNK = 1
+FRESH_S = 1.0
 PATTERNS = (0x55, 0xAA)
 
 
@@ -31,6 +32,14 @@ class DamageControl:
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._faults: Counter[tuple[Tier, int]] = Counter()
+
+    def find_unless_fresh(self, weights: StoredWeights) -> list[Extent]:
+        """`find` on the host; [] for what was checked less than FRESH_S ago, as what was just read is."""
+        now_s = self._store.clock()
+        if now_s - weights.checked_s < FRESH_S:
+            return []
+        weights.checked_s = now_s
+        return self.find(weights, Tier.HOST)
 
     def find(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
         """The extents of one tier that have changed since the load. [] where the weights are not."""

@@ -9,6 +9,7 @@ Several adapters with one digest share one `StoredWeights`: one load, one copy i
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -145,7 +146,8 @@ class StoredWeights:
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. wanted_in_pass: the last scheduling pass in which a request asked in vain.
-    checksums: of the extents as they were loaded. is_restoring: damaged copies were let go and the weights are on their way back.
+    checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
+    is_restoring: damaged copies were let go and the weights are on their way back.
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
     is_prefetch_off: the last load failed and nobody asked since.
     reload_s: what the last load took, its wait for others included; None before the first.
@@ -156,6 +158,7 @@ class StoredWeights:
     state: WeightState = WeightState.SOURCE
     layout: PackedLayout | None = None
     checksums: tuple[int, ...] = ()
+    checked_s: float = -math.inf
     is_restoring: bool = False
     host: Place | None = None
     device: Place | None = None

@@ -11,12 +11,13 @@ Not thread-safe: the manager calls them under its lock.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget, Tier
-from loraplex.kernels.plan import SlotTable
+from loraplex.kernels.plan import SlotImage, SlotTable
 from loraplex.memory.arena import Arena, Extent, Owner
 from loraplex.memory.compressed_copies import HOST_SHARE, CompressedCopies
 from loraplex.memory.compression import get_compression
@@ -27,6 +28,9 @@ from loraplex.memory.stats import TierStats
 
 MIN_SLOTS = 64
 MAX_SLOTS = 4096
+
+MAX_IMAGES = 64
+"""Images of layouts that are kept: one for each rank and set of targets that adapters come in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class DeviceCache(Budget):
         super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)
         self.table = table
         self.pool = pool
+        self._images: OrderedDict[int, tuple[PackedLayout, SlotImage]] = OrderedDict()
         self._free_slots = list(range(table.capacity))  # a heap: the lowest free slot is taken first
 
     def allocate(self, sizes: Sequence[int]) -> Place | None:
@@ -119,9 +124,18 @@ class DeviceCache(Budget):
 
     def publish(self, lora_slot: int, layout: PackedLayout, extents: Sequence[Extent]) -> None:
         """Write the rows of `lora_slot`: kernels launched from now on find the adapter in `extents`."""
-        for block in layout.blocks:
-            offset = extents[block.extent_index].offset + block.offset
-            self.table.set_block(block.target_name, lora_slot, offset, block.layouts)
+        offsets = [extents[block.extent_index].offset + block.offset for block in layout.blocks]
+        self.table.set_image(lora_slot, self._image_of(layout), offsets)
+
+    def _image_of(self, layout: PackedLayout) -> SlotImage:
+        """Adapters from the disk tier share their layouts: images are found by identity."""
+        known = self._images.get(id(layout))
+        if known is None or known[0] is not layout:
+            image = self.table.image([(block.target_name, block.layouts) for block in layout.blocks])
+            if len(self._images) >= MAX_IMAGES:
+                self._images.popitem(last=False)
+            known = self._images[id(layout)] = layout, image
+        return known[1]
 
     def publish_extent(self, lora_slot: int, layout: PackedLayout, extent_index: int, extent: Extent) -> None:
         """The adapter's extent number `extent_index` has moved to `extent`."""

@@ -114,7 +114,7 @@ class Transfers:
     def _promote(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         assert weights.layout is not None
         assert weights.host is not None
-        damaged = self._damage.find(weights, Tier.HOST)
+        damaged = self._damage.find_unless_fresh(weights)
         if damaged and weights.num_running == 0:
             self._damage.discard(weights, Tier.HOST, damaged)
             return self._start_load(weights, demand)
@@ -220,6 +220,7 @@ class Transfers:
         store.counters.loads_from[origin] += 1
         store.counters.load_s += seconds
         weights.reload_s = seconds
+        weights.checked_s = store.clock()
         weights.last_used_s = store.clock()  # what was just loaded is not long idle
         store.host.policy.enter(weights.digest, nbytes, seconds)
         text = f"came to host memory from the {origin}"

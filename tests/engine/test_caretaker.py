@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def flip(driver: Driver, name: str) -> None:
     weights = store.weights[driver.registry.resolve(name).adapter_digest]
     assert weights.host is not None
     store.host.pool.view(weights.host.extents[0])[3] ^= 1
+    weights.checked_s = -math.inf  # some time after it was read
 
 
 def kinds(driver: Driver) -> list[EventKind]:

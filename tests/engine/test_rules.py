@@ -25,6 +25,7 @@ from loraplex.errors import (
     AdapterConflictError,
     AdapterContentChangedError,
     AdapterError,
+    AdapterFaultError,
     AdapterNoRoomError,
     AdapterNotFoundError,
     AdapterPathNotFoundError,
@@ -676,7 +677,7 @@ def test_rule_11_logits_that_cannot_be_used(driver: Driver, bench: Bench) -> Non
     for extent in host.extents:
         store.host.pool.view(extent).fill_(0xFF)
     driver.finish()
-    with pytest.raises(EngineError, match="NaN"):
+    with pytest.raises(AdapterFaultError, match="NaN"):
         driver.tokens(sick.request_id)
     for asked in healthy:
         asked.check()

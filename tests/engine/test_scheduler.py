@@ -290,6 +290,25 @@ class TestAdapters:
         harness.run()
         assert len(harness.tokens("hog")) == 400
 
+    def test_those_behind_one_that_lacks_room_do_not_keep_its_way_busy(self) -> None:
+        """The hot adapter finishes what it runs, and leaves: nobody is preempted, and it comes back afterwards."""
+        harness = Harness(room=1, aging_steps=800, num_blocks=512)
+        harness.add("hot-0", adapter=1, max_tokens=120)
+        harness.step()
+        harness.add("cold", adapter=2, max_tokens=4)
+        for number in range(1, 12):
+            for _ in range(15):
+                harness.step()
+            harness.add(f"hot-{number}", adapter=1, max_tokens=120)
+        harness.run()
+        assert harness.scheduler.num_preemptions == 0
+        steps = {}
+        for step, plan in enumerate(harness.plans):
+            for sequence in plan.sequences:
+                steps[sequence.state.request.request_id] = step
+        assert steps["cold"] < 100 + 120 + 20, "after the hold began, only what ran already went before"
+        assert steps["cold"] < steps["hot-9"]
+
     def test_newcomers_of_a_hot_adapter_cannot_starve_another(self) -> None:
         harness = Harness(room=1, aging_steps=8, seqs=4)
         harness.add("hot0", adapter=1, max_tokens=3)

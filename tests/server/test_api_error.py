@@ -1,0 +1,30 @@
+"""What an error says in its headers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loraplex.errors import AdapterFaultError, EngineOverloadedError, LoraplexError, error_from_payload
+from loraplex.server.api_error import error_response
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (AdapterFaultError("adapter 'a' is quarantined", 4.2), 503, "5"),
+        (AdapterFaultError("adapter 'a' is quarantined", 0.1), 503, "1"),
+        (EngineOverloadedError("too many"), 429, "1"),
+        (LoraplexError("no"), 500, None),
+    ],
+)
+def test_clients_are_told_when_to_come_again(error: LoraplexError, status: int, retry_after: str | None) -> None:
+    for each in (error, error_from_payload(error.to_payload())):  # it comes from the engine's process
+        response = error_response(each)
+        assert (response.status_code, response.headers.get("Retry-After")) == (status, retry_after)
+
+
+def test_the_code_names_the_error() -> None:
+    body = json.loads(error_response(AdapterFaultError("adapter 'a' is quarantined")).body)
+    assert (body["error"]["code"], body["error"]["type"]) == ("adapter_fault", "unavailable_error")
