@@ -1,16 +1,17 @@
 # make demo   makes the environment and answers a mixed batch of nine tasks with one base model
 # make test   makes the environment and runs the tests
-# make soak   ten minutes of random requests, adapter verbs, kills and disconnects against one engine (SECONDS=60, SEED=7: others)
+# make soak   ten minutes of random requests, adapter verbs, faults, kills and disconnects against one engine (SECONDS=60, SEED=7: others)
 VENV ?= .venv
 SECONDS ?= 600
 SEED ?= 0
+FAULTS ?= weights,alloc,copy,disk
 
 .PHONY: help demo test soak lint env-serve env-dev train-demo clean
 
 help:
 	@echo "make demo   run the main job: eight adapters and the base model in one batch"
 	@echo "make test   run the tests (under 10 minutes on 2 cores)"
-	@echo "make soak   ten minutes of random requests, loads, kills and disconnects, every answer compared (SECONDS, SEED)"
+	@echo "make soak   ten minutes of random requests, loads, faults, kills and disconnects, every answer compared (SECONDS, SEED, FAULTS)"
 	@echo "make lint   style and types"
 	@echo "make train-demo   train the demo model and its adapters again (under an hour on a CPU)"
 	@echo "make clean  remove the environment and caches"
@@ -32,7 +33,7 @@ test: env-dev
 	scripts/test $(VENV)
 
 soak: env-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.soak --seconds $(SECONDS) --seed $(SEED) --faults $(FAULTS)
 
 lint: env-dev
 	scripts/lint $(VENV)

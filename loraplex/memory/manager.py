@@ -369,7 +369,7 @@ class LoRAModelManager:
 
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
-        self._transfers.alarm = alarm
+        self._store.alarm = alarm
 
     def release_pages(self) -> int:
         """Give the pages of free memory back to the system; returns the bytes."""

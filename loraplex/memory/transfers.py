@@ -13,7 +13,6 @@ Everything here is called with the lock held, except where it says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -56,7 +55,6 @@ class Transfers:
         self._damage = damage
         self._reader = reader
         self._loader = loader
-        self.alarm: Callable[[str], None] = lambda reason: None
 
     def advance(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         """One move towards the device; None when it is there. LOAD: `weights.job` is under way.
@@ -284,7 +282,7 @@ class Transfers:
 
     def _fail(self, job: LoadJob, error: BaseException) -> None:
         if is_out_of_memory(error):
-            self.alarm(f"the load of adapter {job.sources[-1].name!r} could not allocate memory: {error}")
+            self._store.alarm(f"the load of adapter {job.sources[-1].name!r} could not allocate memory: {error}")
         with self._store.lock:
             weights = job.weights
             job.error = as_adapter_error(error, job.sources[-1].name)

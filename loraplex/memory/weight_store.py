@@ -48,6 +48,7 @@ class WeightStore:
         self.ledger = PrefetchLedger()
         self.dropped: list[str] = []  # contents that are gone: the KV cache is to be told
         self.suspect: list[str] = []  # contents that may have computed wrong KV
+        self.alarm: Callable[[str], None] = lambda reason: None  # told when memory cannot be allocated
         self.is_closed = False
         self.device_lost: DeviceLostError | None = None
         self.events = events
@@ -145,7 +146,11 @@ class WeightStore:
         while leaving is not None and place is None:
             for victim in leaving:
                 self._make_way(victim, cache, demand)
-            place = cache.allocate(sizes)
+            try:
+                place = cache.allocate(sizes)
+            except MemoryError as error:  # not for want of room: nobody leaves for it
+                self.alarm(f"no memory for an adapter in the {cache.tier.value} tier: {error}")
+                break
             is_stuck = place is None and self.retired.nbytes == 0
             victim_by_fragments = next(self.room.candidates(cache, weights, demand), None) if is_stuck else None
             leaving = None if victim_by_fragments is None else [victim_by_fragments]
