@@ -111,7 +111,7 @@ class AsyncEngine(AdapterVerbs):
                 module=engine_module,
             )
         ]
-        self.events = EventHub()
+        self.events = EventHub(first_id=int(time.time() * 1000))
         self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}

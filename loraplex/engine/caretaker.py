@@ -20,7 +20,14 @@ from loraplex.engine.forecast import Forecast
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.errors import AdapterError, AdapterFaultError, BaseModelFaultError, LoraplexError
+from loraplex.errors import (
+    AdapterError,
+    AdapterFaultError,
+    AdapterNoRoomError,
+    AdapterNotFoundError,
+    BaseModelFaultError,
+    LoraplexError,
+)
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
@@ -164,6 +171,10 @@ class Caretaker:
         adapter_id = self._in_diagnosis
         try:
             acquired = adapters.try_acquire(adapter_id)
+        except (AdapterNoRoomError, AdapterNotFoundError):  # no fault of its own
+            self._in_diagnosis = None
+            adapters.health.postpone(adapter_id)
+            return
         except AdapterError as error:
             self._in_diagnosis = None
             adapters.health.still_ill(adapter_id, str(error))
@@ -173,8 +184,9 @@ class Caretaker:
         self._in_diagnosis = None
         try:
             wrong = self._diagnosis.what_is_wrong(adapters.digest_of(adapter_id), acquired.lora_slot)
-        except MemoryError as error:
-            wrong = str(error)
+        except MemoryError:  # no KV blocks for the prompt now
+            adapters.health.postpone(adapter_id)
+            return
         finally:
             adapters.release(adapter_id)
         if wrong is None:

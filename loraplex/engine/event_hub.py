@@ -44,12 +44,13 @@ class EventBatch:
 class EventHub:
     """The latest `max_kept` events. Any thread may add; any number may follow, each at its own pace and without a queue of its own."""
 
-    def __init__(self, max_kept: int = MAX_NUMBERED_EVENTS) -> None:
+    def __init__(self, max_kept: int = MAX_NUMBERED_EVENTS, first_id: int = 0) -> None:
+        """first_id: larger than any id of a server before this one, so that its followers miss nothing when they come back."""
         self._events: deque[NumberedEvent] = deque(maxlen=max_kept)
         self._lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
         self._counts: Counter[str] = Counter()
-        self._last_id = 0
+        self._first_id = self._last_id = first_id
         self._is_closed = False
 
     @property
@@ -80,7 +81,7 @@ class EventHub:
         """The kept events with larger ids. An id that was not given yet is another server's: then all that are kept."""
         with self._lock:
             newest_id = self._last_id
-            last_id = 0 if last_id > newest_id else last_id
+            last_id = self._first_id if not self._first_id <= last_id <= newest_id else last_id
             events = tuple(numbered for numbered in self._events if numbered.event_id > last_id)
         num_lost = events[0].event_id - last_id - 1 if events else 0
         return EventBatch(newest_id, num_lost, events)

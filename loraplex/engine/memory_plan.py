@@ -152,6 +152,11 @@ def _limits(
             )
     _check("kv_cache_floor is", kv_floor * chunk_bytes, "the KV cache may have", kv_ceiling * chunk_bytes)
     adapter_floor = sizes.adapter_floor // chunk_bytes
+    if sizes.lora is not None and (kv_floor + max(1, adapter_floor)) * chunk_bytes > whole:
+        raise ConfigError(
+            f"device_memory of {whole} bytes leaves no room for adapters: the KV cache's floor is {kv_floor * chunk_bytes} bytes, since "
+            f"one request of max_model_len {max_model_len} tokens has to fit; raise device_memory, or lower max_model_len or kv_cache_floor"
+        )
     floors = (kv_floor + adapter_floor) * chunk_bytes
     _check("the floors of KV cache and adapters are together", floors, "device_memory is", whole)
     return {

@@ -278,6 +278,11 @@ class DiskCache:
         """False for lack of room. Raises OSError, and leaves nothing."""
         nbytes = len(header) + sum(view.numel() for view in views)
         if not self._reserve(nbytes):
+            self._complain(
+                OSError(
+                    errno.ENOSPC, f"no room for {nbytes} bytes within the budget and {MAX_FULLNESS:.0%} of the disk"
+                )
+            )
             return False
         is_written = False
         try:

@@ -131,6 +131,13 @@ class AdapterHealth:
                 self._store.counters.num_recovered += 1
                 tell(self._store.events, EventKind.RECOVERY, weights, "answers rightly and is served again")
 
+    def postpone(self, adapter_id: int) -> None:
+        """The diagnosis could not be made: it is due again soon."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.postpone(weights.digest)
+
     def still_ill(self, adapter_id: int, reason: str) -> None:
         """The diagnosis failed; the next one is later, or never."""
         with self._store.lock:

@@ -69,13 +69,16 @@ class LoRAMemoryPool:
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
         """One extent for each size, or None and nothing changed."""
         extents: list[Extent] = []
-        for nbytes in sizes:
-            extent = self.allocate(nbytes)
-            if extent is None:
+        try:
+            for nbytes in sizes:
+                extent = self.allocate(nbytes)
+                if extent is None:
+                    break
+                extents.append(extent)
+        finally:  # also when an allocation raises
+            if len(extents) < len(sizes):
                 self.free_all(extents)
-                return None
-            extents.append(extent)
-        return tuple(extents)
+        return tuple(extents) if len(extents) == len(sizes) else None
 
     def free(self, extent: Extent) -> None:
         """Return an extent. Nothing may read it any more: what was launched before must be done (retired.py)."""

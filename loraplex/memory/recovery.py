@@ -68,7 +68,9 @@ class Recovery:
 
     def postpone(self, digest: str) -> None:
         """The diagnosis could not begin: it is due again soon, and was no try."""
-        case = self._cases[digest]
+        case = self._cases.get(digest)
+        if case is None:
+            return
         case.num_tries -= 1
         case.retry_at_s, case.is_running = self._clock() + DIAGNOSIS_S, False
 

@@ -137,3 +137,11 @@ def test_a_share_of_the_machine() -> None:
     whole = memory_plan._machine_bytes(torch.device("cpu"))
     assert whole is None or whole > 1 << 28
     assert memory_plan._machine_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.parametrize("size", [100_000, "1MiB"])
+def test_a_memory_that_leaves_nothing_for_adapters_is_refused(size: int | str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"device_memory of \d+ bytes leaves no room for adapters.*raise device_memory"
+    ):
+        build(device_memory=size)

@@ -115,6 +115,23 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
     pool.check_integrity()
 
 
+def test_an_allocation_that_raises_midway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = LoRAMemoryPool(make_arena())
+    allocate, left = pool.allocate, [CHUNK, CHUNK]
+
+    def failing(nbytes: int) -> Extent | None:
+        if not left:
+            raise MemoryError("no memory")
+        left.pop()
+        return allocate(nbytes)
+
+    monkeypatch.setattr(pool, "allocate", failing)
+    with pytest.raises(MemoryError):
+        pool.allocate_all([64, 64, 64])
+    assert pool.used_bytes == 0
+    pool.check_integrity()
+
+
 def test_all_or_nothing() -> None:
     pool = LoRAMemoryPool(make_arena(2))
     assert pool.allocate_all([CHUNK, CHUNK, 64]) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -15,11 +16,12 @@ from loraplex.engine.async_engine import AsyncEngine
 from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS
 from loraplex.errors import EngineDeadError
 from tests.soak.ledger import Ledger
-from tests.soak.orders import FAULTS, Order, give
+from tests.soak.orders import FAULTS, Fault, Order, give
 
 REVIVAL_PATIENCE_S = 60.0
 FAULT_PERIOD_S = 1.0
 TAIL_S = 1.0
+QUARANTINE_S = 60.0
 """Errors of a fault may come this long after its end."""
 
 
@@ -72,6 +74,7 @@ class Injector:
         self._faults = [name for name, fault in FAULTS.items() if fault.group in groups]
         self._tainted: dict[int, str] = {}
         self._heeded_s = time.monotonic()
+        self._tainted_s = -math.inf
         self._number = 0
 
     async def run(self) -> None:
@@ -102,7 +105,13 @@ class Injector:
             self._clear({spec.adapter_id})
         self._ledger.count(f"fault: {fault}", "injected" if value else "nothing there")
         await asyncio.sleep(TAIL_S)
-        self._ledger.fault_errors.set(frozenset())
+        self._ledger.fault_errors.set(frozenset({"AdapterFaultError"} if self._may_be_quarantined(what) else ()))
+
+    def _may_be_quarantined(self, last: Fault) -> bool:
+        """Whether some content may still be on its way back: a diagnosis waits for its turn, and for room."""
+        if last.taints:
+            self._tainted_s = time.monotonic()
+        return time.monotonic() - self._tainted_s < QUARANTINE_S
 
     async def _victim(self, rng: Random) -> AdapterSpec | None:
         """An adapter that is on the device now; None when there is none, or no engine."""
