@@ -4,7 +4,7 @@ A step is schedule -> run -> commit. `schedule` reserves KV and adapter referenc
 references change afterwards. Between the two nothing of a scheduled request may be taken away.
 
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
-yet lets others pass. When one lacks room on the device for `aging_steps / 32` steps, those behind it no longer keep the adapters
+yet lets others pass. When one lacks room on the device for `aging_steps / 8` steps, those behind it no longer keep the adapters
 in its way busy: these finish what they run, and leave. Those that have waited `aging_steps` steps for their adapters go first,
 and make the running requests of another adapter give way (they are preempted and resume later). An adapter that got in has its
 turn: it is left alone for `aging_steps / 4` steps, and until the request that brought it in has ended or got as many tokens (a
@@ -181,7 +181,7 @@ class Scheduler:
     def _lacks_room_for_long(self, state: RequestState) -> bool:
         since = state.waits_since_step
         return (
-            state.waits_for is WaitsFor.ROOM and since is not None and self._step_id - since >= self._aging_steps // 32
+            state.waits_for is WaitsFor.ROOM and since is not None and self._step_id - since >= self._aging_steps // 8
         )
 
     def _is_on_hold(self, state: RequestState) -> bool:
