@@ -297,7 +297,10 @@ class Operator:
             if self._names.content(name) is None or self._source_errors(name):
                 break
             await asyncio.sleep(0.05)
-        self._ledger.set_pinned(pinned, False)
+        version = self._registry._table.current.get(pinned)
+        self._ledger.set_pinned(
+            pinned, version is not None and version.is_pinned
+        )  # it stays when the verb could not lift it
 
     async def _move(self, verb: str, name: str) -> Any:
         expected: Errors = () if self._names.content(name) is not None else (AdapterNotFoundError,)
