@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -269,4 +270,13 @@ class Asker:
         record = ledger.record(asked.refs[0].adapter_name)
         if isinstance(error, SOURCE_ERRORS):
             return record.was_elsewhere_since(began_s - LOAD_MARGIN_S, asked.digest)
-        return isinstance(error, AdapterNoRoomError) and ledger.had_pins_since(began_s)
+        has_pins = ledger.had_pins_since(began_s) or _names_pins(
+            error
+        )  # a new engine has its pins before the ledger hears of it
+        return isinstance(error, AdapterNoRoomError) and has_pins
+
+
+def _names_pins(error: BaseException) -> bool:
+    """Whether an error says that pinned adapters take room; that those are the right ones is checked at the end."""
+    found = re.search(r"(\d+) bytes pinned", str(error))
+    return found is not None and int(found[1]) > 0

@@ -215,6 +215,9 @@ class Soak:
         self._require((stats.num_running, stats.num_waiting) == (0, 0), f"the engine has requests: {stats}")
         known = {spec.adapter_id for spec in registry.specs()}
         held = {where.adapter_id for where in await asyncio.to_thread(registry._store.list_adapters)}
+        pinned = {w.adapter_id for w in await asyncio.to_thread(registry._store.list_adapters) if w.is_pinned}
+        meant = {version.adapter_id for version in registry._table.current.values() if version.is_pinned}
+        self._require(pinned <= meant, f"the engine has {pinned} pinned, the server meant {meant}")
         self._require(held == known, f"the engine holds adapters {held}, the server knows {known}")
         self._counters = {
             "promotions": stats.num_adapter_promotions,
