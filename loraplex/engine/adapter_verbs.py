@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ NUM_VIEW_THREADS = 2
 T = TypeVar("T")
 
 
-class AdapterVerbs:
+class AdapterVerbs(ABC):
     """The part of AsyncEngine that clients of adapters see. Errors are the caller's alone."""
 
     def __init__(self) -> None:
@@ -25,15 +26,17 @@ class AdapterVerbs:
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
 
     @property
+    @abstractmethod
     def registry(self) -> LoRARegistry | None:
         """None when LoRA is off."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _registry_or_refuse(self) -> LoRARegistry:
-        raise NotImplementedError
+        """Raises LoraDisabledError when LoRA is off."""
 
+    @abstractmethod
     def _check_can_serve(self) -> None:
-        raise NotImplementedError
+        """Raises EngineError when the engine is gone, or is being started again."""
 
     def has_adapter(self, name: str) -> bool:
         return self.registry is not None and name in self.registry.names()

@@ -226,6 +226,7 @@ class EngineCore:
             mode=monitor.mode,
             history=tuple(monitor.history),
             workspace_bytes=self._runner.workspace_nbytes,
+            counters={**report.counters, "mode_changes": monitor.num_mode_changes},
             kv_block_bytes=self._runner.kv_block_bytes,
             num_kv_blocks=self._blocks.num_blocks,
             num_free_kv_blocks=self._blocks.num_free_blocks,

@@ -104,7 +104,6 @@ class MemoryMonitor:
         self._is_relaxed = True
         self._entered_s = 0.0
         self.mode = MemoryMode.NORMAL
-        self.num_looks = 0
         self.num_mode_changes = 0
         self.history: deque[MemorySample] = deque(maxlen=MAX_HISTORY)
 
@@ -122,7 +121,6 @@ class MemoryMonitor:
     def _look(self) -> None:
         alarm, self._alarm = self._alarm, None
         look = self._memory.look()
-        self.num_looks += 1
         self._change_mode(look, alarm)
         self._next_look_s = self._clock() + (
             CRITICAL_LOOK_S if self.mode is MemoryMode.LOW_MEMORY else self._thresholds.interval_s

@@ -217,6 +217,7 @@ def test_a_step_without_memory_runs_again_in_low_memory_mode(
         each.check()
     report = driver.engine.memory_report()
     assert report.mode is MemoryMode.LOW_MEMORY
+    assert report.counters["mode_changes"] == 1
     assert report.history[-1].mode is MemoryMode.LOW_MEMORY
 
 
