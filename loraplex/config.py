@@ -186,7 +186,7 @@ class EngineSettings:
     tokenizer: str | None = setting(None, "directory of the tokenizer when it is not the model's")
     dtype: str = setting("auto", "auto (the checkpoint's), float32, float16 or bfloat16")
     device: str = setting("cpu", "any torch device")
-    lora_backend: str = setting("auto", "auto, native, torch or reference: which kernels run")
+    lora_backend: str = setting("auto", "auto, native (CPU), triton (GPU), torch or reference: which kernels run")
     quantization: str | None = setting(
         None, "int8: linears keep 8 bits a weight, one scale per output (W8A16; native and reference kernels)"
     )

@@ -19,7 +19,7 @@ from loraplex.kernels.torch_ops import TorchBackend
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "native", "torch", "reference")
+BACKENDS = ("auto", "native", "triton", "torch", "reference")
 
 LinearWeight = Any
 """A weight as `prepare_linear` gave it: a tensor, or a backend's own packed form."""
@@ -296,8 +296,10 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
         return ReferenceBackend()
     if name == "torch":
         return TorchBackend("asked for with lora_backend torch")
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton_backend(device, is_wanted=name == "triton")
     if name == "auto" and device.type != "cpu":
-        return TorchBackend(f"native kernels run on a CPU only, not on {device}")
+        return TorchBackend(f"there are no kernels of our own for {device}")
     if name not in BACKENDS or device.type != "cpu":
         raise ConfigError(f"lora_backend must be one of {BACKENDS}, got {name!r} for device {device}")
     library = open_library()
@@ -308,3 +310,15 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
     if not library.is_wanted:
         logger.warning("no native kernels, stock torch runs: %s", library.reason)
     return TorchBackend(library.reason)
+
+
+def _triton_backend(device: torch.device, is_wanted: bool) -> KernelBackend:
+    """Triton comes with torch where that is built for CUDA; without it stock torch runs, unless Triton is asked for by name."""
+    try:
+        from loraplex.kernels.triton.backend import TritonBackend
+    except ImportError as error:
+        if is_wanted:
+            raise ConfigError(f"lora_backend is triton, which is not installed here: {error}") from error
+        logger.warning("Triton is not installed, stock torch runs: %s", error)
+        return TorchBackend(f"Triton is not installed: {error}")
+    return TritonBackend(device)
