@@ -15,7 +15,6 @@ import triton
 
 from loraplex.errors import ConfigError
 
-
 LEAST_SHARED_BYTES = 101_376
 """Of one block on the GPUs with least of it (sm_86, sm_89, sm_120)."""
 
