@@ -359,8 +359,9 @@ class LoRAModelManager:
         return index_to_id
 
     def digest_of(self, adapter_id: int) -> str:
+        """Of an adapter that resolves, or that somebody still has a reference to."""
         with self._lock:
-            return self._records.get(adapter_id).weights.digest
+            return self._records.in_use(adapter_id).weights.digest
 
     @property
     def is_shared(self) -> bool:

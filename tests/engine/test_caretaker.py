@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.core import AcquireResult
 from loraplex.errors import AdapterFaultError, BaseModelFaultError, EngineError
 from loraplex.events import EventKind
 from loraplex.memory.recovery import BACKOFF_S
@@ -74,6 +75,32 @@ def test_nan_suspends_one_adapter_whose_weights_are_read_anew(driver: Driver, be
     again = Asked(driver, bench, "one")
     driver.finish()
     again.check()
+
+
+def test_an_adapter_that_is_removed_in_the_middle_of_its_diagnosis_takes_nobody_along(
+    driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verb's thread may drop it between any two calls: an engine process ended so, after eight minutes of the soak."""
+    adapters, adapter_id = driver.engine.adapters, driver.registry.resolve("one").adapter_id
+    acquire, removed = adapters.try_acquire, []
+
+    def acquire_and_remove(wanted: int) -> AcquireResult:
+        result = acquire(wanted)
+        if wanted == adapter_id and result.lora_slot is not None:
+            adapters.remove_adapter(adapter_id)
+            removed.append(adapter_id)
+        return result
+
+    Asked(driver, bench, "one")
+    driver.step(3)
+    poison(driver, "one")
+    driver.finish()
+    monkeypatch.setattr(adapters, "try_acquire", acquire_and_remove)
+    settle(driver, lambda: bool(removed))
+    driver.step(3)
+    other = Asked(driver, bench, "two")
+    driver.finish()
+    other.check()
 
 
 def test_while_it_is_quarantined_its_requests_are_refused_at_once_and_told_when_to_try_again(
