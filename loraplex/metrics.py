@@ -22,6 +22,7 @@ class EngineStats:
     waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
     adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
     num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
+    kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
     running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
     """
 
@@ -49,6 +50,7 @@ class EngineStats:
     pinned_bytes: int = 0
     num_adapters: int = 0
     max_lora: int = 0
+    kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)
     running_adapter_ids: tuple[int, ...] = ()
     waiting_adapter_ids: tuple[int, ...] = ()
     step_times: StepTimes = field(default_factory=StepTimes)

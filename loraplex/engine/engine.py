@@ -210,6 +210,7 @@ class EngineCore:
             num_admitted=dict(scheduler.num_admitted),
             running_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.RUNNING))),
             waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
+            kernel_fallbacks=self._runner.kernel_fallbacks,
             step_times=self._step_times(),
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)

@@ -47,6 +47,10 @@ class ModelRunner:
     def workspace_nbytes(self) -> int:
         return self._model.workspace_nbytes
 
+    @property
+    def kernel_fallbacks(self) -> Mapping[str, int]:
+        return self._model.kernel_fallbacks
+
     def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the KV of blocks to other blocks, between two steps."""
         moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))

@@ -41,6 +41,11 @@ class KernelBackend(Protocol):
         """What runs, for people: the instruction set and threads, or why there are no native kernels."""
         ...
 
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """Calls that stock torch ran because a kernel of this backend did not cover them, by operator and reason."""
+        ...
+
     # ------------------------------------------------------------------------------------------------------- adapters
 
     def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:

@@ -134,6 +134,10 @@ class StockWeights:
     quantizations: tuple[str, ...] = ()
     packed_format: str | None = None
 
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        return {}
+
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
 

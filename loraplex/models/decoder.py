@@ -9,7 +9,7 @@ The batch (`StepBatch`) is an argument all the way down. Modules are named as in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -184,6 +184,11 @@ class Decoder:
     def workspace_nbytes(self) -> int:
         """Scratch memory that is kept between steps."""
         return self._ops.workspace_nbytes
+
+    @property
+    def kernel_fallbacks(self) -> Mapping[str, int]:
+        """Calls of operators that stock torch ran because no kernel covered them, by operator and reason."""
+        return dict(self._ops.fallbacks)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""

@@ -73,6 +73,8 @@ class MetricsPage:
         times = stats.step_times
         yield self._counter("loraplex:steps", "Steps of the engine.", times.num_steps)
         yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", times.seconds)
+        text = "Calls that stock torch ran because no kernel covered them, by operator and reason."
+        yield self._counters("loraplex:kernel_fallbacks", text, "operator", stats.kernel_fallbacks)
 
     def _adapter_families(self, stats: EngineStats, memory: MemoryReport) -> Iterator[Metric]:
         text = "Adapters loaded to host memory, by what asked for them."

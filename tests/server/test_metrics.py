@@ -100,6 +100,7 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("loraplex:adapter_pinned_bytes", None, 512),
         ("loraplex:steps_total", None, 100),
         ("loraplex:step_seconds_total", {"part": "forward"}, 2.5),
+        ("loraplex:kernel_fallbacks_total", {"operator": "add_lora: no such dtype"}, 15),
     ],
 )
 def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expected: float) -> None:
@@ -124,6 +125,7 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         resident_bytes={"device": 1024},
         capacity_bytes={"device": 4096},
         pinned_bytes=512,
+        kernel_fallbacks={"add_lora: no such dtype": 15},
         step_times=StepTimes(100, {"schedule": 0.5, "forward": 2.5, "commit": 0.5}),
     )
     found = parse(MetricsPage("base").render(stats, {}).decode())[name]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
@@ -27,11 +28,14 @@ class TritonBackend(TorchBackend):
         major, minor = self.launcher.target.capability
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "in the interpreter"
         self.description = f"triton sm_{major}{minor}, {where}"
-        self.fallbacks: Counter[str] = Counter()
-        """Calls that stock torch ran, by operator and reason."""
+        self._fallbacks: Counter[str] = Counter()
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        return self._fallbacks
 
     def _fall_back(self, operator: str, reason: str) -> None:
         key = f"{operator}: {reason}"
-        if not self.fallbacks[key]:
+        if not self._fallbacks[key]:
             logger.warning("stock torch runs %s", key)
-        self.fallbacks[key] += 1
+        self._fallbacks[key] += 1
