@@ -89,8 +89,7 @@ class SamplingRow:
 
     @property
     def has_penalties(self) -> bool:
-        params = self.params
-        return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        return self.params.has_penalties
 
     @property
     def is_below_min_tokens(self) -> bool:
