@@ -174,7 +174,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for state in self._running:
             num_tokens = 0 if state.is_last_token_pending(self._max_model_len) else state.num_unscheduled_tokens
-            if 0 < min(num_tokens, budget):
+            if min(num_tokens, budget) > 0:
                 yield state, min(num_tokens, budget)
                 budget -= min(num_tokens, budget)
 
@@ -304,10 +304,8 @@ class Scheduler:
 
     def _land(self, plan: SchedulePlan) -> list[ScheduledSequence]:
         """The oldest step in flight is over; returns what it ran of requests that have not ended. The others leave."""
-        assert self._uncommitted and plan is self._uncommitted[0], (
-            "only the oldest plan in flight can be committed, or fail"
-        )
-        self._uncommitted.popleft()
+        oldest = self._uncommitted.popleft()
+        assert plan is oldest, "only the oldest plan in flight can be committed, or fail"
         for sequence in plan.sequences:
             state = sequence.state
             state.num_steps_in_flight -= 1
