@@ -101,10 +101,12 @@ class Caretaker:
 
     @property
     def is_due(self) -> bool:
-        """Whether `before_step` has something to do that wants no step in flight."""
+        """Whether `before_step` has something to do."""
         if self.monitor.is_due or self.is_at_work:
             return True
-        return self._adapters is not None and (self._is_scrub_due or self._adapters.health.is_diagnosis_due)
+        if self._adapters is None:
+            return False
+        return self._is_scrub_due or self._is_forecast_due or self._adapters.health.is_diagnosis_due
 
     def refusal(self, adapter_id: int | None) -> AdapterFaultError | None:
         """The error for a new request, when its adapter is quarantined."""
@@ -118,7 +120,7 @@ class Caretaker:
     def before_step(self) -> list[TokenOutput]:
         """Care that is due; returns the requests that it ended. Raises BaseModelFaultError when the base itself is wrong.
 
-        No step is in flight when something `is_due`.
+        Only while no step is in flight.
         """
         self.monitor.tick()
         if self._is_base_suspect:
@@ -143,10 +145,13 @@ class Caretaker:
         return self._quarantine([each for each in bad if each is not None], "its logits are not finite")
 
     def _prefetch(self) -> None:
-        now_s = self._clock()
-        if self._forecast is not None and now_s - self._last_forecast_s >= FORECAST_INTERVAL_S:
-            self._last_forecast_s = now_s
+        if self._is_forecast_due:
+            self._last_forecast_s = self._clock()
             self.monitor.prefetch()
+
+    @property
+    def _is_forecast_due(self) -> bool:
+        return self._forecast is not None and self._clock() - self._last_forecast_s >= FORECAST_INTERVAL_S
 
     # ------------------------------------------------------------------------------------------------- wrong results
 

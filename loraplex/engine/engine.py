@@ -86,7 +86,7 @@ class EngineCore:
         had_flights = len(self._flights) > 0
         outputs = self._flights.commit_all() if had_flights and self._is_commit_due() else []
         with self._profiler.part("schedule"):
-            outputs += self._caretaker.before_step()
+            outputs += [] if self._flights else self._caretaker.before_step()
             plan = self._schedule()
         self.is_stalled = not plan.sequences and not had_flights
         self._num_steps += bool(plan.sequences)

@@ -288,6 +288,7 @@ class LLM:
                 self.engine.abort(self._front.outputs.remove(one.request_id))
             self.engine.settle()
             raise
+        self.engine.settle()  # what ran on when a stop string ended the last one
         return finished
 
     def _advance(

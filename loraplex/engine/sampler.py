@@ -40,6 +40,7 @@ from loraplex.engine.sampling_batch import (
 )
 from loraplex.engine.token_logprobs import RankedTokens, token_logprobs
 from loraplex.errors import InvalidRequestError
+from loraplex.kernels import device_ranking
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.kernels.torch_ops import TorchBackend
@@ -118,7 +119,7 @@ class Sampler:
         )
         with torch.inference_mode():
             logits = logits.float().contiguous()
-            draw = self._draw_and_wait if logits.device.type == "cpu" else self._draw_on_device
+            draw = self._draw_beside_host if device_ranking.runs_beside_host(logits) else self._draw_and_wait
             return draw(logits, batch)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
@@ -134,7 +135,7 @@ class Sampler:
         self, logits: Tensor, next_ids: Sequence[int], k: int
     ) -> Callable[[], tuple[TokenLogprobs, ...]]:
         """`prompt_logprobs`; call what it returns to get them."""
-        if logits.device.type == "cpu":
+        if not device_ranking.runs_beside_host(logits):
             known = self.prompt_logprobs(logits, next_ids, k)
             return lambda: known
         with torch.inference_mode():
@@ -146,7 +147,7 @@ class Sampler:
             download = _LogprobsDownload(ranked, ())
         return lambda: tuple(download.entries([k] * len(next_ids)))
 
-    # ------------------------------------------------------------------------------------------------------ on a CPU
+    # ------------------------------------------------------------------------------------------------------- on the host
 
     def _draw_and_wait(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
         if not batch.rows:
@@ -177,9 +178,9 @@ class Sampler:
                 result[i] = entries
         return tuple(result)
 
-    # ------------------------------------------------------------------------------------------------- on another device
+    # ---------------------------------------------------------------------------------------------------- beside the host
 
-    def _draw_on_device(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
+    def _draw_beside_host(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
         with edited_logits(logits, batch):
             best, top = self.ops.row_argmax(logits)
             for rows, draw in self._draws(batch, batch.temperature >= GREEDY_BELOW):
@@ -248,7 +249,7 @@ class Sampler:
     def _draw_top_p(self, draw: _Draw) -> Tensor:
         """Over the best tokens in their order where 128 of them suffice, else over the vocabulary in the order of ids.
 
-        On a device that nobody waits for, both for every row.
+        Where nothing may wait for the device: both, for every row.
         """
         of_vocab, mass = self.ops.token_weights(draw.logits, draw.rule)
         wanted = draw.top_p * mass
@@ -256,7 +257,7 @@ class Sampler:
         weights = draw.rule.of(values).double()
         token_ids = _draw_prefix(draw, weights, ids, wanted)
         lacks_mass = weights.sum(-1) < wanted[:, 0]
-        if lacks_mass.device.type != "cpu":
+        if device_ranking.runs_beside_host(lacks_mass):
             nucleus = self.ops.keep_nucleus(draw.logits, of_vocab, wanted, draw.rule)
             return torch.where(lacks_mass, self.ops.invert_cdf(nucleus, draw.least, draw.uniform), token_ids)
         is_open = lacks_mass.numpy()

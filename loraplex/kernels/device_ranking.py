@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def runs_beside_host(x: Tensor) -> bool:
+    """Whether what is called on the tensor is only queued, so that to look at a value is to wait."""
+    return x.device.type != "cpu"
+
+
 def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest. One reduction."""
     values, ids = x.max(-1)

@@ -36,7 +36,7 @@ def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A vectorised maximum by blocks, then a search in one block: torch's own argmax is scalar on a CPU, 20 times slower.
     """
-    if x.device.type != "cpu":
+    if device_ranking.runs_beside_host(x):
         return device_ranking.row_argmax(x)
     block = _block_maxima(x, _BLOCK).argmax(-1, keepdim=True)
     ids = (block * _BLOCK + torch.arange(_BLOCK, device=x.device)).clamp_(max=x.shape[1] - 1)
@@ -94,7 +94,7 @@ def invert_cdf(weights: Tensor, least: Tensor | None, uniform: Tensor) -> Tensor
 
 def ordered_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The first k tokens of each row of x [m, V] in their order: values [m, k], ids int64 [m, k]."""
-    if x.device.type != "cpu":
+    if device_ranking.runs_beside_host(x):
         return device_ranking.ordered_top_k(x, k)
     if k >= x.shape[1]:
         return torch.sort(x, dim=-1, descending=True, stable=True)
@@ -124,14 +124,14 @@ def _top_k_any_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def sort_descending(x: Tensor) -> Tensor:
     """Values of each row of x [m, V], without ids: numpy's vectorised sort is four times torch's on a CPU."""
-    if x.device.type != "cpu":
+    if device_ranking.runs_beside_host(x):
         return x.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
     """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both [m, 1])."""
-    if x.device.type != "cpu":
+    if device_ranking.runs_beside_host(x):
         return device_ranking.keep_prefix(x, weights, last, num_last)
     weights.masked_fill_(x < last, 0)
     is_last = x == last
