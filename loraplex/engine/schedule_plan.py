@@ -73,7 +73,7 @@ class RequestState:
         if not self.num_steps_in_flight:
             return False
         params = self.request.sampling_params
-        is_prompt_scored = params.prompt_logprobs is not None and self.num_computed_tokens < self.num_prompt_tokens
+        is_prompt_scored = params.prompt_logprobs is not None and self.num_scheduled_tokens < self.num_prompt_tokens
         return is_prompt_scored or (self.num_pending_tokens > 0 and params.has_penalties)
 
     def is_last_token_pending(self, max_model_len: int) -> bool:
