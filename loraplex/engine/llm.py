@@ -183,8 +183,7 @@ class LLM:
         """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the last one.
 
         A request that fails ends with `error` set and no completions, and the others go on. Where all of them wait for adapters,
-        this waits for the end of a load, at most `stalled_wait_s`. There is no look-ahead: between two calls no step is in flight for
-        whose memory a verb of the same thread would wait.
+        this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls: verbs may wait for its memory.
         """
         _, processed = self._advance(False, stalled_wait_s, is_settled=True)
         outputs = []

@@ -15,9 +15,11 @@ from loraplex.core import TokenLogprobs
 from loraplex.engine.model_runner import StepHandle
 from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
 from loraplex.errors import AdapterFaultError, DeviceLostError, EngineError
+from loraplex.kernels import device_ranking
 from loraplex.metrics import MemoryMode
 from tests.engine.driver import Driver
 from tests.engine.rules_bench import NAMES, Asked, Bench, OpenDriver, loaded
+from tests.engine.test_sampler_beside_host import NothingWaits
 from tests.fixtures import VOCAB_SIZE
 
 KV_BLOCK_BYTES = 4 * 2 * 16 * 16 * 2 * 2  # fp32, K and V, 16 tokens, head_dim 16, 2 heads, 2 layers
@@ -286,6 +288,31 @@ def test_an_alarm_makes_care_due(driver: Driver, bench: Bench) -> None:
     assert driver.engine.memory_report().mode is MemoryMode.LOW_MEMORY
     driver.finish()
     each.check()
+
+
+@pytest.mark.parametrize("is_beside_host", [False, True])
+def test_a_launch_looks_at_no_value(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_beside_host: bool) -> None:
+    """Stock torch on CPU tensors, as if they were beside the host: prompts, chunks, adapters, pending tokens, all kinds of draws."""
+    driver = loaded(
+        Driver(bench.base, look_ahead=True, lora_backend="torch", max_model_len=128, max_num_batched_tokens=64), bench
+    )
+    launch = driver.engine._runner.launch
+
+    def watched(plan: SchedulePlan) -> StepHandle:
+        with NothingWaits():
+            return launch(plan)
+
+    if is_beside_host:
+        monkeypatch.setattr(device_ranking, "runs_beside_host", lambda _: True)
+        monkeypatch.setattr(driver.engine._runner, "launch", watched)
+    asked = [Asked(driver, bench, name) for name in (None, "one", "two")]
+    for index, params in enumerate(PARAMS):
+        driver.submit([3 + index] * (index + 1), (None, "one")[index % 2], **{"max_tokens": 6, **params})
+    driver.finish()
+    for each in asked:
+        each.check()
+    driver.check_idle()
+    driver.close()
 
 
 # ----------------------------------------------------------------------------------------------------- steps that fail
