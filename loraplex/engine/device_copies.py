@@ -13,20 +13,19 @@ from torch import Tensor
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array on a device, without waiting for what runs there; on a CPU it is the array's own memory."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
+    if device.type == "cuda" and array.size:
         tensor = tensor.pin_memory()  # from other memory the copy would wait
     return tensor.to(device, non_blocking=True)
 
 
 class Download:
-    """Tensors on their way to the host. `result` waits until they are there, and for nothing that was launched after them."""
+    """Tensors of one device on their way to the host. `result` waits until they are there, and for nothing launched after them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [_download(tensor) for tensor in tensors]
         self._event: torch.cuda.Event | None = None
-        if any(tensor.device.type == "cuda" for tensor in tensors):
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        if tensors and tensors[0].device.type == "cuda":
+            self._event = torch.cuda.current_stream(tensors[0].device).record_event()
 
     def result(self) -> list[Tensor]:
         if self._event is not None:

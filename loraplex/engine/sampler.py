@@ -258,6 +258,7 @@ class Sampler:
         token_ids = _draw_prefix(draw, weights, ids, wanted)
         lacks_mass = weights.sum(-1) < wanted[:, 0]
         if device_ranking.runs_beside_host(lacks_mass):
+            wanted = wanted.masked_fill(~lacks_mass[:, None], 0)  # of the others nothing has to be kept
             nucleus = self.ops.keep_nucleus(draw.logits, of_vocab, wanted, draw.rule)
             return torch.where(lacks_mass, self.ops.invert_cdf(nucleus, draw.least, draw.uniform), token_ids)
         is_open = lacks_mass.numpy()
