@@ -221,6 +221,11 @@ class EngineSettings:
     kv_cache_dtype: str = setting(
         "auto", "auto (the model's), float32, float16 or bfloat16: how keys and values are kept"
     )
+    look_ahead: bool | None = setting(
+        None,
+        "launch the next step before the tokens of the last one are known to the host (default: on a GPU, where the host then works "
+        "while it computes)",
+    )
     enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes of one adapter and tenant")
     monitor_interval_s: float = setting(30.0, "seconds between two looks of the memory's monitor")
     high_pressure: float = setting(0.80, "share of a tier in use from which adapters that are long idle leave it")

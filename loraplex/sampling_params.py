@@ -52,6 +52,11 @@ class SamplingParams:
         if reasons:
             raise InvalidRequestError("sampling parameters are refused: " + "; ".join(reasons))
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on which tokens were there before."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
     def _reasons(self) -> list[str]:
         checks = [
             (1 <= self.n <= MAX_COMPLETIONS, f"n must be 1..{MAX_COMPLETIONS}, got {self.n}"),

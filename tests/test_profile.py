@@ -49,7 +49,7 @@ def test_a_run_has_every_part() -> None:
 def test_kernels_are_measured_only_on_request() -> None:
     with LLM(BASE) as llm:
         llm.generate([[5, 6, 7]])
-        assert set(llm.stats().step_times.seconds) == {"schedule", "build", "forward", "sample", "commit"}
+        assert set(llm.stats().step_times.seconds) == {"schedule", "build", "forward", "sample", "wait", "commit"}
         assert llm.stats().step_times.seconds["forward"] > 0
 
 

@@ -90,12 +90,16 @@ class PromptLogitRows:
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step as tensors. `sampled[i]` is drawn from logits row `sampled_rows[i]`."""
+    """A step as tensors. `sampled[i]` is drawn from logits row `sampled_rows[i]`.
+
+    pending: (row of batch.token_ids, request) of tokens that the step in flight draws; they are 0 until they are taken from there.
+    """
 
     batch: StepBatch
     sampled: tuple[ScheduledSequence, ...]
     sampled_rows: tuple[int, ...]
     prompt_rows: tuple[PromptLogitRows, ...]
+    pending: tuple[tuple[int, RequestState], ...] = ()
 
 
 class BatchBuilder:
@@ -122,7 +126,7 @@ class BatchBuilder:
             lora=self._rewrite_lora_plan(sequences, query_lens),
             logits_indices=self._tensor(logits_indices),
         )
-        return BuiltStep(batch, sampled, sampled_rows, prompt_rows)
+        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences, q_indptr[1:].tolist()))
 
     def _attention_plan(
         self,
@@ -170,7 +174,17 @@ def _slot_of(state: RequestState) -> int:
 
 
 def _tokens_of(sequence: ScheduledSequence) -> NDArray[np.int64]:
-    return np.array(sequence.state.token_ids[sequence.start : sequence.start + sequence.num_tokens], dtype=np.int64)
+    """0 for one that is not known yet."""
+    token_ids = np.zeros(sequence.num_tokens, dtype=np.int64)
+    known = sequence.state.token_ids[sequence.start : sequence.end]
+    token_ids[: len(known)] = known
+    return token_ids
+
+
+def _pending(sequences: Sequence[ScheduledSequence], row_ends: Sequence[int]) -> tuple[tuple[int, RequestState], ...]:
+    """The last row of each sequence whose last token is not known yet."""
+    ends = zip(sequences, row_ends, strict=True)
+    return tuple((end - 1, each.state) for each, end in ends if each.end > len(each.state.token_ids))
 
 
 def _logits_rows(

@@ -99,6 +99,15 @@ class Caretaker:
         """Whether a diagnosis waits for its adapter: the engine should not sleep."""
         return self._in_diagnosis is not None or self._is_base_suspect
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `before_step` has something to do."""
+        if self.monitor.is_due or self.is_at_work:
+            return True
+        if self._adapters is None:
+            return False
+        return self._is_scrub_due or self._is_forecast_due or self._adapters.health.is_diagnosis_due
+
     def refusal(self, adapter_id: int | None) -> AdapterFaultError | None:
         """The error for a new request, when its adapter is quarantined."""
         return None if adapter_id is None or self._adapters is None else self._adapters.health.refusal(adapter_id)
@@ -109,7 +118,10 @@ class Caretaker:
             self._forecast.arrived(request)
 
     def before_step(self) -> list[TokenOutput]:
-        """Care that is due; returns the requests that it ended. Raises BaseModelFaultError when the base itself is wrong."""
+        """Care that is due; returns the requests that it ended. Raises BaseModelFaultError when the base itself is wrong.
+
+        Only while no step is in flight.
+        """
         self.monitor.tick()
         if self._is_base_suspect:
             self._check_base()
@@ -133,10 +145,13 @@ class Caretaker:
         return self._quarantine([each for each in bad if each is not None], "its logits are not finite")
 
     def _prefetch(self) -> None:
-        now_s = self._clock()
-        if self._forecast is not None and now_s - self._last_forecast_s >= FORECAST_INTERVAL_S:
-            self._last_forecast_s = now_s
+        if self._is_forecast_due:
+            self._last_forecast_s = self._clock()
             self.monitor.prefetch()
+
+    @property
+    def _is_forecast_due(self) -> bool:
+        return self._forecast is not None and self._clock() - self._last_forecast_s >= FORECAST_INTERVAL_S
 
     # ------------------------------------------------------------------------------------------------- wrong results
 
@@ -203,10 +218,14 @@ class Caretaker:
 
     # ------------------------------------------------------------------------------------------------ damaged memory
 
+    @property
+    def _is_scrub_due(self) -> bool:
+        return self._lora.scrub_bytes_per_s > 0 and self._clock() - self._last_scrub_s >= SCRUB_INTERVAL_S
+
     def _scrub(self, adapters: LoRAModelManager) -> list[TokenOutput]:
-        elapsed_s = self._clock() - self._last_scrub_s
-        if self._lora.scrub_bytes_per_s == 0 or elapsed_s < SCRUB_INTERVAL_S:
+        if not self._is_scrub_due:
             return []
+        elapsed_s = self._clock() - self._last_scrub_s
         self._last_scrub_s += elapsed_s
         ended: list[TokenOutput] = []
         num_bytes = int(self._lora.scrub_bytes_per_s * min(elapsed_s, MAX_SCRUB_DELAY_S))

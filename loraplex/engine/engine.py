@@ -1,13 +1,12 @@
-"""The heart: one engine, synchronous. A step is schedule, run, commit.
+"""The heart: one engine, synchronous. A step is schedule, launch, commit; with look-ahead the commit is that of the step before.
 
 Nothing here knows of names, files or sockets: requests are token ids, adapters are ids with a digest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,17 +20,17 @@ from loraplex.engine.caretaker import Caretaker, make_caretaker
 from loraplex.engine.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
-from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
+from loraplex.engine.schedule_plan import RequestStatus, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_recorder import StepRecorder
-from loraplex.errors import ConfigError, DeviceLostError, EngineError, EngineOverloadedError, LoraDisabledError
+from loraplex.engine.steps_in_flight import StepsInFlight
+from loraplex.errors import ConfigError, EngineOverloadedError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import KVShare
-from loraplex.memory.loading import is_device_lost, is_out_of_memory
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.stats import MemoryStats
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
@@ -67,6 +66,7 @@ class EngineCore:
         profiler: Profiler,
         events: EventLog,
         caretaker: Caretaker,
+        look_ahead: bool = False,
     ) -> None:
         self.info = info
         self.is_stalled = False
@@ -79,78 +79,49 @@ class EngineCore:
         self._profiler = profiler
         self._events = events
         self._caretaker = caretaker
-        self._recorder: StepRecorder | None = None
+        self._flights = StepsInFlight(scheduler, runner, adapters, caretaker, profiler, look_ahead)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step; returns what it added to which request."""
+        """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before it added."""
+        had_flights = len(self._flights) > 0
+        outputs = self._flights.commit_all() if had_flights and self._is_commit_due() else []
         with self._profiler.part("schedule"):
-            ended = self._caretaker.before_step()
+            outputs += [] if self._flights else self._caretaker.before_step()
             plan = self._schedule()
-        self.is_stalled = plan is None or not plan.sequences
-        if plan is None or not plan.sequences:
-            return [*ended, *(() if plan is None else plan.failed)]
-        self._num_steps += 1
-        try:
-            with self._memory_in_use(plan.step_id):
-                tokens = self._run(plan)
-        except Exception as error:
-            return [*ended, *plan.failed, *self._fail(plan, error)]
-        return [*ended, *plan.failed, *self._commit(plan, tokens)]
+        self.is_stalled = not plan.sequences and not had_flights
+        self._num_steps += bool(plan.sequences)
+        return [*outputs, *plan.failed, *self._flights.advance(plan)]
 
-    def _schedule(self) -> SchedulePlan | None:
-        """None when there was no memory for it: what was admitted until then runs in the next step."""
-        if self._recorder is not None:
-            self._recorder.begin(self._profiler.seconds)
+    def settle(self) -> list[TokenOutput]:
+        """Wait for the step in flight, if there is one; returns what it added."""
+        return self._flights.commit_all()
+
+    def _is_commit_due(self) -> bool:
+        """Whether the step in flight has to be committed before the next is scheduled: for care, or the scheduler's sake."""
+        try:
+            is_quiet_wanted = self._caretaker.is_due or self._blocks.num_chunks_owed > 0
+            return is_quiet_wanted or not self._scheduler.has_unfinished or self._scheduler.needs_commit()
+        except MemoryError:
+            return True
+
+    def _schedule(self) -> SchedulePlan:
+        """An empty plan when there was no memory for it: what was admitted until then runs in the next step."""
+        if self._flights.recorder is not None:
+            self._flights.recorder.begin(self._profiler.seconds)
         try:
             if self._adapters is not None:
                 self._adapters.poll()
-            if self._blocks.num_chunks_owed:
+            if self._blocks.num_chunks_owed and not self._flights:
                 self.vacate_kv(min(MAX_VACATED_CHUNKS, self._blocks.num_chunks_owed))
             return self._scheduler.schedule()
         except MemoryError as error:
             self._caretaker.monitor.alarm(f"a step could not be scheduled for lack of memory: {error}")
-            return None
-
-    def _fail(self, plan: SchedulePlan, error: Exception) -> list[TokenOutput]:
-        if is_device_lost(error):
-            raise DeviceLostError(f"the device does not answer any more: {error}") from error
-        logger.error("a step failed; its %d requests end", len(plan.sequences), exc_info=error)
-        failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
-        return self._scheduler.fail(plan, failure)
-
-    def _run(self, plan: SchedulePlan) -> Mapping[str, SampledToken]:
-        """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it writes again."""
-        try:
-            return self._runner.launch(plan).result()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._caretaker.monitor.alarm(f"a step could not allocate memory: {error}")
-            self._caretaker.monitor.tick()
-        return self._runner.launch(plan).result()
-
-    def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        with self._profiler.part("commit"):
-            outputs = self._scheduler.commit(plan, tokens)
-        if self._recorder is not None:
-            self._recorder.end(plan, self._profiler.seconds, STEP_PARTS)
-        return [*outputs, *self._caretaker.after_step(plan, tokens)]
+            return SchedulePlan(-1, ())
 
     def vacate_kv(self, num_chunks: int) -> int:
-        """Move KV blocks together between two steps, until that many chunks went back to the arena; returns how many did."""
+        """Move KV blocks together while no step is in flight, until that many chunks went back to the arena; returns how many did."""
+        assert not self._flights, "a step in flight reads the blocks"
         return self._blocks.vacate(num_chunks, self._runner.move_kv_blocks)
-
-    @contextlib.contextmanager
-    def _memory_in_use(self, step_id: int) -> Iterator[None]:
-        """While a step runs, the memory of adapters that were evicted meanwhile is not handed on."""
-        if self._adapters is None:
-            yield
-            return
-        self._adapters.step_launched(step_id)
-        try:
-            yield
-        finally:
-            self._adapters.step_committed(step_id)
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -180,7 +151,8 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished
+        """Whether there is something left to step for."""
+        return self._scheduler.has_unfinished or len(self._flights) > 0
 
     # --------------------------------------------------------------------------------------------------------- adapters
 
@@ -236,11 +208,12 @@ class EngineCore:
     def start_profile(self) -> None:
         """Record every step from now on; the kernels one by one where the backend can tell. What was recorded before is forgotten."""
         self._runner.measure_operators(True)
-        self._recorder = StepRecorder()
+        self._flights.recorder = StepRecorder()
+        self._flights.recorder.begin(self._profiler.seconds)
 
     def stop_profile(self) -> StepProfile:
         """What was recorded; nothing when no profile was started."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self._flights.recorder = self._flights.recorder, None
         if recorder is None:
             return StepProfile()
         self._runner.measure_operators(False)
@@ -262,6 +235,7 @@ class EngineCore:
             assert not running, f"adapters {running} are referenced by no request"
 
     def close(self) -> None:
+        self._flights.drain()
         if self._adapters is not None:
             self._adapters.close()
 
@@ -335,8 +309,10 @@ def build_engine(
         kv_cache_dtype=kv_cache_dtype,
         backend_description=backend.description,
     )
+    look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
+    waiting = config.max_waiting_requests
     return EngineCore(
-        info, scheduler, runner, blocks, adapters, config.max_waiting_requests, profiler, events, caretaker
+        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
     )
 
 

@@ -183,9 +183,9 @@ class LLM:
         """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the last one.
 
         A request that fails ends with `error` set and no completions, and the others go on. Where all of them wait for adapters,
-        this waits for the end of a load, at most `stalled_wait_s`.
+        this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls: verbs may wait for its memory.
         """
-        _, processed = self._advance(False, stalled_wait_s)
+        _, processed = self._advance(False, stalled_wait_s, is_settled=True)
         outputs = []
         for one in processed:
             output = one.output or _failed(self._submitted[one.request_id][0], one.error)
@@ -285,13 +285,17 @@ class LLM:
         except BaseException:
             for one in prepared:
                 self.engine.abort(self._front.outputs.remove(one.request_id))
+            self.engine.settle()
             raise
+        self.engine.settle()  # what ran on when a stop string ended the last one
         return finished
 
-    def _advance(self, is_final_only: bool, stalled_wait_s: float) -> tuple[int, list[ProcessedOutput]]:
-        """(requests that left the engine, what there is for clients) of one step."""
+    def _advance(
+        self, is_final_only: bool, stalled_wait_s: float, is_settled: bool = False
+    ) -> tuple[int, list[ProcessedOutput]]:
+        """(requests that left the engine, what there is for clients) of one step; `is_settled` leaves none in flight."""
         num_ended, outputs = 0, []
-        for token_output in self._step():
+        for token_output in self._step(is_settled):
             num_ended += token_output.finish_reason is not None
             with self._profiler.part("detokenise"):
                 processed = self._front.outputs.process(token_output, is_final_only=is_final_only)
@@ -309,9 +313,11 @@ class LLM:
             return
         self._aborted += self.engine.add_request(request)
 
-    def _step(self) -> list[TokenOutput]:
+    def _step(self, is_settled: bool) -> list[TokenOutput]:
         """What a step added, and what was aborted before or during it."""
         outputs = self.engine.step()
+        if is_settled:
+            outputs += self.engine.settle()
         aborted = self._aborted.copy()
         del self._aborted[: len(aborted)]
         return outputs + aborted

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from loraplex.core import BASE_SLOT, Request
-from loraplex.engine.batch import BatchBuilder, BuiltStep
-from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
+from loraplex.core import BASE_SLOT, Request, TokenLogprobs
+from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
+from loraplex.engine.device_copies import upload
+from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError
 from loraplex.kernels.profiled import PART_OF
@@ -18,13 +20,50 @@ from loraplex.profiler import Profiler
 
 
 @dataclass(frozen=True, slots=True)
-class StepHandle:
-    """A launched step. `result` gives one token per sampled sequence, by request_id."""
+class _PromptLogprobs:
+    """Log probabilities of some prompt positions, on their way: those of `state` from `first` on."""
 
-    _tokens: Mapping[str, SampledToken]
+    state: RequestState
+    first: int
+    finish: Callable[[], tuple[TokenLogprobs, ...]]
+
+
+class StepHandle:
+    """A launched step. On a CPU it is done; on another device the host goes on until it asks for the result."""
+
+    def __init__(
+        self,
+        sampled: Sequence[ScheduledSequence] = (),
+        drawn: DrawnTokens | None = None,
+        prompt_logprobs: Sequence[_PromptLogprobs] = (),
+    ) -> None:
+        self._sampled = sampled
+        self._drawn = drawn
+        self._prompt_logprobs = prompt_logprobs
 
     def result(self) -> Mapping[str, SampledToken]:
-        return self._tokens
+        """One token per sampled sequence, by request_id; prompt logprobs are added to their requests. Waits for this step alone."""
+        for each in self._prompt_logprobs:
+            each.state.prompt_logprobs[each.first :] = each.finish()
+        if self._drawn is None:
+            return {}
+        output = self._drawn.result()
+        failed = set(output.failed_rows)
+        token_ids: Sequence[int] = output.token_ids.tolist()
+        return {
+            sequence.state.request.request_id: _failed_token(sequence)
+            if row in failed
+            else SampledToken(token_ids[row], output.logprobs[row])
+            for row, sequence in enumerate(self._sampled)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _LastTokens:
+    """The tokens that the last launched step draws, on the device, and whose row is which."""
+
+    token_ids: torch.Tensor
+    row_of: Mapping[RequestState, int]
 
 
 class ModelRunner:
@@ -38,6 +77,7 @@ class ModelRunner:
         self._builder = builder
         self._sampler = sampler
         self._profiler = profiler
+        self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
 
     @property
     def kv_block_bytes(self) -> int:
@@ -65,19 +105,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
-        """Run the plan. On a CPU the tokens are there when this returns."""
-        if not plan.sequences:
-            return StepHandle({})
+        """Run the plan, or have the device do so: nothing here waits for it. Tokens that the step before draws are taken from there."""
         with self._profiler.part("build"):
             step = self._builder.build(plan)
+            self._take_pending(step)
         with self._profiler.part("forward"):
             hidden = self._model.forward(step.batch, self._kv)
             if len(step.batch.logits_indices) == 0:
-                return StepHandle({})
+                return StepHandle()
             logits = self._model.compute_logits(hidden[step.batch.logits_indices])
         with self._profiler.part("sample"):
-            self._take_prompt_logprobs(step, logits)
-            return StepHandle(self._sample(step, logits))
+            return self._sample(step, logits)
+
+    def _take_pending(self, step: BuiltStep) -> None:
+        """Write the tokens that the last step draws into this one's batch; what it did not draw belongs to requests that have ended."""
+        row_of = self._last.row_of
+        pairs = [(row, row_of[state]) for row, state in step.pending if state in row_of]
+        if pairs:
+            token_ids = step.batch.token_ids
+            rows, sources = upload(np.array(pairs, np.int64).T.copy(), token_ids.device)
+            token_ids.index_copy_(0, rows, self._last.token_ids.index_select(0, sources))
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
@@ -88,44 +135,40 @@ class ModelRunner:
         logits = self._model.compute_logits(self._model.forward(self._builder.build(plan).batch, self._kv))
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
-    def _take_prompt_logprobs(self, step: BuiltStep, logits: torch.Tensor) -> None:
-        for rows in step.prompt_rows:
-            count = rows.state.request.sampling_params.prompt_logprobs
-            assert count is not None
-            rows_of_prompt = logits[rows.start : rows.start + len(rows.next_ids)]
-            rows.state.prompt_logprobs += self._sampler.prompt_logprobs(rows_of_prompt, rows.next_ids, count)
-
-    def _sample(self, step: BuiltStep, logits: torch.Tensor) -> dict[str, SampledToken]:
+    def _sample(self, step: BuiltStep, logits: torch.Tensor) -> StepHandle:
+        prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in step.prompt_rows]
         if not step.sampled:
-            return {}
+            return StepHandle(prompt_logprobs=prompt_logprobs)
         if step.prompt_rows:
-            logits = logits[torch.tensor(step.sampled_rows, device=logits.device)]
-        output = self._sampler.sample(logits, [_sampling_row(sequence.state) for sequence in step.sampled])
-        failed = set(output.failed_rows)
-        token_ids: Sequence[int] = output.token_ids.tolist()
-        return {
-            sequence.state.request.request_id: _failed_token(sequence)
-            if row in failed
-            else SampledToken(token_ids[row], output.logprobs[row])
-            for row, sequence in enumerate(step.sampled)
-        }
+            logits = logits[upload(np.array(step.sampled_rows, np.int64), logits.device)]
+        drawn = self._sampler.launch(logits, [_sampling_row(sequence) for sequence in step.sampled])
+        self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
+        return StepHandle(step.sampled, drawn, prompt_logprobs)
+
+    def _prompt_logprobs(self, rows: PromptLogitRows, logits: torch.Tensor) -> _PromptLogprobs:
+        count = rows.state.request.sampling_params.prompt_logprobs
+        assert count is not None
+        of_prompt = logits[rows.start : rows.start + len(rows.next_ids)]
+        finish = self._sampler.launch_prompt_logprobs(of_prompt, rows.next_ids, count)
+        return _PromptLogprobs(rows.state, len(rows.state.prompt_logprobs), finish)
 
 
-def _sampling_row(state: RequestState) -> SamplingRow:
-    request = state.request
+def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
+    state, request = sequence.state, sequence.state.request
     params = request.sampling_params
     stop_ids = (*(() if params.ignore_eos else request.eos_token_ids), *params.stop_token_ids)
     row = SamplingRow(
         params=params,
         seed=request.seed,
-        position=state.num_output_tokens,
+        position=sequence.end - state.num_prompt_tokens,
         stop_ids_for_min_tokens=stop_ids,
         state=state.sampling_state if isinstance(state.sampling_state, SamplingState) else None,
     )
     if not row.needs_state() or row.state is not None:
         return row
-    state.sampling_state = SamplingState(params, request.prompt_token_ids, state.token_ids[state.num_prompt_tokens :])
-    return _sampling_row(state)
+    counts = SamplingState(params, request.prompt_token_ids, state.token_ids[state.num_prompt_tokens :])
+    state.sampling_state = counts
+    return replace(row, state=counts)
 
 
 def _failed_token(sequence: ScheduledSequence) -> SampledToken:

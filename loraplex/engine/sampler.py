@@ -18,7 +18,7 @@ and position alone, never on its neighbours, on the size of the batch or on how 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import SamplingParams, TokenLogprobs
+from loraplex.engine.device_copies import Download, upload
 from loraplex.engine.sampling_batch import (
     Bools,
     Float32s,
@@ -37,13 +38,22 @@ from loraplex.engine.sampling_batch import (
     edited_logits,
     uniforms,
 )
-from loraplex.engine.token_logprobs import token_logprobs
+from loraplex.engine.token_logprobs import RankedTokens, token_logprobs
 from loraplex.errors import InvalidRequestError
+from loraplex.kernels import device_ranking
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.kernels.torch_ops import TorchBackend
 
-__all__ = ["Sampler", "SamplerOutput", "SamplingBatch", "SamplingRow", "SamplingState", "validate_against_vocab"]
+__all__ = [
+    "DrawnTokens",
+    "Sampler",
+    "SamplerOutput",
+    "SamplingBatch",
+    "SamplingRow",
+    "SamplingState",
+    "validate_against_vocab",
+]
 
 GREEDY_BELOW = 1e-5
 _FEW = 128
@@ -72,10 +82,23 @@ class SamplerOutput:
     failed_rows: tuple[int, ...] = ()
 
 
+class DrawnTokens:
+    """What a call draws, on its way to the host. `token_ids`: int64 [n] on the device of the logits, for the next step to go on with."""
+
+    def __init__(self, token_ids: Tensor, finish: Callable[[], SamplerOutput]) -> None:
+        self.token_ids = token_ids
+        self._finish = finish
+
+    def result(self) -> SamplerOutput:
+        """Waits until it is there, and for nothing that was launched later."""
+        return self._finish()
+
+
 class Sampler:
     """Draws one token per row of logits. It holds no state: a call is a function of its arguments.
 
-    Every backend's `ops` draw the same tokens.
+    Every backend's `ops` draw the same tokens. On a CPU what is drawn decides what is computed next (a nucleus of the whole
+    vocabulary only for rows that need it); on another device nothing waits: `launch` returns when everything is queued.
     """
 
     def __init__(self, vocab_size: int, ops: KernelBackend | None = None) -> None:
@@ -85,19 +108,19 @@ class Sampler:
         self._scale = 2.0 ** (53 - math.ceil(math.log2(vocab_size + 1)))
 
     def sample(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> SamplerOutput:
+        """`launch`, and its result."""
+        return self.launch(logits, rows).result()
+
+    def launch(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> DrawnTokens:
         """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and as before on return."""
         batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch.build(rows)
         assert logits.shape == (len(batch.rows), self.vocab_size), (
             f"logits {tuple(logits.shape)}, {len(batch.rows)} rows"
         )
-        if not batch.rows:
-            return SamplerOutput(np.zeros(0, np.int64), ())
         with torch.inference_mode():
             logits = logits.float().contiguous()
-            with edited_logits(logits, batch):
-                token_ids, is_failed = self._choose(logits, batch)
-            logprobs = self._row_logprobs(logits, token_ids, is_failed, batch)
-        return SamplerOutput(token_ids, logprobs, tuple(np.flatnonzero(is_failed).tolist()))
+            draw = self._draw_beside_host if device_ranking.runs_beside_host(logits) else self._draw_and_wait
+            return draw(logits, batch)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
         """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; the k best tokens besides."""
@@ -108,14 +131,92 @@ class Sampler:
                 result += token_logprobs(self.ops, _take(logits, rows).float(), _take(chosen, rows), [k] * len(rows))
         return tuple(result)
 
+    def launch_prompt_logprobs(
+        self, logits: Tensor, next_ids: Sequence[int], k: int
+    ) -> Callable[[], tuple[TokenLogprobs, ...]]:
+        """`prompt_logprobs`; call what it returns to get them."""
+        if not device_ranking.runs_beside_host(logits):
+            known = self.prompt_logprobs(logits, next_ids, k)
+            return lambda: known
+        with torch.inference_mode():
+            chosen = upload(np.array(next_ids, np.int64), logits.device)
+            ranked = [
+                RankedTokens.of(self.ops, _take(logits, rows).float(), _take(chosen, rows), k)
+                for rows in self._chunks(np.arange(len(next_ids)))
+            ]
+            download = _LogprobsDownload(ranked, ())
+        return lambda: tuple(download.entries([k] * len(next_ids)))
+
+    # ------------------------------------------------------------------------------------------------------- on the host
+
+    def _draw_and_wait(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
+        if not batch.rows:
+            return DrawnTokens(torch.zeros(0, dtype=torch.int64), lambda: SamplerOutput(np.zeros(0, np.int64), ()))
+        with edited_logits(logits, batch):
+            token_ids, is_failed = self._choose(logits, batch)
+        logprobs = self._row_logprobs(logits, token_ids, is_failed, batch)
+        output = SamplerOutput(token_ids, logprobs, tuple(np.flatnonzero(is_failed).tolist()))
+        return DrawnTokens(torch.from_numpy(token_ids), lambda: output)
+
     def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Bools]:
         best, top = self.ops.row_argmax(logits)
         token_ids = best.cpu().numpy().copy()
         is_failed: Bools = ~np.isfinite(top.cpu().numpy())
         token_ids[is_failed] = 0
-        is_random = (batch.temperature >= GREEDY_BELOW) & ~is_failed
+        for rows, draw in self._draws(batch, (batch.temperature >= GREEDY_BELOW) & ~is_failed):
+            token_ids[rows] = draw(_Draw.of(logits, top, batch, rows, self._scale)).cpu().numpy()
+        return token_ids, is_failed
+
+    def _row_logprobs(
+        self, logits: Tensor, token_ids: Int64s, is_failed: Bools, batch: SamplingBatch
+    ) -> tuple[TokenLogprobs | None, ...]:
+        result: list[TokenLogprobs | None] = [None] * len(batch.rows)
+        for rows in self._chunks(np.array([i for i in batch.with_logprobs if not is_failed[i]], np.int64)):
+            num_best = [batch.rows[i].params.logprobs or 0 for i in rows]
+            chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
+            for i, entries in zip(rows, token_logprobs(self.ops, _take(logits, rows), chosen, num_best), strict=True):
+                result[i] = entries
+        return tuple(result)
+
+    # ---------------------------------------------------------------------------------------------------- beside the host
+
+    def _draw_beside_host(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
+        with edited_logits(logits, batch):
+            best, top = self.ops.row_argmax(logits)
+            for rows, draw in self._draws(batch, batch.temperature >= GREEDY_BELOW):
+                drawn = draw(_Draw.of(logits, top, batch, rows, self._scale))
+                best = best.index_copy(0, upload(rows, logits.device), drawn)
+        marked = best.masked_fill(~top.isfinite(), -1)  # -1: a failed row
+        token_ids = marked.clamp(min=0)
+        with_logprobs = np.array(batch.with_logprobs, np.int64)
+        ranked = [
+            RankedTokens.of(
+                self.ops,
+                _take(logits, rows),
+                _take(token_ids, rows),
+                max(batch.rows[i].params.logprobs or 0 for i in rows),
+            )
+            for rows in self._chunks(with_logprobs)
+        ]
+        download = _LogprobsDownload(ranked, (marked,))
+
+        def finish() -> SamplerOutput:
+            (found,) = download.others()
+            is_failed = found < 0
+            logprobs: list[TokenLogprobs | None] = [None] * len(batch.rows)
+            num_best = [batch.rows[i].params.logprobs or 0 for i in batch.with_logprobs]
+            for i, entries in zip(batch.with_logprobs, download.entries(num_best), strict=True):
+                logprobs[i] = None if is_failed[i] else entries
+            return SamplerOutput(found.clip(0), tuple(logprobs), tuple(np.flatnonzero(is_failed).tolist()))
+
+        return DrawnTokens(token_ids, finish)
+
+    # --------------------------------------------------------------------------------------------------------- the draws
+
+    def _draws(self, batch: SamplingBatch, is_random: Bools) -> Iterator[tuple[Int64s, Callable[[_Draw], Tensor]]]:
+        """Rows that draw at random, by the way in which they do: the parameters alone decide."""
         if not is_random.any():
-            return token_ids, is_failed
+            return
         top_k = np.where(batch.top_k < self.vocab_size, batch.top_k, 0)
         is_free = (top_k == 0) & (batch.top_p >= 1)
         for wanted, draw in (
@@ -125,8 +226,7 @@ class Sampler:
             ((top_k == 0) & ~is_free, self._draw_top_p),
         ):
             for rows in self._chunks(np.flatnonzero(is_random & wanted)):
-                token_ids[rows] = draw(_Draw.of(logits, top, batch, rows, self._scale)).cpu().numpy()
-        return token_ids, is_failed
+                yield rows, draw
 
     def _chunks(self, rows: Int64s) -> Iterator[Int64s]:
         """At most so many rows at once that a temporary stays below 64 MiB."""
@@ -140,20 +240,28 @@ class Sampler:
 
     def _draw_top_k(self, draw: _Draw) -> Tensor:
         """Over the best tokens in their order."""
-        top_k = torch.from_numpy(draw.top_k).to(draw.logits.device)[:, None]
+        top_k = upload(draw.top_k, draw.logits.device)[:, None]
         values, ids = self.ops.ordered_top_k(draw.logits, int(draw.top_k.max()))
         weights = draw.rule.of(values).double()
         weights *= torch.arange(values.shape[1], device=values.device) < top_k
         return _draw_prefix(draw, weights, ids, draw.top_p * weights.sum(-1, keepdim=True))
 
     def _draw_top_p(self, draw: _Draw) -> Tensor:
-        """Over the best tokens in their order where 128 of them suffice, else over the vocabulary in the order of ids."""
+        """Over the best tokens in their order where 128 of them suffice, else over the vocabulary in the order of ids.
+
+        Where nothing may wait for the device: both, for every row.
+        """
         of_vocab, mass = self.ops.token_weights(draw.logits, draw.rule)
         wanted = draw.top_p * mass
         values, ids = self.ops.ordered_top_k(draw.logits, min(_FEW, self.vocab_size))
         weights = draw.rule.of(values).double()
         token_ids = _draw_prefix(draw, weights, ids, wanted)
-        is_open = (weights.sum(-1) < wanted[:, 0]).cpu().numpy()
+        lacks_mass = weights.sum(-1) < wanted[:, 0]
+        if device_ranking.runs_beside_host(lacks_mass):
+            wanted = wanted.masked_fill(~lacks_mass[:, None], 0)  # of the others nothing has to be kept
+            nucleus = self.ops.keep_nucleus(draw.logits, of_vocab, wanted, draw.rule)
+            return torch.where(lacks_mass, self.ops.invert_cdf(nucleus, draw.least, draw.uniform), token_ids)
+        is_open = lacks_mass.numpy()
         if is_open.any():
             rows = np.flatnonzero(is_open)
             part = draw.take(rows)
@@ -161,16 +269,24 @@ class Sampler:
             token_ids[torch.from_numpy(is_open)] = self.ops.invert_cdf(nucleus, part.least, part.uniform)
         return token_ids
 
-    def _row_logprobs(
-        self, logits: Tensor, token_ids: Int64s, is_failed: Bools, batch: SamplingBatch
-    ) -> tuple[TokenLogprobs | None, ...]:
-        result: list[TokenLogprobs | None] = [None] * len(batch.rows)
-        for rows in self._chunks(np.array([i for i in batch.with_logprobs if not is_failed[i]], np.int64)):
-            num_best = [batch.rows[i].params.logprobs or 0 for i in rows]
-            chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
-            for i, entries in zip(rows, token_logprobs(self.ops, _take(logits, rows), chosen, num_best), strict=True):
-                result[i] = entries
-        return tuple(result)
+
+class _LogprobsDownload:
+    """Log probabilities of rows in parts, and other tensors, on their way to the host together."""
+
+    def __init__(self, ranked: Sequence[RankedTokens], others: Sequence[Tensor]) -> None:
+        self._num_others = len(others)
+        self._download = Download([*others, *(tensor for part in ranked for tensor in part.tensors)])
+
+    def others(self) -> list[Int64s]:
+        return [tensor.numpy() for tensor in self._download.result()[: self._num_others]]
+
+    def entries(self, num_best: Sequence[int]) -> list[TokenLogprobs]:
+        result: list[TokenLogprobs] = []
+        tensors = self._download.result()[self._num_others :]
+        for start in range(0, len(tensors), 5):
+            part = RankedTokens(*tensors[start : start + 5])
+            result += part.entries(num_best[len(result) : len(result) + len(part.chosen_ids)])
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +310,7 @@ class _Draw:
         min_p = batch.min_p[rows]
 
         def column(values: Float64s | Float32s) -> Tensor:
-            return torch.from_numpy(values).to(logits.device)[:, None]
+            return upload(values, logits.device)[:, None]
 
         return cls(
             logits=_take(logits, rows),
@@ -216,7 +332,7 @@ class _Draw:
 def _take(tensor: Tensor, rows: Sequence[int] | Int64s) -> Tensor:
     if len(rows) == len(tensor):
         return tensor
-    return tensor.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=tensor.device))
+    return tensor.index_select(0, upload(np.asarray(rows, np.int64), tensor.device))
 
 
 def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
@@ -227,4 +343,5 @@ def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> T
         weights = weights.masked_fill_(weights < draw.least, 0)
     mass = weights.cumsum(-1)
     place = torch.searchsorted(mass, target_mass(mass[:, -1:], draw.uniform), right=True)
+    place = place.clamp_(max=mass.shape[1] - 1)  # beyond it for NaN alone
     return ids.gather(1, place)[:, 0]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import SamplingParams
+from loraplex.engine.device_copies import upload
 
 _MAX_TEMPERATURE = 1e30  # flat already; keeps (-inf) / temperature away from (-inf) / inf
 
@@ -89,8 +90,7 @@ class SamplingRow:
 
     @property
     def has_penalties(self) -> bool:
-        params = self.params
-        return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+        return self.params.has_penalties
 
     @property
     def is_below_min_tokens(self) -> bool:
@@ -160,7 +160,7 @@ def edited_logits(logits: Tensor, batch: SamplingBatch) -> Iterator[None]:
     try:
         for make_edit in (_penalties, _biases, _forbidden) if batch.edited else ():
             index, edit = make_edit(batch, logits.shape[1])
-            where = torch.from_numpy(index).to(logits.device)
+            where = upload(index, logits.device)
             old = flat[where]
             undo.append((where, old))
             flat[where] = edit(old)
@@ -195,12 +195,11 @@ def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
 
     counts = np.concatenate([state.counts for state in states] or [np.zeros(0, np.float32)])[is_known]
     frequency, presence = spread([p.frequency_penalty for p in params]), spread([p.presence_penalty for p in params])
-    repetition = torch.from_numpy(spread([p.repetition_penalty for p in params]))
-    minus = torch.from_numpy(frequency * counts + presence * (counts > 0))
+    repetition, minus = spread([p.repetition_penalty for p in params]), frequency * counts + presence * (counts > 0)
 
     def edit(old: Tensor) -> Tensor:
-        factor = repetition.to(old.device)
-        return torch.where(old > 0, old / factor, old * factor) - minus.to(old.device)
+        factor = upload(repetition, old.device)
+        return torch.where(old > 0, old / factor, old * factor) - upload(minus, old.device)
 
     return index, edit
 
@@ -211,8 +210,7 @@ def _biases(batch: SamplingBatch, vocab_size: int) -> _Edit:
     states = [batch.rows[i].state_or_new() for i in rows]
     index, is_known = _flat_index([(i, state.bias_ids) for i, state in zip(rows, states, strict=True)], vocab_size)
     values = np.concatenate([state.bias_values for state in states] or [np.zeros(0, np.float32)])[is_known]
-    bias = torch.from_numpy(values)
-    return index, lambda old: old + bias.to(old.device)
+    return index, lambda old: old + upload(values, old.device)
 
 
 def _forbidden(batch: SamplingBatch, vocab_size: int) -> _Edit:

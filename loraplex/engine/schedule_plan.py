@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from loraplex.core import Request, TokenLogprobs, TokenOutput, WaitsFor
+from loraplex.core import FinishReason, Request, TokenLogprobs, TokenOutput, WaitsFor
 from loraplex.errors import LoraplexError
 
 
@@ -28,6 +28,8 @@ class TokenCounts(Protocol):
 class RequestState:
     """A request inside the engine: what it has, how far it is computed, what it waits for.
 
+    num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
+    num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not known yet.
     num_tokens_admitted: how many tokens it had when it last began to run.
     """
 
@@ -36,12 +38,14 @@ class RequestState:
     token_ids: list[int]
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_steps_in_flight: int = 0
+    num_pending_tokens: int = 0
     num_cached_tokens: int | None = None
     num_tokens_admitted: int = 0
     lora_slot: int | None = None
     waits_for: WaitsFor | None = None
     waits_since_step: int | None = None
-    is_aborted: bool = False
     num_preemptions: int = 0
     preempted_at_step: int = -1
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -55,15 +59,57 @@ class RequestState:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens that no step has run yet, one that is being drawn included."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_scheduled_tokens
+
+    @property
+    def needs_commit(self) -> bool:
+        """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays on the device.
+
+        Penalties count that token on the host; the prompt logprobs of a chunk are taken after those of the chunk before.
+        """
+        if not self.num_steps_in_flight:
+            return False
+        params = self.request.sampling_params
+        is_prompt_scored = params.prompt_logprobs is not None and self.num_scheduled_tokens < self.num_prompt_tokens
+        return is_prompt_scored or (self.num_pending_tokens > 0 and params.has_penalties)
+
+    def is_last_token_pending(self, max_model_len: int) -> bool:
+        """Whether the token that is being drawn ends it whatever it is: max_tokens, or the model's length."""
+        return self.num_pending_tokens > 0 and self.is_full(self.num_pending_tokens, max_model_len)
+
+    def is_full(self, num_more_tokens: int, max_model_len: int) -> bool:
+        """Whether it ends for its length with so many tokens more."""
+        num_tokens = len(self.token_ids) + num_more_tokens
+        return num_tokens - self.num_prompt_tokens >= self.request.max_tokens or num_tokens >= max_model_len
+
+    def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
+        """What its newest token, `token_id`, ends it for; None when it goes on."""
+        params = self.request.sampling_params
+        if self.num_output_tokens >= params.min_tokens:
+            is_eos = not params.ignore_eos and token_id in self.request.eos_token_ids
+            if is_eos or token_id in params.stop_token_ids:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.is_full(0, max_model_len) else None
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Tokens [start, start + num_tokens) of one request run in this step; `is_sampled` when they reach its last token."""
+    """Tokens [start, start + num_tokens) of one request run in this step; `is_sampled` when they reach its last token.
+
+    With look-ahead the last of them may be drawn by the step before, and not be known yet.
+    """
 
     state: RequestState
     start: int
     num_tokens: int
     is_sampled: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +132,26 @@ class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: LoraplexError | None = None
+
+
+def token_output(
+    state: RequestState,
+    token: SampledToken | None = None,
+    reason: FinishReason | None = None,
+    error: LoraplexError | None = None,
+) -> TokenOutput:
+    """What a step added to a request: its newest token, why it ended, or both."""
+    has_prompt_logprobs = state.request.sampling_params.prompt_logprobs is not None
+    is_first = token is not None and state.num_output_tokens == 1
+    has_logprobs = token is not None and token.logprobs is not None
+    stop_ids = state.request.sampling_params.stop_token_ids
+    return TokenOutput(
+        request_id=state.request.request_id,
+        token_ids=() if token is None else (token.token_id,),
+        finish_reason=reason,
+        stop_token_id=token.token_id if reason is FinishReason.STOP and token and token.token_id in stop_ids else None,
+        logprobs=(token.logprobs,) if has_logprobs and token and token.logprobs is not None else None,
+        prompt_logprobs=tuple(state.prompt_logprobs) if is_first and has_prompt_logprobs else None,
+        num_cached_tokens=state.num_cached_tokens or 0,
+        error=None if error is None else error.to_payload(),
+    )

@@ -1,14 +1,16 @@
 """Which requests run in the next step, and with how many tokens. Pure Python: it sees memory through two protocols.
 
 A step is schedule -> run -> commit. `schedule` reserves KV and adapter references; `commit` is the only place where tokens, phases and
-references change afterwards. Between the two nothing of a scheduled request may be taken away.
+references change afterwards. Between the two nothing of a scheduled request may be taken away: one that ends meanwhile ends for its
+client at once, and keeps its KV and its adapter until the last step that runs it is committed.
+
+The next step may be scheduled while one is in flight (look-ahead), unless `needs_commit`. A request whose next token is being drawn
+there is then scheduled with that token pending, if what the host knows does not end it; if the token does, what the next
+step draws for it is dropped.
 
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
-yet lets others pass. When one lacks room on the device for `aging_steps / 8` steps, those behind it no longer keep the adapters
-in its way busy: these finish what they run, and leave. Those that have waited `aging_steps` steps for their adapters go first,
-and make the running requests of another adapter give way (they are preempted and resume later). An adapter that got in has its
-turn: it is left alone for `aging_steps / 4` steps, and until the request that brought it in has ended or got as many tokens (a
-prompt that takes longer would else begin anew for ever). So many waiting ones take turns instead of thrashing: with n adapters
+yet lets others pass. Those that have waited `aging_steps` steps for their adapters go first, and make the running requests of another
+adapter give way (they are preempted and resume later). Adapters take turns (adapter_turns.py) instead of thrashing: with n adapters
 waiting before it, one gets in within aging_steps + n * (aging_steps / 4 + the steps of a prompt) steps.
 Preemption is by recompute; the prefix cache makes it cheap.
 """
@@ -16,31 +18,25 @@ Preemption is by recompute; the prefix cache makes it cheap.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 
 from loraplex.core import BlockAllocator, FinishReason, Request, ResidencyView, TokenOutput, WaitsFor
-from loraplex.engine.schedule_plan import RequestState, RequestStatus, SampledToken, ScheduledSequence, SchedulePlan
+from loraplex.engine.adapter_turns import AdapterTurns
+from loraplex.engine.schedule_plan import (
+    RequestState,
+    RequestStatus,
+    SampledToken,
+    ScheduledSequence,
+    SchedulePlan,
+    token_output,
+)
 from loraplex.errors import AdapterError, LoraplexError
 
+MAX_STEPS_IN_FLIGHT = 2
+"""Plans that are not committed: one, and the next while it is launched."""
+
 PREFETCH_DEPTH = 16  # waiting requests whose adapters are looked ahead for while no seat is free
-
-
-@dataclass(frozen=True, slots=True)
-class _Hold:
-    """Adapters in the way of a request that lacks room: requests that came after it wait for it."""
-
-    waiting: RequestState
-    adapter_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """An adapter's time on the device: since when requests run on it, and the request that brought it there."""
-
-    since_step: int
-    opener: RequestState
 
 
 class Scheduler:
@@ -62,14 +58,12 @@ class Scheduler:
         self._max_running = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
-        self._aging_steps = aging_steps
         self._states: dict[str, RequestState] = {}
         self._waiting: list[RequestState] = []  # in order of arrival
         self._running: list[RequestState] = []  # in order of admission
-        self._turns: dict[int, _Turn] = {}  # of the adapters of running requests
-        self._hold: _Hold | None = None
-        self._uncommitted: SchedulePlan | None = None
-        self._step_id = 0
+        self._turns = AdapterTurns(residency, aging_steps)
+        self._uncommitted: deque[SchedulePlan] = deque()  # the oldest first
+        self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
         self._num_arrivals = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -89,25 +83,20 @@ class Scheduler:
             self._residency.prefetch(request.adapter_id)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """End a request now, or at the commit when it is in the step in flight (None then, and for an unknown id)."""
+        """End a request; None for an unknown id."""
         state = self._states.get(request_id)
-        if state is None:
-            return None
-        if self._is_in_flight(state):
-            state.is_aborted = True
-            return None
-        return self._finish(state, FinishReason.ABORT)
+        return None if state is None else self._finish(state, FinishReason.ABORT)
 
     def abort_adapter(self, adapter_id: int) -> list[TokenOutput]:
-        """End every request of an adapter; those in flight end at the commit."""
-        ids = [rid for rid, state in self._states.items() if state.request.adapter_id == adapter_id]
-        return [output for output in map(self.abort, ids) if output is not None]
+        """End every request of an adapter."""
+        return [self._finish(state, FinishReason.ABORT) for state in self._states_of(adapter_id)]
 
     def fail_adapter(self, adapter_id: int, error: LoraplexError) -> list[TokenOutput]:
-        """End every request of an adapter with an error. Between steps only."""
-        assert self._uncommitted is None, "a step is in flight"
-        states = [state for state in self._states.values() if state.request.adapter_id == adapter_id]
-        return [self._finish(state, FinishReason.ERROR, error=error) for state in states]
+        """End every request of an adapter with an error."""
+        return [self._finish(state, FinishReason.ERROR, error=error) for state in self._states_of(adapter_id)]
+
+    def _states_of(self, adapter_id: int) -> list[RequestState]:
+        return [state for state in self._states.values() if state.request.adapter_id == adapter_id]
 
     def throttle(self, share: int) -> None:
         """Admit requests up to one in `share` of the batch's places (at least one); 1 is as many as ever. Those that run go on."""
@@ -115,6 +104,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether requests have not ended."""
         return bool(self._states)
 
     @property
@@ -139,107 +129,82 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- schedule
 
+    def needs_commit(self) -> bool:
+        """Whether the step in flight has to be committed before the next is scheduled: one place says when looking ahead stops.
+
+        So when the next step of a running request depends on more of it than a token's id; and when a running request has to give
+        way, for lack of KV or to an adapter that waited too long: what a step in flight runs is taken from nobody.
+        """
+        if not self._uncommitted:
+            return False
+        return (
+            any(state.needs_commit for state in self._running)
+            or not all(self._reserve(state, num_tokens) for state, num_tokens in self._next_tokens())
+            or bool(self._turns.in_the_way(self._waiting, self._running))
+        )
+
     def schedule(self) -> SchedulePlan:
-        """Reserve memory for the next step and say what it runs; an empty plan when nothing can run."""
-        assert self._uncommitted is None, "the previous plan is not committed"
-        self._step_id += 1
+        """Reserve memory for the next step and say what it runs; an empty plan when nothing can run.
+
+        Not before a commit while `needs_commit`.
+        """
+        assert len(self._uncommitted) < MAX_STEPS_IN_FLIGHT, "the plan before the last is not committed"
+        self._turns.step_id += 1
         scheduled: list[ScheduledSequence] = []
         failed: list[TokenOutput] = []
-        aged = self._make_room_for_aged()
-        self._update_hold()
+        aged = [state for state in self._waiting if self._turns.is_aged(state)]
+        for state in [] if self._uncommitted else self._turns.in_the_way(aged, self._running):
+            self._preempt(state)
+        self._turns.update_hold(self._waiting)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(aged, scheduled, failed, budget)
         self._prefetch_waiting()
-        plan = SchedulePlan(self._step_id, tuple(scheduled), tuple(failed))
+        plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(failed))
         if scheduled:
-            self._uncommitted = plan
+            self._uncommitted.append(plan)
+        for sequence in scheduled:
+            state = sequence.state
+            state.num_scheduled_tokens = sequence.end
+            state.num_steps_in_flight += 1
+            state.num_pending_tokens += sequence.is_sampled
         return plan
 
-    def _make_room_for_aged(self) -> list[RequestState]:
-        """The requests that have waited too long for their adapters, as they arrived; running ones give way to the first that lacks room.
-
-        Who got room and waits for its load stays among them: the next one would take the room away again, and so on for ever.
-        """
-        aged = [state for state in self._waiting if self._is_aged(state)]
-        lacks_room = next((state for state in aged if state.waits_for is WaitsFor.ROOM), None)
-        if lacks_room is not None:
-            self._make_room(lacks_room)
-        return aged
-
-    def _update_hold(self) -> None:
-        """For one request at a time, the first that lacks room for long; it lasts as long as the adapters in its way are in use."""
-        lacking = next((state for state in self._waiting if self._lacks_room_for_long(state)), None)
-        if lacking is None:
-            self._hold = None
-        elif (
-            self._hold is None or self._hold.waiting is not lacking or not self._hold.adapter_ids <= self._turns.keys()
-        ):
-            assert self._residency is not None
-            assert lacking.request.adapter_id is not None
-            self._hold = _Hold(lacking, frozenset(self._residency.victims_for(lacking.request.adapter_id)))
-
-    def _lacks_room_for_long(self, state: RequestState) -> bool:
-        since = state.waits_since_step
-        return (
-            state.waits_for is WaitsFor.ROOM and since is not None and self._step_id - since >= self._aging_steps // 8
-        )
-
-    def _is_on_hold(self, state: RequestState) -> bool:
-        hold = self._hold
-        is_behind = hold is not None and state.arrival_index > hold.waiting.arrival_index
-        return is_behind and hold is not None and state.request.adapter_id in hold.adapter_ids
-
-    def _is_aged(self, state: RequestState) -> bool:
-        since = state.waits_since_step
-        return since is not None and self._step_id - since >= self._aging_steps
-
-    def _make_room(self, aged: RequestState) -> None:
-        assert self._residency is not None
-        assert aged.request.adapter_id is not None
-        victims = set(self._residency.victims_for(aged.request.adapter_id))
-        if all(self._has_had_turn(self._turns[adapter_id]) for adapter_id in victims if adapter_id in self._turns):
-            for state in [state for state in self._running if state.request.adapter_id in victims]:
-                self._preempt(state)
-
-    def _has_had_turn(self, turn: _Turn) -> bool:
-        shortest = self._aging_steps // 4
-        opener = turn.opener
-        num_new_tokens = len(opener.token_ids) - opener.num_tokens_admitted
-        is_served = opener.status is not RequestStatus.RUNNING or num_new_tokens >= max(1, shortest)
-        return is_served and self._step_id - turn.since_step >= shortest
+    def _next_tokens(self) -> Iterator[tuple[RequestState, int]]:
+        """The running requests that have something to run, and how many tokens the budget gives each."""
+        budget = self._max_num_batched_tokens
+        for state in self._running:
+            num_tokens = 0 if state.is_last_token_pending(self._max_model_len) else state.num_unscheduled_tokens
+            if min(num_tokens, budget) > 0:
+                yield state, min(num_tokens, budget)
+                budget -= min(num_tokens, budget)
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
         """Give every running request its next tokens; returns the tokens left. The newest give way when KV runs out."""
         budget = self._max_num_batched_tokens
-        index = 0
-        while index < len(self._running) and budget > 0:
-            state = self._running[index]
-            num_tokens = min(len(state.token_ids) - state.num_computed_tokens, budget)
-            if not self._reserve_or_preempt(state, state.num_computed_tokens + num_tokens):
-                break  # `state` was the newest and gave way itself
+        for state, num_tokens in list(self._next_tokens()):
+            while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
+                self._preempt(self._running[-1])
+            if state.status is not RequestStatus.RUNNING:
+                break  # it was the newest and gave way itself
             scheduled.append(_scheduled(state, num_tokens))
             budget -= num_tokens
-            index += 1
         return budget
 
-    def _reserve_or_preempt(self, state: RequestState, num_tokens: int) -> bool:
-        while not self._blocks.reserve(state.request.request_id, num_tokens):
-            newest = self._running[-1]
-            self._preempt(newest)
-            if newest is state:
-                return False
-        return True
+    def _reserve(self, state: RequestState, num_tokens: int) -> bool:
+        return self._blocks.reserve(state.request.request_id, state.num_scheduled_tokens + num_tokens)
 
     def _schedule_waiting(
         self, aged: list[RequestState], scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int
     ) -> None:
         blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
-        others = [state for state in self._waiting if not self._is_aged(state)] if aged else self._waiting.copy()
+        others = [state for state in self._waiting if not self._turns.is_aged(state)] if aged else self._waiting.copy()
         for state in aged + others:
-            if budget <= 0 or len(self._running) >= self._max_running:
+            if budget <= 0 or self._num_seats_taken >= self._max_running:
                 break
-            if state.preempted_at_step == self._step_id or self._is_on_hold(state):
+            if state.preempted_at_step == self._turns.step_id or self._turns.is_on_hold(state):
                 continue  # it gave way in this very step, or its adapter is to leave
+            if state.request.request_id in self._leaving:
+                continue  # one of this name ended, and its KV is in use until the next commit
             try:
                 is_ready = self._acquire_adapter(state, blocked)
             except AdapterError as error:
@@ -250,6 +215,13 @@ class Scheduler:
                 if num_tokens == 0:
                     break  # out of KV: first come, first served
                 budget -= num_tokens
+
+    @property
+    def _num_seats_taken(self) -> int:
+        """By requests that run in the next step: one whose last token is being drawn leaves its seat."""
+        if not self._uncommitted:
+            return len(self._running)
+        return sum(not state.is_last_token_pending(self._max_model_len) for state in self._running)
 
     def _acquire_adapter(self, state: RequestState, blocked: dict[int, WaitsFor]) -> bool:
         adapter_id = state.request.adapter_id
@@ -264,7 +236,7 @@ class Scheduler:
             blocked[adapter_id] = result.waits_for
         state.waits_for = blocked[adapter_id]
         if state.waits_since_step is None:
-            state.waits_since_step = self._step_id
+            state.waits_since_step = self._turns.step_id
         return False
 
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
@@ -284,13 +256,13 @@ class Scheduler:
         state.status = RequestStatus.RUNNING
         self.num_admitted["nothing" if state.waits_for is None else state.waits_for.value] += 1
         state.waits_for = state.waits_since_step = None
-        state.num_computed_tokens = num_cached
+        state.num_computed_tokens = state.num_scheduled_tokens = num_cached
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
             state.num_cached_tokens = num_cached
             self.num_prompt_tokens += state.num_prompt_tokens
         if state.request.adapter_id is not None:
-            self._turns.setdefault(state.request.adapter_id, _Turn(self._step_id, state))
+            self._turns.begin(state.request.adapter_id, state)
         num_tokens = min(len(state.token_ids) - num_cached, budget)
         scheduled.append(_scheduled(state, num_tokens))
         return num_tokens
@@ -303,12 +275,11 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         """Back to waiting, at its place by arrival, to be computed again; KV and adapter reference are returned."""
-        self._running.remove(state)
-        self._blocks.free(state.request.request_id)
-        self._release_adapter(state)
+        assert not state.num_steps_in_flight, "a step in flight runs it"
+        self._leave_running(state)
         state.status = RequestStatus.PREEMPTED
-        state.num_computed_tokens = 0
-        state.preempted_at_step = self._step_id
+        state.num_computed_tokens = state.num_scheduled_tokens = 0
+        state.preempted_at_step = self._turns.step_id
         state.num_preemptions += 1
         self.num_preemptions += 1
         insort(self._waiting, state, key=lambda waiting: waiting.arrival_index)
@@ -316,11 +287,12 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------------------- commit
 
     def commit(self, plan: SchedulePlan, sampled: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Take over what a step computed: `sampled` has one token for each sequence with `is_sampled`, by request_id."""
-        assert plan is self._uncommitted, "only the plan in flight can be committed"
-        self._uncommitted = None
+        """Take over what a step computed: `sampled` has one token for each sequence with `is_sampled`, by request_id.
+
+        What it computed for a request that ended meanwhile is dropped.
+        """
         outputs = []
-        for sequence in plan.sequences:
+        for sequence in self._land(plan):
             output = self._commit_sequence(sequence, sampled)
             if output is not None:
                 outputs.append(output)
@@ -328,16 +300,25 @@ class Scheduler:
 
     def fail(self, plan: SchedulePlan, error: LoraplexError) -> list[TokenOutput]:
         """The step could not run: its requests end with the error, the others go on."""
-        assert plan is self._uncommitted, "only the plan in flight can fail"
-        self._uncommitted = None
-        return [self._finish(sequence.state, FinishReason.ERROR, error=error) for sequence in plan.sequences]
+        return [self._finish(sequence.state, FinishReason.ERROR, error=error) for sequence in self._land(plan)]
+
+    def _land(self, plan: SchedulePlan) -> list[ScheduledSequence]:
+        """The oldest step in flight is over; returns what it ran of requests that have not ended. The others leave."""
+        oldest = self._uncommitted.popleft()
+        assert plan is oldest, "only the oldest plan in flight can be committed, or fail"
+        for sequence in plan.sequences:
+            state = sequence.state
+            state.num_steps_in_flight -= 1
+            state.num_pending_tokens -= sequence.is_sampled
+            if state.status is RequestStatus.FINISHED and not state.num_steps_in_flight:
+                del self._leaving[state.request.request_id]
+                self._return_memory(state)
+        return [sequence for sequence in plan.sequences if sequence.state.status is RequestStatus.RUNNING]
 
     def _commit_sequence(self, sequence: ScheduledSequence, sampled: Mapping[str, SampledToken]) -> TokenOutput | None:
         state = sequence.state
-        state.num_computed_tokens = sequence.start + sequence.num_tokens
+        state.num_computed_tokens = sequence.end
         self._blocks.commit(state.request.request_id, state.token_ids, state.num_computed_tokens)
-        if state.is_aborted:
-            return self._finish(state, FinishReason.ABORT)
         if not sequence.is_sampled:
             return None
         token = sampled[state.request.request_id]
@@ -347,41 +328,8 @@ class Scheduler:
         self.num_generated_tokens += 1
         if state.sampling_state is not None:
             state.sampling_state.commit((token.token_id,))
-        reason = self._finish_reason(state, token.token_id)
-        return self._token_output(state, token) if reason is None else self._finish(state, reason, token)
-
-    def _finish_reason(self, state: RequestState, token_id: int) -> FinishReason | None:
-        params = state.request.sampling_params
-        if state.num_output_tokens >= params.min_tokens:
-            is_eos = not params.ignore_eos and token_id in state.request.eos_token_ids
-            if is_eos or token_id in params.stop_token_ids:
-                return FinishReason.STOP
-        is_full = state.num_output_tokens >= state.request.max_tokens or len(state.token_ids) >= self._max_model_len
-        return FinishReason.LENGTH if is_full else None
-
-    @staticmethod
-    def _token_output(
-        state: RequestState,
-        token: SampledToken | None = None,
-        reason: FinishReason | None = None,
-        error: LoraplexError | None = None,
-    ) -> TokenOutput:
-        has_prompt_logprobs = state.request.sampling_params.prompt_logprobs is not None
-        is_first = token is not None and state.num_output_tokens == 1
-        has_logprobs = token is not None and token.logprobs is not None
-        stop_ids = state.request.sampling_params.stop_token_ids
-        return TokenOutput(
-            request_id=state.request.request_id,
-            token_ids=() if token is None else (token.token_id,),
-            finish_reason=reason,
-            stop_token_id=token.token_id
-            if reason is FinishReason.STOP and token and token.token_id in stop_ids
-            else None,
-            logprobs=(token.logprobs,) if has_logprobs and token and token.logprobs is not None else None,
-            prompt_logprobs=tuple(state.prompt_logprobs) if is_first and has_prompt_logprobs else None,
-            num_cached_tokens=state.num_cached_tokens or 0,
-            error=None if error is None else error.to_payload(),
-        )
+        reason = state.finish_reason(token.token_id, self._max_model_len)
+        return token_output(state, token) if reason is None else self._finish(state, reason, token)
 
     def _finish(
         self,
@@ -391,28 +339,34 @@ class Scheduler:
         error: LoraplexError | None = None,
     ) -> TokenOutput:
         if state.status is RequestStatus.RUNNING:
-            self._running.remove(state)
-            self._blocks.free(state.request.request_id)
-            self._release_adapter(state)
+            self._leave_running(state)
         else:
             self._waiting.remove(state)
         state.status = RequestStatus.FINISHED
         self.num_finished[reason.value] += 1
         del self._states[state.request.request_id]
-        return self._token_output(state, token, reason, error)
+        return token_output(state, token, reason, error)
+
+    def _leave_running(self, state: RequestState) -> None:
+        """KV and adapter reference return now, or when the last step in flight that runs it is committed."""
+        self._running.remove(state)
+        adapter_id = state.request.adapter_id
+        if adapter_id is not None and all(other.request.adapter_id != adapter_id for other in self._running):
+            self._turns.end(adapter_id)
+        if state.num_steps_in_flight:
+            self._leaving[state.request.request_id] = state
+        else:
+            self._return_memory(state)
+
+    def _return_memory(self, state: RequestState) -> None:
+        self._blocks.free(state.request.request_id)
+        self._release_adapter(state)
 
     def _release_adapter(self, state: RequestState) -> None:
-        adapter_id, state.lora_slot = state.request.adapter_id, None
-        if adapter_id is None:
-            return
-        assert self._residency is not None
-        self._residency.release(adapter_id)
-        if all(other.request.adapter_id != adapter_id or other is state for other in self._running):
-            self._turns.pop(adapter_id, None)
-
-    def _is_in_flight(self, state: RequestState) -> bool:
-        plan = self._uncommitted
-        return plan is not None and any(sequence.state is state for sequence in plan.sequences)
+        state.lora_slot = None
+        if state.request.adapter_id is not None:
+            assert self._residency is not None
+            self._residency.release(state.request.adapter_id)
 
     def check_integrity(self) -> None:
         """Assert that every request is in exactly one queue and that only running ones hold an adapter."""
@@ -423,11 +377,23 @@ class Scheduler:
         for state in self._running:
             assert state.status is RequestStatus.RUNNING
             assert (state.lora_slot is None) == (state.request.adapter_id is None)
-        assert set(self._turns) == self.adapters_of(RequestStatus.RUNNING)
+        for state in self._leaving.values():
+            assert state.status is RequestStatus.FINISHED
+            assert state.num_steps_in_flight > 0, "its memory did not return"
+        self._check_steps_in_flight()
+        assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
         arrivals = [state.arrival_index for state in self._waiting]
         assert arrivals == sorted(arrivals), "the queue is out of order"
 
+    def _check_steps_in_flight(self) -> None:
+        in_flight = [sequence for plan in self._uncommitted for sequence in plan.sequences]
+        for state in (*self._running, *self._leaving.values(), *self._waiting):
+            own = [sequence for sequence in in_flight if sequence.state is state]
+            assert state.num_steps_in_flight == len(own)
+            assert state.num_pending_tokens == sum(sequence.is_sampled for sequence in own)
+            assert state.num_scheduled_tokens == (own[-1].end if own else state.num_computed_tokens)
+
 
 def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
-    start = state.num_computed_tokens
-    return ScheduledSequence(state, start, num_tokens, is_sampled=start + num_tokens == len(state.token_ids))
+    start = state.num_scheduled_tokens
+    return ScheduledSequence(state, start, num_tokens, is_sampled=num_tokens == state.num_unscheduled_tokens)

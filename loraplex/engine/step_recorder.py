@@ -10,7 +10,10 @@ from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
 
 
 class StepRecorder:
-    """`begin` before a step and `end` after it, each with the seconds by part so far."""
+    """`begin` before a step and `end` at its commit, each with the seconds by part so far.
+
+    Every second counts once. With look-ahead those of a step's launch go to the step that is committed in the same call.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -32,6 +35,7 @@ class StepRecorder:
         sums.num_base_rows += sum(sequence.state.request.adapter_id is None for sequence in plan.sequences)
         sums.num_tokens += num_sampled
         sums.num_prefill_tokens += sum(each.num_tokens for each in plan.sequences if _is_prefill(each.num_tokens))
+        self._before = seconds
         for part, each in spent.items():
             sums.seconds[part] = sums.seconds.get(part, 0.0) + each
         sums.times.observe(sum(spent.get(part, 0.0) for part in step_parts))

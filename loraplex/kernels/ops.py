@@ -205,7 +205,10 @@ class KernelBackend(Protocol):
     def keep_nucleus(
         self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
     ) -> torch.Tensor:
-        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place."""
+        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place.
+
+        Where `wanted` is 0, nobody reads the row.
+        """
         ...
 
     def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:

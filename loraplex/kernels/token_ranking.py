@@ -1,7 +1,8 @@
 """From logits to a token, in stock torch: what the sampler asks of a kernel backend.
 
 Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats with row sums up to 2^53, so sums of
-them are exact in any order. Searches here are those that stock torch does slower, or leaves undefined at ties.
+them are exact in any order. Searches here are those that stock torch does slower, or leaves undefined at ties. Tensors on another
+device than a CPU are searched by device_ranking.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+
+from loraplex.kernels import device_ranking
 
 _BLOCK = 128
 
@@ -33,6 +36,8 @@ def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
     A vectorised maximum by blocks, then a search in one block: torch's own argmax is scalar on a CPU, 20 times slower.
     """
+    if device_ranking.runs_beside_host(x):
+        return device_ranking.row_argmax(x)
     block = _block_maxima(x, _BLOCK).argmax(-1, keepdim=True)
     ids = (block * _BLOCK + torch.arange(_BLOCK, device=x.device)).clamp_(max=x.shape[1] - 1)
     inside = x.gather(1, ids)
@@ -79,16 +84,18 @@ def invert_cdf(weights: Tensor, least: Tensor | None, uniform: Tensor) -> Tensor
         weights.masked_fill_(weights < least, 0)
     mass = block_sums(weights).cumsum(-1)
     target = target_mass(mass[:, -1:], uniform)
-    block = torch.searchsorted(mass, target, right=True)
+    block = torch.searchsorted(mass, target, right=True).clamp_(max=mass.shape[1] - 1)  # beyond it for NaN alone
     before = torch.where(block > 0, mass.gather(1, (block - 1).clamp_(min=0)), 0.0)
     ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
     inside = weights.gather(1, ids.clamp(max=weights.shape[1] - 1)).double().cumsum(-1)
-    place = torch.searchsorted(inside, target - before, right=True)
+    place = torch.searchsorted(inside, target - before, right=True).clamp_(max=_BLOCK - 1)
     return ids.gather(1, place)[:, 0]
 
 
 def ordered_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The first k tokens of each row of x [m, V] in their order: values [m, k], ids int64 [m, k]."""
+    if device_ranking.runs_beside_host(x):
+        return device_ranking.ordered_top_k(x, k)
     if k >= x.shape[1]:
         return torch.sort(x, dim=-1, descending=True, stable=True)
     values, ids = _top_k_any_order(x, k + 1)
@@ -117,13 +124,15 @@ def _top_k_any_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def sort_descending(x: Tensor) -> Tensor:
     """Values of each row of x [m, V], without ids: numpy's vectorised sort is four times torch's on a CPU."""
-    if x.device.type != "cpu":
+    if device_ranking.runs_beside_host(x):
         return x.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
     """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both [m, 1])."""
+    if device_ranking.runs_beside_host(x):
+        return device_ranking.keep_prefix(x, weights, last, num_last)
     weights.masked_fill_(x < last, 0)
     is_last = x == last
     for row in (is_last.sum(-1, keepdim=True) > num_last).nonzero()[:, 0].tolist():
@@ -136,7 +145,7 @@ def keep_nucleus(logits: Tensor, weights: Tensor, wanted: Tensor, rule: WeightRu
     values = sort_descending(logits)
     sorted_weights = rule.of(values).double()
     size = (sorted_weights.cumsum(-1) - sorted_weights < wanted).sum(-1, keepdim=True)
-    last = values.gather(1, size - 1)
+    last = values.gather(1, (size - 1).clamp_(min=0))  # 0 for NaN alone
     return keep_prefix(logits, weights, last, size - (values > last).sum(-1, keepdim=True))
 
 

@@ -75,6 +75,11 @@ class AdapterHealth:
                 if (text := cases.get(adapter.weights.digest)) is not None
             }
 
+    @property
+    def is_diagnosis_due(self) -> bool:
+        """Whether `next_diagnosis` has something to do."""
+        return self._recovery.is_due
+
     def next_diagnosis(self) -> int | None:
         """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read anew.
 

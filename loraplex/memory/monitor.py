@@ -111,9 +111,18 @@ class MemoryMonitor:
         """An allocation failed: the next tick looks at once, and enters low-memory mode. From any thread."""
         self._alarm = reason
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a tick would look, or compact."""
+        return self._is_look_due or self._is_compacting
+
+    @property
+    def _is_look_due(self) -> bool:
+        return self._alarm is not None or self._clock() >= self._next_look_s
+
     def tick(self) -> None:
         """Once a step, and now and then when idle. Cheap when nothing is due."""
-        if self._alarm is not None or self._clock() >= self._next_look_s:
+        if self._is_look_due:
             self._look()
         if self._is_compacting:
             self._is_compacting = self._memory.compact() > 0

@@ -56,15 +56,23 @@ class Recovery:
         """It is well again, or gone; None when there was no case."""
         return self._cases.pop(digest, None)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the diagnosis of a case is due."""
+        return bool(self._cases) and self._next_due() is not None
+
     def due(self) -> Case | None:
         """A case whose diagnosis is due; from now on it counts as running, until `close` or `failed`."""
+        case = self._next_due()
+        if case is not None:
+            case.retry_at_s, case.is_running = None, True
+            case.num_tries += 1
+        return case
+
+    def _next_due(self) -> Case | None:
         now_s = self._clock()
-        for case in self._cases.values():
-            if case.retry_at_s is not None and case.retry_at_s <= now_s:
-                case.retry_at_s, case.is_running = None, True
-                case.num_tries += 1
-                return case
-        return None
+        due = (each for each in self._cases.values() if each.retry_at_s is not None and each.retry_at_s <= now_s)
+        return next(due, None)
 
     def postpone(self, digest: str) -> None:
         """The diagnosis could not begin: it is due again soon, and was no try."""

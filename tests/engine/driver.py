@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +108,20 @@ class Driver:
         self._end(request_id, RequestAbortedError("the client left"))
 
     def step(self, num_steps: int = 1) -> None:
+        """With look-ahead no step is left in flight: verbs in this thread would wait for its memory."""
         for _ in range(num_steps):
-            for token_output in self.engine.step():
-                self._take(token_output)
+            self.advance()
+        self._take_all(self.engine.settle())
+
+    def advance(self) -> None:
+        """One step, which with look-ahead is left in flight."""
+        self._take_all(self.engine.step())
 
     def finish(self, max_steps: float = math.inf) -> None:
         """Step until nothing is left to do; loads are waited for, but not for ever."""
         num_steps = num_stalls = 0
         while self.engine.has_unfinished:
-            self.step()
+            self.advance()
             num_steps += 1
             assert num_steps <= max_steps, f"requests still wait after {num_steps} steps: {self.stats}"
             if self.engine.is_stalled and self.engine.has_unfinished:
@@ -131,6 +136,10 @@ class Driver:
         if request_id in self.errors:
             raise self.errors[request_id]
         return self.outputs[request_id].outputs[0].token_ids
+
+    def _take_all(self, outputs: Iterable[TokenOutput]) -> None:
+        for output in outputs:
+            self._take(output)
 
     def _take(self, token_output: TokenOutput) -> None:
         processed = self._front.outputs.process(token_output)

@@ -654,7 +654,7 @@ async def test_a_profile_of_a_live_engine(client: Client, engine: AsyncEngine) -
     assert bool(report.operator_seconds) == (report.backend == "native")
     assert report.findings
     after = await within(engine.stats())
-    assert set(after.step_times.seconds) == {"schedule", "build", "forward", "sample", "commit"}
+    assert set(after.step_times.seconds) == {"schedule", "build", "forward", "sample", "wait", "commit"}
 
 
 async def test_answers_are_the_same_while_a_profile_runs(client: Client, engine: AsyncEngine) -> None:

@@ -186,17 +186,22 @@ class TestEnds:
         assert len(harness.tokens("a")) == 2
 
     def test_abort_waiting_running_and_in_flight(self) -> None:
+        """What a step in flight runs ends for its client at once, and keeps its memory until the commit."""
         harness = Harness(seqs=1)
         for name in "ab":
             harness.add(name, adapter=1)
         plan = harness.scheduler.schedule()
-        assert harness.scheduler.abort("a") is None  # in flight: it ends at the commit
-        waiting = harness.scheduler.abort("b")
-        assert waiting is not None
-        assert waiting.finish_reason is FinishReason.ABORT
-        (ended,) = harness.scheduler.commit(plan, {"a": SampledToken(5)})
-        assert ended.finish_reason is FinishReason.ABORT
+        for name in "ab":
+            ended = harness.scheduler.abort(name)
+            assert ended is not None
+            assert ended.finish_reason is FinishReason.ABORT
+        assert not harness.scheduler.has_unfinished
+        assert harness.residency.refs == {1: 1}
+        assert harness.blocks.num_free_blocks < harness.blocks.num_blocks
+        harness.scheduler.check_integrity()
+        assert harness.scheduler.commit(plan, {"a": SampledToken(5)}) == []
         assert harness.residency.refs == {}
+        assert harness.blocks.num_free_blocks == harness.blocks.num_blocks
         assert harness.scheduler.abort("unknown") is None
 
     def test_a_failed_step_ends_its_requests_only(self) -> None:
