@@ -43,6 +43,10 @@ class KernelBackend(Protocol):
 
     # ------------------------------------------------------------------------------------------------------- adapters
 
+    def adapter_dtype(self, compute_dtype: torch.dtype) -> torch.dtype | None:
+        """The one dtype that adapters' tensors are cast to when they are packed; None: no such rule."""
+        ...
+
     def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
         """Bytes of the packed block of one target, a multiple of 64 (0 when every slice is None)."""
         ...

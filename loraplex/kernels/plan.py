@@ -236,6 +236,8 @@ class SlotImage:
     values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
     first_rows: tuple[int, ...]
     layouts: tuple[tuple[SliceLayout | None, ...], ...]
+    max_rank: int
+    dtypes: frozenset[torch.dtype]
 
 
 class SlotTable:
@@ -264,6 +266,10 @@ class SlotTable:
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
         """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block changes."""
+        self.max_rank = 0
+        """The largest rank that any block here ever had; it never becomes less."""
+        self.block_dtypes: set[torch.dtype] = set()
+        """The dtypes that blocks here ever had."""
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
 
@@ -308,6 +314,8 @@ class SlotTable:
         self._check_slot(lora_slot)
         for row, layout in enumerate(layouts, first_row):
             self._write(row, lora_slot, self._entry(block_offset, layout))
+        present = [layout for layout in layouts if layout is not None]
+        self._note(max((x.rank for x in present), default=0), frozenset(x.dtype for x in present))
         self._upload(first_row, first_row + num_slices, lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self.derived[lora_slot].pop(first_row, None)
@@ -333,6 +341,8 @@ class SlotTable:
             ),
             first_rows=first_rows,
             layouts=tuple(tuple(layouts) for _, layouts in blocks),
+            max_rank=max((layout.rank for _, _, layout in found), default=0),
+            dtypes=frozenset(layout.dtype for _, _, layout in found),
         )
 
     def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
@@ -344,6 +354,7 @@ class SlotTable:
         addresses = np.where(image.offsets == ABSENT, 0, self._base_addr + starts + image.offsets)
         for column, values in zip(self._host, (*addresses, *image.values), strict=True):
             column[image.rows, lora_slot] = values
+        self._note(image.max_rank, image.dtypes)
         self._upload(0, self.num_rows, lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
 
@@ -388,6 +399,10 @@ class SlotTable:
         start = self._base_addr + block_offset
         addresses = (0 if o == ABSENT else start + o for o in (layout.a_offset, layout.b_offset, layout.bias_offset))
         return (*addresses, layout.rank, layout.scale, DTYPE_CODES[layout.dtype])
+
+    def _note(self, max_rank: int, dtypes: frozenset[torch.dtype]) -> None:
+        self.max_rank = max(self.max_rank, max_rank)
+        self.block_dtypes |= dtypes
 
     def _write(self, row: int, lora_slot: int, entry: tuple[int | float, ...]) -> None:
         for column, value in zip(self._host, entry, strict=True):

@@ -211,7 +211,8 @@ def _expand(
     acc0 = tl.zeros((BLOCK_N,), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
     touched = 0
-    for member in range(tile, tile + chain):
+    for link in range(chain):
+        member = tile + link
         slot = tl.load(tiles + 2 * tile_room + member)
         weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
         entry = (first_row + index) * num_slots + slot
