@@ -140,7 +140,8 @@ class TileBuffer:
         return TILE_FIELDS * (self.num_small + self.num_large)
 
     def fits(self, tiles: Tiles) -> bool:
-        return tiles.small.shape[1] <= self.num_small and tiles.large.shape[1] <= self.num_large
+        small, large = tiles.small.shape[1], tiles.large.shape[1]
+        return bool(small <= self.num_small and large <= self.num_large)
 
     def grown(self, tiles: Tiles) -> TileBuffer:
         """Room for these as well, and for more of their kind."""

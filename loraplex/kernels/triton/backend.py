@@ -14,7 +14,7 @@ from loraplex.core import LoraSlice
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
-from loraplex.kernels.triton.lora import TRITON_DTYPES, LoraWorkspace, add_lora
+from loraplex.kernels.triton.lora import TRITON_DTYPES, LoraWorkspace, add_lora, rank_capacity
 from loraplex.kernels.triton.lora_packing import GpuPacking
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         """Calls that stock torch ran, by operator and reason."""
         self.block_dtype = block_dtype
         self._is_lora_fused = is_lora_fused
+        self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._lora_workspace = LoraWorkspace()
 
     def add_lora(
@@ -58,13 +59,18 @@ class TritonBackend(GpuPacking, TorchBackend):
         slices: tuple[LoraSlice, ...],
     ) -> None:
         dtypes = {x.dtype, y.dtype, *table.block_dtypes}
-        if len(table.block_dtypes) > 1 or not dtypes <= TRITON_DTYPES.keys():
+        is_known = dtypes <= TRITON_DTYPES.keys() - ({torch.bfloat16} if self._is_interpreted else set())
+        if len(table.block_dtypes) > 1 or not is_known:
             self._fall_back("add_lora", f"adapters and model in {', '.join(sorted(map(str, dtypes)))}")
             return super().add_lora(y, x, plan, table, first_row, slices)
         assert y.stride(1) == 1
         dense = x if x.stride(1) == 1 else x.contiguous()
         fused = self._is_lora_fused
         add_lora(self.launcher, self._lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+
+    def rank_capacity(self, table: SlotTable) -> int:
+        """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)` is no more."""
+        return rank_capacity(table)
 
     @property
     def workspace_nbytes(self) -> int:

@@ -54,7 +54,8 @@ REDUCE_BLOCK = 1024
 
 def rank_capacity(table: SlotTable) -> int:
     """Ranks that launches over this table are made for: a power of two, never less than any rank the table has held."""
-    return max(LEAST_RANK_CAPACITY, triton.next_power_of_2(table.max_rank))
+    capacity: int = max(LEAST_RANK_CAPACITY, triton.next_power_of_2(table.max_rank))
+    return capacity
 
 
 class LoraWorkspace:

@@ -64,16 +64,18 @@ def _shrink(
         in_range = k < IN
         at = a + r[:, None] * IN + k[None, :]
         present = tl.load(at, mask=(r < rank)[:, None] & in_range[None, :], other=0)
-        x += start.to(tl.int64) * x_stride + k
-        x0 = tl.load(x, mask=in_range, other=0)
-        x1 = tl.load(x + x_stride, mask=in_range & (rows > 1), other=0)
-        x2 = tl.load(x + 2 * x_stride, mask=in_range & (rows > 2), other=0)
-        x3 = tl.load(x + 3 * x_stride, mask=in_range & (rows > 3), other=0)
+        x_at = x + start.to(tl.int64) * x_stride + k
+        x0 = tl.load(x_at, mask=in_range, other=0)
+        x1 = tl.load(x_at + x_stride, mask=in_range & (rows > 1), other=0)
+        x2 = tl.load(x_at + 2 * x_stride, mask=in_range & (rows > 2), other=0)
+        x3 = tl.load(x_at + 3 * x_stride, mask=in_range & (rows > 3), other=0)
         row_size: tl.constexpr = NUM_SLICES * SPLITS * RANK_CAPACITY
         out = partial + (tile * 4).to(tl.int64) * row_size + (index * SPLITS + split) * RANK_CAPACITY + r
         for r0 in range(0, rank, BLOCK_R):
-            at += BLOCK_R * IN
-            following = tl.load(at, mask=(r0 + BLOCK_R + r < rank)[:, None] & in_range[None, :], other=0)
+            following = present
+            if RANK_CAPACITY > BLOCK_R:
+                at += BLOCK_R * IN
+                following = tl.load(at, mask=(r0 + BLOCK_R + r < rank)[:, None] & in_range[None, :], other=0)
             wide = present.to(tl.float32)
             in_rank = r0 + r < rank
             if BLOCK == tl.int8:
@@ -142,8 +144,10 @@ def _add_member(
         _wait(counter, SPLITS, num_consumers)
     row_size: tl.constexpr = NUM_SLICES * SPLITS * RANK_CAPACITY
     for r0 in range(0, rank, BLOCK_R):
-        at += BLOCK_R
-        following = tl.load(at, mask=in_width[:, None] & (r0 + BLOCK_R + r < rank)[None, :], other=0)
+        following = present
+        if RANK_CAPACITY > BLOCK_R:
+            at += BLOCK_R
+            following = tl.load(at, mask=in_width[:, None] & (r0 + BLOCK_R + r < rank)[None, :], other=0)
         wide = present.to(tl.float32)
         in_rank = r0 + r < rank
         s = partial + r0 + r
@@ -241,14 +245,14 @@ def _expand(
             added = weight * tl.load(bias + n, mask=in_width, other=0).to(tl.float32)
             acc0, acc1, acc2, acc3 = acc0 + added, acc1 + added, acc2 + added, acc3 + added
     if touched != 0:
-        y += start.to(tl.int64) * y_stride + offset + n
-        _add_to_row(y, acc0, in_width)
+        y_at = y + start.to(tl.int64) * y_stride + offset + n
+        _add_to_row(y_at, acc0, in_width)
         if rows > 1:
-            _add_to_row(y + y_stride, acc1, in_width)
+            _add_to_row(y_at + y_stride, acc1, in_width)
         if rows > 2:
-            _add_to_row(y + 2 * y_stride, acc2, in_width)
+            _add_to_row(y_at + 2 * y_stride, acc2, in_width)
         if rows > 3:
-            _add_to_row(y + 3 * y_stride, acc3, in_width)
+            _add_to_row(y_at + 3 * y_stride, acc3, in_width)
 
 
 @triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
