@@ -108,7 +108,7 @@ class LoRAConfig:
     )
     lora_dtype: str = setting(
         "auto",
-        "auto (each adapter's own; with triton kernels the model's), float32, float16, bfloat16, or int8 (triton; lossy: deltas are off by 1 %)",
+        "auto (each adapter's own; the model's with triton), float32, float16, bfloat16, or int8 (triton; deltas are off by 1 %)",
     )
     bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
     fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")

@@ -47,7 +47,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         self.block_dtype = block_dtype
         self._is_lora_fused = is_lora_fused
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
-        self._lora_workspace = LoraWorkspace()
+        self.lora_workspace = LoraWorkspace()
 
     def add_lora(
         self,
@@ -66,7 +66,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         assert y.stride(1) == 1
         dense = x if x.stride(1) == 1 else x.contiguous()
         fused = self._is_lora_fused
-        add_lora(self.launcher, self._lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+        add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
 
     def rank_capacity(self, table: SlotTable) -> int:
         """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)` is no more."""
@@ -74,10 +74,10 @@ class TritonBackend(GpuPacking, TorchBackend):
 
     @property
     def workspace_nbytes(self) -> int:
-        return self._lora_workspace.nbytes
+        return self.lora_workspace.nbytes
 
     def release_workspace(self) -> int:
-        return self._lora_workspace.release()
+        return self.lora_workspace.release()
 
     def _fall_back(self, operator: str, reason: str) -> None:
         key = f"{operator}: {reason}"

@@ -74,6 +74,7 @@ class TritonLauncher:
     ) -> None:
         if self.is_interpreted:  # it computes bfloat16 wrong, silently
             tensors = [a.dtype for a in args if isinstance(a, torch.Tensor)]
-            assert torch.bfloat16 not in tensors and tl.bfloat16 not in constants.values(), "bfloat16 interpreted"
+            assert torch.bfloat16 not in tensors, "bfloat16 interpreted"
+            assert tl.bfloat16 not in constants.values(), "blocks in bfloat16 interpreted"
         if all(grid):
             kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)

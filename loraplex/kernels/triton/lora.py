@@ -3,9 +3,9 @@
     small tiles   lora_small.py   one fused launch, or two where the items would not all fit on the GPU at once
     large tiles   lora_large.py   two launches, three where K is split
 
-A decode step has small tiles alone, in a grid as large as its rows, so that it depends on the padded batch only. Sizes of blocks follow
-from shapes, dtypes and the largest rank of any adapter that the table has held (`rank_capacity`): nothing is tried out at run time, and every
-start takes the same.
+A decode step has small tiles alone, in a grid as large as its rows (or as the plan's room), so that it depends on the padded batch only. Sizes of blocks follow
+from shapes, dtypes and the largest rank of any adapter that the table has held (`rank_capacity`): nothing is tried out at run time, and
+every start takes the same.
 """
 
 from __future__ import annotations
@@ -65,29 +65,29 @@ class LoraWorkspace:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
 
     def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """At least `count` elements; all zero when new, afterwards as they were left."""
-        found = self._buffers.get((name, dtype))
+        found = self.buffers.get((name, dtype))
         if found is None or found.numel() < count:
             capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             assert not capturing, f"the LoRA workspace {name} is too small in a capture: run the same step once before"
             if found is not None:
                 self._outgrown.append(found)
             found = torch.zeros(triton.next_power_of_2(count), dtype=dtype, device=device)
-            self._buffers[name, dtype] = found
+            self.buffers[name, dtype] = found
         return found
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self._buffers.values(), *self._outgrown))
+        return sum(t.nbytes for t in (*self.buffers.values(), *self._outgrown))
 
     def release(self) -> int:
         """Give all of it back; returns the bytes. Graphs captured before must not be replayed any more."""
         nbytes = self.nbytes
-        self._buffers.clear()
+        self.buffers.clear()
         self._outgrown.clear()
         return nbytes
 
@@ -160,7 +160,7 @@ def add_lora(
     tiles = plan.cut_tiles()
     num_small = tiles.small.shape[1]
     if plan.is_decode:
-        num_small = max(num_small, plan.num_tokens)
+        num_small = max(num_small, min(plan.num_tokens, plan.small_tiles.shape[1]))
     if num_small:
         _add_small(linear, num_small, is_fused)
     if tiles.large.shape[1]:

@@ -4,9 +4,9 @@
     reduce   s = sum of the splits                                only where there are too few tiles to fill the GPU, so that K is split
     expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias
 
-s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is by tile, so the grid
-grows with the rows that adapters have, not with the batch. Lane j of the joined A's is rank r of slice i, where j = r + sum of the ranks
-of the slices before i: true ranks, so a slice that an adapter lacks takes no part.
+s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is by tile, so the
+grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's is rank r of slice i, where j = r + sum of the
+ranks of the slices before i: true ranks, so a slice that an adapter lacks takes no part.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def shrink_large_kernel(
         entries, r, is_lane = entry + index * num_slots, j - before, j < total
         address = tl.load(a_addr + entries, mask=is_lane, other=0)
         factor = weight * tl.load(scales + entries, mask=is_lane, other=0)
-        if BLOCK == tl.int8:
+        if tl.int8 == BLOCK:
             rank = tl.minimum(tl.load(ranks + entries, mask=is_lane, other=0), RANK_CAPACITY)
             scale_at = address + (rank.to(tl.int64) * IN + 63) // 64 * 64
             factor *= tl.load(scale_at.to(tl.pointer_type(tl.float32)) + r, mask=is_lane, other=0)

@@ -78,7 +78,7 @@ def _shrink(
                 following = tl.load(at, mask=(r0 + BLOCK_R + r < rank)[:, None] & in_range[None, :], other=0)
             wide = present.to(tl.float32)
             in_rank = r0 + r < rank
-            if BLOCK == tl.int8:
+            if tl.int8 == BLOCK:
                 scale_at = address + (rank.to(tl.int64) * IN + 63) // 64 * 64
                 scale = tl.load(scale_at.to(tl.pointer_type(tl.float32)) + r0 + r, mask=in_rank, other=0)
                 wide *= scale[:, None]
