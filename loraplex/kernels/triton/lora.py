@@ -3,9 +3,12 @@
     small tiles   lora_small.py   one fused launch, or two where the items would not all fit on the GPU at once
     large tiles   lora_large.py   two launches, three where K is split
 
-A decode step has small tiles alone, in a grid as large as its rows (or as the plan's room), so that it depends on the padded batch only. Sizes of blocks follow
-from shapes, dtypes and the largest rank of any adapter that the table has held (`rank_capacity`): nothing is tried out at run time, and
-every start takes the same.
+A decode step has small tiles alone, in a grid as large as its rows (or as the plan's room), so that it depends on the padded batch only.
+Sizes of blocks follow from shapes, dtypes and the largest rank of any adapter that the table has held (`rank_capacity`): nothing is tried
+out at run time, and every start takes the same.
+
+What a capture needs: the same step was run once before, which makes the workspace; afterwards a replay reads tiles, table and rows of x
+alone. It is good for any plan of the same padded size, as long as no rank of the step is above the capacity of the capture.
 """
 
 from __future__ import annotations

@@ -300,7 +300,10 @@ def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
     generator = torch.Generator().manual_seed(6)
     target = make_target(32, (24, 16))
     backend = backend_of()
-    small, big = make_weights(target, (4, 16), FP32, False, generator), make_weights(target, (20, 4), FP32, False, generator)
+    small, big = (
+        make_weights(target, (4, 16), FP32, False, generator),
+        make_weights(target, (20, 4), FP32, False, generator),
+    )
     table = make_table(target, [small, small], FP32, backend, capacity=3)
     assert (backend.rank_capacity(table), table.largest_rank([0, 1]), table.largest_rank([])) == (16, 16, 0)
     block = torch.empty(backend.packed_nbytes(big, FP32), dtype=torch.uint8)
