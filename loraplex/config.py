@@ -106,7 +106,10 @@ class LoRAConfig:
     max_versions_kept: int = setting(
         2, "versions of a name that stay registered, the current one counted: what a rollback can go back to"
     )
-    lora_dtype: str = setting("auto", "auto (each adapter's own), float32, float16 or bfloat16")
+    lora_dtype: str = setting(
+        "auto",
+        "auto (each adapter's own; the model's with triton), float32, float16, bfloat16, or int8 (triton; deltas are off by 1 %)",
+    )
     bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
     fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
     lora_extra_vocab_size: int = setting(0, "vLLM's option; refused: adapters with added tokens are not honoured yet")
@@ -152,7 +155,8 @@ class LoRAConfig:
             f"max_loaded_loras ({self.max_loaded_loras}) must be >= max_loras ({floor})",
         )
         _require(
-            self.lora_dtype in ("auto", *DTYPES), f"lora_dtype must be auto or one of {DTYPES}, got {self.lora_dtype!r}"
+            self.lora_dtype in ("auto", "int8", *DTYPES),
+            f"lora_dtype must be auto, int8 or one of {DTYPES}, got {self.lora_dtype!r}",
         )
         _require(
             self.eviction_policy in EVICTION_POLICIES,

@@ -195,8 +195,11 @@ def _layers(read: ReadTensors, helper: PEFTHelper) -> dict[str, LoRALayerWeights
 
 
 def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapter: str) -> dict[str, LoRALayerWeights]:
-    """The layers in `lora_dtype`, unless it is `auto`. A value that does not fit is a reason to refuse."""
-    if lora_config.lora_dtype == "auto":
+    """The layers in `lora_dtype`, unless it is `auto`, or `int8`, which they become when they are packed.
+
+    A value that does not fit is a reason to refuse.
+    """
+    if lora_config.lora_dtype in ("auto", "int8"):
         return layers
     dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
     converted = {

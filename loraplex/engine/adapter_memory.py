@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from loraplex.config import LoRAConfig
@@ -27,6 +28,7 @@ def build_manager(
 ) -> LoRAModelManager:
     """On a CPU the arena is host and device memory in one; another device has host memory of its own, pinned for a GPU."""
     targets = model.lora_targets()
+    lora = _with_one_dtype(lora, backend, model)
     host_arena = None
     if arena.device.type != "cpu":
         host_arena = Arena(lora.host_memory_bytes, arena.chunk_bytes, "cpu", is_pinned=arena.device.type == "cuda")
@@ -47,6 +49,12 @@ def build_manager(
     blocks.reclaim = manager.reclaim_chunks
     model.bind_lora(manager.table, backend)
     return manager
+
+
+def _with_one_dtype(lora: LoRAConfig, backend: KernelBackend, model: Decoder) -> LoRAConfig:
+    """Where a backend packs all adapters in one dtype they are read in it: a value that does not fit is a reason to refuse."""
+    dtype = backend.adapter_dtype(model.activation_dtype) if lora.lora_dtype == "auto" else None
+    return lora if dtype is None else replace(lora, lora_dtype=str(dtype).removeprefix("torch."))
 
 
 def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:

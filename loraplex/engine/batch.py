@@ -161,7 +161,7 @@ class BatchBuilder:
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
-        self._lora_plan.rewrite(mapping.to_segments(), len(mapping.index_mapping))
+        self._lora_plan.rewrite(mapping.to_segments(), len(mapping.index_mapping), is_decode=not mapping.is_prefill)
         return self._lora_plan
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:

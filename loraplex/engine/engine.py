@@ -317,7 +317,7 @@ def build_engine(
 
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
-    backend = get_backend(config.lora_backend, device)
+    backend = get_backend(config.lora_backend, device, "auto" if config.lora is None else config.lora.lora_dtype)
     logger.info("kernels: %s", backend.description)
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Operators on tensors: what every layer of a step runs. Nothing here knows of adapters' files or of their life.
 
 plan.py       what a LoRA or attention kernel reads: LoraPlan, SlotTable, AttentionPlan
+tiles.py      the rows of a step cut into tiles, for GPU kernels
 ops.py        KernelBackend and get_backend, the only dispatch point
 reference.py  the specification of every operator, in plain torch
 torch_ops.py  the same operators in few calls of stock torch, on any device; torch_attention.py is its paged attention

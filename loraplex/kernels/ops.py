@@ -48,6 +48,10 @@ class KernelBackend(Protocol):
 
     # ------------------------------------------------------------------------------------------------------- adapters
 
+    def adapter_dtype(self, compute_dtype: torch.dtype) -> torch.dtype | None:
+        """The one dtype that adapters' tensors are cast to when they are packed; None: no such rule."""
+        ...
+
     def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
         """Bytes of the packed block of one target, a multiple of 64 (0 when every slice is None)."""
         ...
@@ -295,17 +299,25 @@ class KernelBackend(Protocol):
     ) -> None: ...
 
 
-def get_backend(name: str, device: torch.device) -> KernelBackend:
+def get_backend(name: str, device: torch.device, lora_dtype: str = "auto") -> KernelBackend:
     """The backend of that name for a device; `auto` is the fastest one that covers it: native on a CPU where it is built.
 
-    CPU kernels run on torch's number of threads at this moment. Raises ConfigError: no such backend, or not here.
+    lora_dtype: of the settings. CPU kernels run on torch's number of threads at this moment. Raises ConfigError: no such backend, not
+    here, or it has no blocks of that dtype.
     """
+    backend = _find_backend(name, device, lora_dtype)
+    if lora_dtype == "int8" and backend.name != "triton":
+        raise ConfigError(f"lora_dtype int8 needs triton kernels on a GPU, and these run: {backend.description}")
+    return backend
+
+
+def _find_backend(name: str, device: torch.device, lora_dtype: str) -> KernelBackend:
     if name == "reference":
         return ReferenceBackend()
     if name == "torch":
         return TorchBackend("asked for with lora_backend torch")
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton_backend(device, is_wanted=name == "triton")
+        return _triton_backend(device, lora_dtype, is_wanted=name == "triton")
     if name == "auto" and device.type != "cpu":
         return TorchBackend(f"there are no kernels of our own for {device}")
     if name not in BACKENDS or device.type != "cpu":
@@ -320,7 +332,7 @@ def get_backend(name: str, device: torch.device) -> KernelBackend:
     return TorchBackend(library.reason)
 
 
-def _triton_backend(device: torch.device, is_wanted: bool) -> KernelBackend:
+def _triton_backend(device: torch.device, lora_dtype: str, is_wanted: bool) -> KernelBackend:
     """Triton comes with torch where that is built for CUDA; without it stock torch runs, unless Triton is asked for by name."""
     try:
         from loraplex.kernels.triton.backend import TritonBackend
@@ -329,4 +341,4 @@ def _triton_backend(device: torch.device, is_wanted: bool) -> KernelBackend:
             raise ConfigError(f"lora_backend is triton, which is not installed here: {error}") from error
         logger.warning("Triton is not installed, stock torch runs: %s", error)
         return TorchBackend(f"Triton is not installed: {error}")
-    return TritonBackend(device)
+    return TritonBackend(device, block_dtype=None if lora_dtype == "auto" else getattr(torch, lora_dtype))

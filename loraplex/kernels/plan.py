@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.core import BASE_SLOT, LoraTarget
+from loraplex.kernels.tiles import NO_TILES, TILE_FIELDS, TileBuffer, Tiles, cut_tiles, tile_room
 
 ALIGNMENT = 64
 """Bytes to which packed blocks and their parts are aligned: a cache line, and the widest vector."""
@@ -23,7 +24,13 @@ ALIGNMENT = 64
 ABSENT = -1
 """Offset of a part that a packed block does not have."""
 
-DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+DTYPE_CODES: dict[torch.dtype, int] = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+}
 """How the slot table writes the dtype of a packed block."""
 
 
@@ -51,52 +58,106 @@ class LoraPlan:
     seg_starts, seg_ends, seg_slots: int32 [capacity]; seg_weights: float32 [capacity]. Segments from `num_segments` on are
     empty and have slot -1, so that a captured graph may run over all of them. `segments` is the same on the host.
     Rows in no segment are base rows: no kernel touches them.
+
+    For GPU kernels the same rows are cut into tiles (tiles.py): small_tiles, large_tiles int32 [5, room]. On a CPU they are cut when
+    `cut_tiles` is called. All of it is one host tensor and one on the device, with the parts at fixed places: `host`, `buffer`.
+    They are replaced by larger ones only when a step has more tiles than disjoint segments over `max_tokens` rows can have.
     """
 
-    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, capacity: int, device: torch.device | str = "cpu", max_tokens: int = 0) -> None:
         if capacity < 1:
             raise ValueError(f"capacity of a LoraPlan must be >= 1, got {capacity}")
         self.capacity = capacity
+        self.device = torch.device(device)
         self.num_segments = 0
         self.num_tokens = 0
+        self.is_decode = False
         self.segments: tuple[LoraSegment, ...] = ()
         self.scratch: dict[Any, Any] = {}
         """What a backend derives from these segments once for all layers; emptied by `rewrite`."""
-        self._ranges = torch.zeros(3, capacity, dtype=torch.int32, device=device)
-        self.seg_starts, self.seg_ends, self.seg_slots = self._ranges.unbind()
-        self.seg_weights = torch.zeros(capacity, dtype=torch.float32, device=device)
-        self.seg_slots.fill_(BASE_SLOT)
+        self.tiles: Tiles | None = None
+        """The tiles of this step on the host; None: not cut yet."""
+        self._room = TileBuffer(*tile_room(capacity, max_tokens))
+        self._allocate()
+        self.upload()
 
     @classmethod
     def build(
-        cls, segments: Sequence[LoraSegment], num_tokens: int, capacity: int, device: torch.device | str = "cpu"
+        cls,
+        segments: Sequence[LoraSegment],
+        num_tokens: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        is_decode: bool = False,
     ) -> LoraPlan:
         """A plan with new buffers. Raises ValueError as `rewrite` does."""
-        plan = cls(capacity, device)
-        plan.rewrite(segments, num_tokens)
+        plan = cls(capacity, device, num_tokens)
+        plan.rewrite(segments, num_tokens, is_decode)
         return plan
 
-    def rewrite(self, segments: Sequence[LoraSegment], num_tokens: int) -> None:
+    def rewrite(self, segments: Sequence[LoraSegment], num_tokens: int, is_decode: bool = False) -> None:
         """Make this the plan of another step; the buffers stay where they are.
 
+        is_decode: each row is a sequence of its own, so every tile is a small one, and there are at most `num_tokens` of them.
         Raises ValueError, and changes nothing, when a segment is empty, leaves [0, num_tokens), has a negative slot or a
         weight that is not finite, or when there are more segments than `capacity`.
         """
+        self.write(segments, num_tokens, is_decode)
+        self.upload()
+
+    def write(self, segments: Sequence[LoraSegment], num_tokens: int, is_decode: bool = False) -> None:
+        """The host's half of `rewrite`: into `host` and the fields that are Python's."""
         if len(segments) > self.capacity:
             raise ValueError(f"{len(segments)} segments do not fit in a LoraPlan of capacity {self.capacity}")
         for segment in segments:
             _check_segment(segment, num_tokens)
         self.scratch.clear()
         self.segments = tuple(segments)
-        self.num_segments, self.num_tokens = len(segments), num_tokens
-        ranges = np.zeros((3, self.capacity), dtype=np.int32)
-        weights = np.zeros(self.capacity, dtype=np.float32)
+        self.num_segments, self.num_tokens, self.is_decode = len(segments), num_tokens, is_decode
+        ranges = self._host[: 4 * self.capacity].reshape(4, self.capacity)
+        ranges[:] = 0
         ranges[2] = BASE_SLOT
         for i, segment in enumerate(segments):
-            ranges[:, i] = segment.start, segment.end, segment.lora_slot
-            weights[i] = segment.weight
-        self._ranges.copy_(torch.from_numpy(ranges))
-        self.seg_weights.copy_(torch.from_numpy(weights))
+            ranges[:3, i] = segment.start, segment.end, segment.lora_slot
+        ranges[3, : len(segments)] = np.array([s.weight for s in segments], np.float32).view(np.int32)
+        self.tiles = None
+        if self.device.type != "cpu":
+            self.cut_tiles()
+
+    def upload(self, non_blocking: bool = False) -> None:
+        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory."""
+        if self.buffer is not self.host:
+            self.buffer.copy_(self.host, non_blocking=non_blocking)
+
+    def cut_tiles(self) -> Tiles:
+        """The tiles of this step, which are in `small_tiles` and `large_tiles` (on a device after the upload)."""
+        if self.tiles is None:
+            tiles = cut_tiles(self.segments, self.is_decode)
+            if not self._room.fits(tiles):
+                self._room = self._room.grown(tiles)
+                self._allocate()
+            self._room.write(tiles, self._host[4 * self.capacity :])
+            self.tiles = tiles
+        return self.tiles
+
+    def _allocate(self) -> None:
+        """Buffers with the present segments and no tiles."""
+        size, capacity = 4 * self.capacity + self._room.size, self.capacity
+        previous = getattr(self, "_host", None)
+        self.host = torch.zeros(size, dtype=torch.int32)
+        self._host: NDArray[np.int32] = self.host.numpy()
+        if previous is None:
+            self._host[2 * capacity : 3 * capacity] = BASE_SLOT
+        else:
+            self._host[: 4 * capacity] = previous[: 4 * capacity]
+        self._room.write(NO_TILES, self._host[4 * capacity :])
+        self.buffer = self.host if self.device.type == "cpu" else torch.zeros_like(self.host, device=self.device)
+        ranges, tiles = self.buffer[: 4 * capacity].view(4, capacity), self.buffer[4 * capacity :]
+        self.seg_starts, self.seg_ends, self.seg_slots, weights = ranges.unbind()
+        self.seg_weights = weights.view(torch.float32)
+        border = TILE_FIELDS * self._room.num_small
+        self.small_tiles = tiles[:border].view(TILE_FIELDS, -1)
+        self.large_tiles = tiles[border:].view(TILE_FIELDS, -1)
 
 
 def _check_segment(segment: LoraSegment, num_tokens: int) -> None:
@@ -175,6 +236,8 @@ class SlotImage:
     values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
     first_rows: tuple[int, ...]
     layouts: tuple[tuple[SliceLayout | None, ...], ...]
+    max_rank: int
+    dtypes: frozenset[torch.dtype]
 
 
 class SlotTable:
@@ -203,6 +266,10 @@ class SlotTable:
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
         """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block changes."""
+        self.max_rank = 0
+        """The largest rank that any block here ever had; it never becomes less."""
+        self.block_dtypes: set[torch.dtype] = set()
+        """The dtypes that blocks here ever had."""
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
 
@@ -247,6 +314,8 @@ class SlotTable:
         self._check_slot(lora_slot)
         for row, layout in enumerate(layouts, first_row):
             self._write(row, lora_slot, self._entry(block_offset, layout))
+        present = [layout for layout in layouts if layout is not None]
+        self._note(max((x.rank for x in present), default=0), frozenset(x.dtype for x in present))
         self._upload(first_row, first_row + num_slices, lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self.derived[lora_slot].pop(first_row, None)
@@ -272,6 +341,8 @@ class SlotTable:
             ),
             first_rows=first_rows,
             layouts=tuple(tuple(layouts) for _, layouts in blocks),
+            max_rank=max((layout.rank for _, _, layout in found), default=0),
+            dtypes=frozenset(layout.dtype for _, _, layout in found),
         )
 
     def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
@@ -283,6 +354,7 @@ class SlotTable:
         addresses = np.where(image.offsets == ABSENT, 0, self._base_addr + starts + image.offsets)
         for column, values in zip(self._host, (*addresses, *image.values), strict=True):
             column[image.rows, lora_slot] = values
+        self._note(image.max_rank, image.dtypes)
         self._upload(0, self.num_rows, lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
 
@@ -298,6 +370,11 @@ class SlotTable:
     def is_clear(self, lora_slot: int) -> bool:
         self._check_slot(lora_slot)
         return not self._placed[lora_slot]
+
+    def largest_rank(self, lora_slots: Sequence[int]) -> int:
+        """Of the adapters in these slots; 0 for none."""
+        ranks = self._host[3][:, list(lora_slots)]
+        return int(ranks.max()) if ranks.size else 0
 
     def views(self, row: int, lora_slot: int) -> SliceView | None:
         """The parts of one slice as tensors, for blocks of the stock layout; None when the adapter has nothing there."""
@@ -327,6 +404,10 @@ class SlotTable:
         start = self._base_addr + block_offset
         addresses = (0 if o == ABSENT else start + o for o in (layout.a_offset, layout.b_offset, layout.bias_offset))
         return (*addresses, layout.rank, layout.scale, DTYPE_CODES[layout.dtype])
+
+    def _note(self, max_rank: int, dtypes: frozenset[torch.dtype]) -> None:
+        self.max_rank = max(self.max_rank, max_rank)
+        self.block_dtypes |= dtypes
 
     def _write(self, row: int, lora_slot: int, entry: tuple[int | float, ...]) -> None:
         for column, value in zip(self._host, entry, strict=True):

@@ -39,10 +39,10 @@ def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dty
 
 
 def layout_block(
-    slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, is_forced: bool = False
 ) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it) for the stock layout."""
-    dtype, cursor = packed_dtype(slices, compute_dtype), 0
+    """(bytes of the block, where each slice lies in it) for the stock layout; forced: in `compute_dtype`, whatever the tensors are."""
+    dtype, cursor = compute_dtype if is_forced else packed_dtype(slices, compute_dtype), 0
     layouts: list[SliceLayout | None] = []
     for s in slices:
         if s is None:
@@ -78,6 +78,9 @@ class StockPacking:
     def adapter_format(self) -> str:
         return "rows.1"
 
+    def adapter_dtype(self, compute_dtype: torch.dtype) -> torch.dtype | None:
+        return None
+
     def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
         return layout_block(slices, compute_dtype)[0]
 
@@ -89,9 +92,9 @@ class StockPacking:
             raise ValueError(f"a packed block of {nbytes} bytes does not fit in {out.numel()}")
         for s, layout in zip(slices, layouts, strict=True):
             if s is not None and layout is not None:
-                _copy_part(s.lora_a, out, layout.a_offset, layout.dtype)
-                _copy_part(s.lora_b, out, layout.b_offset, layout.dtype)
-                _copy_part(s.bias, out, layout.bias_offset, layout.dtype)
+                copy_part(s.lora_a, out, layout.a_offset, layout.dtype)
+                copy_part(s.lora_b, out, layout.b_offset, layout.dtype)
+                copy_part(s.bias, out, layout.bias_offset, layout.dtype)
         return layouts
 
     def packed_layouts(
@@ -103,12 +106,12 @@ class StockPacking:
         self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
     ) -> tuple[SliceWeights | None, ...]:
         return tuple(
-            None if layout is None else _unpack_slice(layout, in_features, width, block)
+            None if layout is None else unpack_slice(layout, in_features, width, block)
             for layout, width in zip(layouts, out_features, strict=True)
         )
 
 
-def _copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
+def copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
     """One part and the gap behind it: equal adapters have equal bytes, and nothing of a victim stays."""
     if tensor is None:
         return
@@ -117,7 +120,7 @@ def _copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtyp
     out[end : offset + align(end - offset)].zero_()
 
 
-def _unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block: torch.Tensor) -> SliceWeights:
+def unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block: torch.Tensor) -> SliceWeights:
     def part(offset: int, *shape: int) -> torch.Tensor | None:
         if offset == ABSENT:
             return None

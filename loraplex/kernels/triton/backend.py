@@ -7,28 +7,54 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from loraplex.core import LoraSlice
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
+from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.kernels.triton import attention, glue
+from loraplex.kernels.triton.attention import AttentionWorkspace
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
+from loraplex.kernels.triton.linear import quantized_linear
+from loraplex.kernels.triton.lora import TRITON_DTYPES, LoraWorkspace, add_lora, rank_capacity
+from loraplex.kernels.triton.lora_packing import GpuPacking
 
 logger = logging.getLogger(__name__)
 
 
-class TritonBackend(TorchBackend):
+class TritonBackend(GpuPacking, TorchBackend):
     """Triton kernels on one device."""
 
     name = "triton"
 
-    def __init__(self, device: torch.device, launcher: Launcher | None = None) -> None:
-        """`launcher`: how kernels are run; by default on the device. Raises ConfigError where Triton cannot run."""
+    def __init__(
+        self,
+        device: torch.device,
+        launcher: Launcher | None = None,
+        *,
+        block_dtype: torch.dtype | None = None,
+        is_lora_fused: bool | None = None,
+    ) -> None:
+        """`launcher`: how kernels are run; by default on the device. Raises ConfigError where Triton cannot run.
+
+        block_dtype: of adapters in packed blocks, int8 too; None: the model's. is_lora_fused: one launch for a decode step's shrink and
+        expand, or two; None: as the shapes say.
+        """
         self.launcher = launcher or TritonLauncher(device)
         major, minor = self.launcher.target.capability
         where = torch.cuda.get_device_name(device) if device.type == "cuda" else "in the interpreter"
         self.description = f"triton sm_{major}{minor}, {where}"
+        self.quantizations = quantizations_of(self.launcher.target.capability)
+        self.block_dtype = block_dtype
+        self._is_lora_fused = is_lora_fused
+        self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._fallbacks: Counter[str] = Counter()
+        self.lora_workspace = LoraWorkspace()
+        self._attention_workspace = AttentionWorkspace()
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -39,3 +65,110 @@ class TritonBackend(TorchBackend):
         if not self._fallbacks[key]:
             logger.warning("stock torch runs %s", key)
         self._fallbacks[key] += 1
+
+    @property
+    def workspace_nbytes(self) -> int:
+        return self.lora_workspace.nbytes + self._attention_workspace.nbytes
+
+    def release_workspace(self) -> int:
+        return self.lora_workspace.release() + self._attention_workspace.release()
+
+    # ------------------------------------------------------------------------------------------------------------ adapters
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None:
+        dtypes = {x.dtype, y.dtype, *table.block_dtypes}
+        is_known = dtypes <= TRITON_DTYPES.keys() - ({torch.bfloat16} if self._is_interpreted else set())
+        if len(table.block_dtypes) > 1 or not is_known:
+            self._fall_back("add_lora", f"adapters and model in {', '.join(sorted(map(str, dtypes)))}")
+            return super().add_lora(y, x, plan, table, first_row, slices)
+        assert y.stride(1) == 1
+        dense = x if x.stride(1) == 1 else x.contiguous()
+        fused = self._is_lora_fused
+        add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+
+    def rank_capacity(self, table: SlotTable) -> int:
+        """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)` is no more."""
+        return rank_capacity(table)
+
+    # ------------------------------------------------------------------------------------------- weights of the base model
+
+    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
+        if quantization is None:
+            return super().prepare_linear(weight)
+        return QuantizedWeight.of(weight, quantization)
+
+    def linear_tensors(self, weight: torch.Tensor | QuantizedWeight) -> dict[str, torch.Tensor]:
+        if isinstance(weight, QuantizedWeight):
+            return {"q": weight.q, "scale": weight.scale}
+        return super().linear_tensors(weight)
+
+    def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> Any:
+        if "q" in tensors:
+            return QuantizedWeight(tensors["q"], tensors["scale"], *shape)
+        return super().restore_linear(tensors, shape)
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return quantized_linear(self.launcher, x, weight, bias)
+        return super().linear(x, weight, bias)
+
+    # ---------------------------------------------------------------------------------------------------------------- layers
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        reason = glue.rms_norm_gap(x, weight)
+        if reason is None:
+            return glue.rms_norm(self.launcher, x, weight, eps)
+        self._fall_back("rms_norm", reason)
+        return super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        reason = glue.add_rms_norm_gap(x, residual, weight)
+        if reason is None:
+            return glue.add_rms_norm(self.launcher, x, residual, weight, eps)
+        self._fall_back("add_rms_norm", reason)
+        return super().add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        reason = glue.silu_mul_gap(gate_up)
+        if reason is None:
+            return glue.silu_mul(self.launcher, gate_up)
+        self._fall_back("silu_mul", reason)
+        return super().silu_mul(gate_up)
+
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        kv_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        reason = glue.rotary_write_kv_gap(q, k, v, cos, sin, kv_layer)
+        if reason is None:
+            return glue.rotary_write_kv(self.launcher, q, k, v, cos, sin, kv_layer, kv_slot_mapping)
+        self._fall_back("rotary_write_kv", reason)
+        return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping)
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        reason = attention.paged_attention_gap(q, kv_layer)
+        if reason is None:
+            workspace = self._attention_workspace
+            return attention.paged_attention(self.launcher, q, kv_layer, plan, scale, sliding_window, workspace)
+        self._fall_back("paged_attention", reason)
+        return super().paged_attention(q, kv_layer, plan, scale, sliding_window)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import triton
+import triton.language as tl
 
 from loraplex.errors import ConfigError
 
@@ -72,8 +73,8 @@ class TritonLauncher:
         self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 2, **constants: Any
     ) -> None:
         if self.is_interpreted:  # it computes bfloat16 wrong, silently
-            assert all(not isinstance(a, torch.Tensor) or a.dtype != torch.bfloat16 for a in args), (
-                "bfloat16 interpreted"
-            )
+            tensors = [a.dtype for a in args if isinstance(a, torch.Tensor)]
+            assert torch.bfloat16 not in tensors, "bfloat16 interpreted"
+            assert tl.bfloat16 not in constants.values(), "blocks in bfloat16 interpreted"
         if all(grid):
             kernel[grid](*args, num_warps=num_warps, num_stages=num_stages, **constants)

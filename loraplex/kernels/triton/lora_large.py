@@ -1,0 +1,170 @@
+"""LoRA for large tiles (prefill): 64 or 128 rows of one adapter, matrix products.
+
+    shrink   s[t, slice, :rank] = weight * scale * x[t] A^T      the slices' A's as one matrix, so that a tile of x is read once for all
+    reduce   s = sum of the splits                                only where there are too few tiles to fill the GPU, so that K is split
+    expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias
+
+s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is by tile, so the
+grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's is rank r of slice i, where j = r + sum of the
+ranks of the slices before i: true ranks, so a slice that an adapter lacks takes no part.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+def shrink_large_kernel(
+    x,
+    x_stride,
+    s,
+    s_split_stride,
+    tiles,
+    tile_room,
+    a_addr,
+    ranks,
+    scales,
+    first_row,
+    num_slots,
+    IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    RANK_CAPACITY: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid (blocks of BLOCK_J lanes, splits of SPLIT_K columns of x, tiles)."""
+    tile = tl.program_id(2)
+    slot = tl.load(tiles + 2 * tile_room + tile)
+    start = tl.load(tiles + tile)
+    rows = tl.load(tiles + tile_room + tile)
+    weight = tl.load(tiles + 4 * tile_room + tile).to(tl.float32, bitcast=True)
+    entry = first_row * num_slots + tl.maximum(slot, 0)
+    j = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
+    index, before = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
+    total = 0
+    for i in tl.static_range(NUM_SLICES):
+        index, before = tl.where(j >= total, i, index), tl.where(j >= total, total, before)
+        total += tl.minimum(tl.load(ranks + entry + i * num_slots), RANK_CAPACITY)
+    if (slot >= 0) & (tl.program_id(0) * BLOCK_J < total):
+        entries, r, is_lane = entry + index * num_slots, j - before, j < total
+        address = tl.load(a_addr + entries, mask=is_lane, other=0)
+        factor = weight * tl.load(scales + entries, mask=is_lane, other=0)
+        if tl.int8 == BLOCK:
+            rank = tl.minimum(tl.load(ranks + entries, mask=is_lane, other=0), RANK_CAPACITY)
+            scale_at = address + (rank.to(tl.int64) * IN + 63) // 64 * 64
+            factor *= tl.load(scale_at.to(tl.pointer_type(tl.float32)) + r, mask=is_lane, other=0)
+        k_first = tl.program_id(1) * SPLIT_K
+        k = tl.arange(0, BLOCK_K)
+        m = tl.arange(0, BLOCK_M)
+        is_row = m < rows
+        a = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16) + r * IN
+        x_at = x + (start + m).to(tl.int64)[:, None] * x_stride + k[None, :]
+        a_at = a[:, None] + k[None, :]
+        acc = tl.zeros((BLOCK_M, BLOCK_J), tl.float32)
+        for k0 in range(k_first, tl.minimum(k_first + SPLIT_K, IN), BLOCK_K):
+            in_range = k0 + k < IN
+            x_block = tl.load(x_at + k0, mask=is_row[:, None] & in_range[None, :], other=0)
+            a_block = tl.load(a_at + k0, mask=is_lane[:, None] & in_range[None, :], other=0)
+            acc = tl.dot(x_block.to(DOT), tl.trans(a_block.to(DOT)), acc, input_precision="ieee")
+        acc *= factor[None, :]
+        out = s + tl.program_id(1).to(tl.int64) * s_split_stride
+        out += ((tile * BLOCK_M + m).to(tl.int64) * (NUM_SLICES * RANK_CAPACITY))[:, None]
+        out += (index * RANK_CAPACITY + r)[None, :]
+        tl.store(out, acc.to(s.dtype.element_ty), mask=is_row[:, None] & is_lane[None, :])
+
+
+@triton.jit
+def reduce_kernel(partial, s, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """s[i] = partial[0, i] + partial[1, i] + ...; grid (blocks of s). What lies past an adapter's rank is summed as well, and not read."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = i < count
+    total = tl.load(partial + i, mask=is_inside, other=0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partial + split * count + i, mask=is_inside, other=0)
+    tl.store(s + i, total.to(s.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _dot_ranks(
+    acc, s_at, b_at, is_row, in_width, rank, DOT: tl.constexpr, BLOCK_R: tl.constexpr
+):  # b_at: of column n, rank 0
+    r = tl.arange(0, BLOCK_R)
+    for r0 in range(0, rank, BLOCK_R):
+        in_rank = r0 + r < rank
+        s_block = tl.load(s_at[:, None] + (r0 + r)[None, :], mask=is_row[:, None] & in_rank[None, :], other=0)
+        b_block = tl.load(b_at[:, None] + (r0 + r)[None, :], mask=in_width[:, None] & in_rank[None, :], other=0)
+        acc = tl.dot(s_block.to(DOT), tl.trans(b_block.to(DOT)), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+def expand_large_kernel(
+    y,
+    y_stride,
+    s,
+    tiles,
+    tile_room,
+    b_addr,
+    bias_addr,
+    ranks,
+    first_row,
+    num_slots,
+    OFFSETS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIAS: tl.constexpr,
+    DOT: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    RANK_CAPACITY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Grid (chunks of BLOCK_N columns of all slices, tiles)."""
+    chunk, tile = tl.program_id(0), tl.program_id(1)
+    index, first, offset, width = 0, 0, OFFSETS[0], WIDTHS[0]
+    begin = 0
+    for i in tl.static_range(1, NUM_SLICES):
+        begin += (WIDTHS[i - 1] + BLOCK_N - 1) // BLOCK_N
+        is_behind = chunk >= begin
+        index, first = tl.where(is_behind, i, index), tl.where(is_behind, begin, first)
+        offset, width = tl.where(is_behind, OFFSETS[i], offset), tl.where(is_behind, WIDTHS[i], width)
+    chain = tl.load(tiles + 3 * tile_room + tile)
+    start = tl.load(tiles + tile)
+    rows = tl.load(tiles + tile_room + tile)
+    m = tl.arange(0, BLOCK_M)
+    n = (chunk - first) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row, in_width = m < rows, n < width
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    touched = 0
+    for link in range(chain):
+        member = tile + link
+        slot = tl.load(tiles + 2 * tile_room + member)
+        weight = tl.load(tiles + 4 * tile_room + member).to(tl.float32, bitcast=True)
+        entry = (first_row + index) * num_slots + slot
+        rank = tl.minimum(tl.load(ranks + entry), RANK_CAPACITY)
+        address, bias_address = tl.load(b_addr + entry), tl.load(bias_addr + entry)
+        if rank > 0:
+            touched = 1
+            b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
+            s_at = s + ((member * BLOCK_M + m).to(tl.int64) * NUM_SLICES + index) * RANK_CAPACITY
+            # The same twice: with a rank of whole vectors, the compiler knows that rows of B are loaded in vectors.
+            if rank % 8 == 0:
+                rank8 = rank // 8 * 8
+                acc = _dot_ranks(acc, s_at, b + n * rank8, is_row, in_width, rank8, DOT, BLOCK_R)
+            else:
+                acc = _dot_ranks(acc, s_at, b + n * rank, is_row, in_width, rank, DOT, BLOCK_R)
+        if bias_address != 0:
+            touched = 1
+            bias = tl.multiple_of(bias_address.to(tl.pointer_type(BIAS)), 16)
+            acc += (weight * tl.load(bias + n, mask=in_width, other=0).to(tl.float32))[None, :]
+    if touched != 0:
+        at = y + (start + m).to(tl.int64)[:, None] * y_stride + (offset + n)[None, :]
+        mask = is_row[:, None] & in_width[None, :]
+        tl.store(at, (tl.load(at, mask=mask, other=0).to(tl.float32) + acc).to(y.dtype.element_ty), mask=mask)

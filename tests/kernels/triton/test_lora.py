@@ -1,0 +1,358 @@
+"""add_lora in Triton's interpreter against a float64 loop: small and large tiles, one launch and two, uneven ranks, int8, poison around."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
+from loraplex.kernels.triton.backend import TritonBackend
+from loraplex.kernels.triton.launch import H100, TritonLauncher
+from loraplex.kernels.triton.lora import LoraWorkspace
+from tests.kernels.cases import (
+    FP16,
+    FP32,
+    POISON,
+    Problem,
+    assert_close,
+    case_id,
+    draw_slots,
+    expected_lora,
+    make_problem,
+    make_table,
+    make_target,
+    make_weights,
+    pairwise,
+    run,
+    same_bits,
+    segments_of,
+)
+
+CPU = torch.device("cpu")
+INT8 = torch.int8
+
+pytestmark = pytest.mark.skipif(not TritonLauncher(CPU).is_interpreted, reason="runs in Triton's interpreter")
+
+DIMENSIONS: dict[str, list[Any]] = {
+    "rank": [1, 2, 5, 8, 12, 16, 48, 64],
+    "batch": [1, 2, 3, 8, 20, 33],
+    "num_adapters": [1, 2, 4],
+    "popularity": ["distinct", "uniform", "skewed", "identical", "none"],
+    "dtypes": [(FP32, FP32), (FP16, FP16), (FP32, FP16), (FP16, FP32), (FP32, INT8), (FP16, INT8)],
+    "shape": [(64, (64,)), (37, (51,)), (100, (96, 24, 24)), (57, (100, 67)), (600, (40,))],
+    "parts": ["equal", "uneven", "missing", "bias", "only_bias"],
+    "path": ["fused", "two_launches", "prefill"],
+}
+"""dtypes: of the model, of the blocks. path: of a decode step, or of one in which long segments are large tiles."""
+
+CASES = pairwise(DIMENSIONS)
+FULL = {
+    **DIMENSIONS,
+    "rank": [1, 2, 4, 5, 8, 12, 16, 32, 48, 64, 128, 256],
+    "batch": [1, 8, 33, 64],
+    "num_adapters": [1, 32],
+}
+
+
+def backend_of(dtype: torch.dtype | None = None, path: str = "prefill") -> TritonBackend:
+    is_fused = {"fused": True, "two_launches": False, "prefill": None}[path]
+    return TritonBackend(CPU, block_dtype=dtype, is_lora_fused=is_fused)
+
+
+def ranks_of(parts: str, rank: int, num_slices: int, adapter: int) -> list[int | None]:
+    """The rank of each slice; adapters differ where the case says so."""
+    if parts == "uneven":
+        return [max(1, (rank + 7 * i + 3 * adapter) % (rank + 9)) for i in range(num_slices)]
+    if parts == "missing":
+        return [None if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
+    if parts == "only_bias":
+        return [0 if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
+    return [rank] * num_slices
+
+
+def as_packed(
+    backend: TritonBackend, adapters: Sequence[tuple[SliceWeights | None, ...]], compute_dtype: torch.dtype
+) -> list[tuple[SliceWeights | None, ...]]:
+    """The adapters as the blocks have them: what the kernels must get right to the last digit."""
+    found = []
+    for weights in adapters:
+        block = torch.full((backend.packed_nbytes(weights, compute_dtype),), POISON, dtype=torch.uint8)
+        layouts = backend.pack(weights, compute_dtype, block)
+        present = [s for s in weights if s is not None and s.lora_a is not None]
+        in_features = 0 if not present or present[0].lora_a is None else present[0].lora_a.shape[1]
+        widths = [_width(s) for s in weights]
+        found.append(backend.unpack(layouts, in_features, widths, block))
+    return found
+
+
+def _width(s: SliceWeights | None) -> int:
+    part = None if s is None else (s.bias if s.lora_b is None else s.lora_b)
+    return 0 if part is None else part.shape[0]
+
+
+class PoisonedWorkspace(LoraWorkspace):
+    """New memory is full of NaN, except for counters."""
+
+    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        is_known = (name, dtype) in self.buffers
+        found = super().take(name, count, dtype, device)
+        return found if is_known or name == "counters" else found.fill_(float("nan"))
+
+
+def run_poisoned(problem: Problem, backend: TritonBackend, table: SlotTable) -> torch.Tensor:
+    """`run` in a workspace full of NaN; counters are 0 afterwards."""
+    backend.lora_workspace = PoisonedWorkspace()
+    got = run(problem, backend, table)
+    counters = backend.lora_workspace.buffers.get(("counters", torch.int32))
+    assert counters is None or not counters.any()
+    return got
+
+
+def check(
+    rank: int,
+    batch: int,
+    num_adapters: int,
+    popularity: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    shape: tuple[int, tuple[int, ...]],
+    parts: str,
+    path: str,
+) -> None:
+    compute_dtype, block_dtype = dtypes
+    generator, rng = torch.Generator().manual_seed(rank * 1000 + batch), np.random.default_rng(rank * 1000 + batch)
+    target = make_target(*shape)
+    adapters = [
+        make_weights(target, ranks_of(parts, rank, len(shape[1]), i), FP32, parts == "bias", generator)
+        for i in range(num_adapters)
+    ]
+    segments = segments_of(draw_slots(popularity, batch, num_adapters, rng))
+    backend = backend_of(block_dtype, path)
+    problem = make_problem(target, adapters, segments, batch, compute_dtype, generator)
+    problem.plan.rewrite(segments, batch, is_decode=path != "prefill")
+    packed = as_packed(backend, adapters, compute_dtype)
+    expected = expected_lora(problem.y, problem.x, segments, packed, target.slices)
+    got = run_poisoned(problem, backend, make_table(target, adapters, compute_dtype, backend, num_adapters + 2))
+    assert_close(got[~problem.is_base], expected[~problem.is_base])
+    assert not backend.fallbacks
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_equals_float64_loop(case: dict[str, Any]) -> None:
+    check(**case)
+
+
+def test_pairwise_covers_and_is_small() -> None:
+    assert len(CASES) <= 150
+    for a, b in itertools.combinations(DIMENSIONS, 2):
+        wanted = set(itertools.product(map(str, DIMENSIONS[a]), map(str, DIMENSIONS[b])))
+        assert {(str(c[a]), str(c[b])) for c in CASES} == wanted
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("rank", "dtypes", "path"),
+    list(itertools.product(FULL["rank"], FULL["dtypes"], FULL["path"])),
+    ids=lambda v: case_id({"value": v}),
+)
+def test_full_product(rank: int, dtypes: tuple[torch.dtype, torch.dtype], path: str) -> None:
+    others = [FULL[name] for name in ("batch", "num_adapters", "popularity", "shape", "parts")]
+    for batch, num_adapters, popularity, shape, parts in itertools.product(*others):
+        check(rank, batch, num_adapters, popularity, dtypes, shape, parts, path)
+
+
+@pytest.mark.parametrize("path", DIMENSIONS["path"])
+def test_rank_512_and_many_splits(path: str) -> None:
+    check(512, 2 if path != "prefill" else 17, 2, "identical", (FP32, FP32), (300, (40,)), "equal", path)
+    check(16, 2 if path != "prefill" else 17, 1, "identical", (FP32, FP32), (1700, (24,)), "equal", path)
+
+
+# ------------------------------------------------------------------------------------------------- overlaps and order
+
+OVERLAPS = [LoraSegment(1, 7, 0, 0.25), LoraSegment(3, 5, 1, -1.5), LoraSegment(0, 4, 2, 2.0)]
+LONG_OVERLAPS = [LoraSegment(0, 70, 1), LoraSegment(20, 150, 0, 0.25), LoraSegment(152, 154, 1), LoraSegment(60, 90, 2)]
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, None), (FP16, None), (FP32, INT8)], ids=str)
+@pytest.mark.parametrize(
+    ("path", "segments"),
+    [("fused", OVERLAPS), ("two_launches", OVERLAPS), ("prefill", LONG_OVERLAPS)],
+    ids=["fused", "two_launches", "prefill"],
+)
+def test_rows_in_several_segments_are_a_weighted_mix(dtypes: Any, path: str, segments: list[LoraSegment]) -> None:
+    compute_dtype, block_dtype = dtypes
+    generator = torch.Generator().manual_seed(1)
+    target = make_target(40, (24, 9))
+    adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in ((4, 6), (5, None), (16, 3))]
+    backend = backend_of(block_dtype, path)
+    problem = make_problem(target, adapters, segments, 160, compute_dtype, generator)
+    problem.plan.rewrite(segments, 160, is_decode=path != "prefill")
+    packed = as_packed(backend, adapters, compute_dtype)
+    expected = expected_lora(problem.y, problem.x, segments, packed, target.slices)
+    got = run_poisoned(problem, backend, make_table(target, adapters, compute_dtype, backend))
+    assert_close(got[~problem.is_base], expected[~problem.is_base])
+
+
+@pytest.mark.parametrize("path", ["fused", "two_launches"])
+def test_a_row_of_a_decode_step_does_not_depend_on_the_others(path: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    target = make_target(600, (40, 24))
+    adapters = [make_weights(target, (12, 5), FP32, True, generator) for _ in range(3)]
+    slots = [-1, 0, 0, 0, 0, 0, 1, 2, 2]
+    problem = make_problem(target, adapters, segments_of(slots), len(slots), FP32, generator)
+    problem.plan.rewrite(problem.plan.segments, len(slots), is_decode=True)
+    backend = backend_of(None, path)
+    table = make_table(target, adapters, FP32, backend)
+    together = run(problem, backend, table)
+    for t in range(1, len(slots)):
+        plan = LoraPlan.build([LoraSegment(0, 1, slots[t])], 1, 1, is_decode=True)
+        is_base = torch.zeros(1, dtype=torch.bool)
+        alone = replace(problem, plan=plan, x=problem.x[t : t + 1], y=problem.y[t : t + 1], is_base=is_base)
+        assert same_bits(run(alone, backend, table), together[t : t + 1])
+
+
+def test_one_launch_and_two_give_equal_bits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = make_target(600, (40, 24))
+    adapters = [make_weights(target, ranks, FP32, False, generator) for ranks in ((12, 5), (None, 16))]
+    problem = make_problem(target, adapters, segments_of([0, 0, 1, 1, 1, 1, 1]), 7, FP32, generator)
+    results = []
+    for path in ("fused", "two_launches"):
+        backend = backend_of(None, path)
+        results.append(run(problem, backend, make_table(target, adapters, FP32, backend)))
+    assert same_bits(*results)
+
+
+def test_a_slot_that_changes_hands_shows_nothing_of_its_victim() -> None:
+    generator = torch.Generator().manual_seed(4)
+    target = make_target(32, (48, 16))
+    big = make_weights(target, (16, 16), FP32, True, generator)
+    small = make_weights(target, (None, 2), FP32, False, generator)
+    backend = backend_of(None, "fused")
+    table = make_table(target, [big], FP32, backend)
+    problem = make_problem(target, [small], [LoraSegment(0, 4, 0)], 4, FP32, generator)
+    run(problem, backend, table)
+    table.clear_slot(0)
+    assert same_bits(run(problem, backend, table), problem.y)
+    table.set_block(target.name, 0, 64, backend.pack(small, FP32, table.buffer[64:]))
+    assert_close(
+        run(problem, backend, table), expected_lora(problem.y, problem.x, problem.plan.segments, [small], target.slices)
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- replay
+
+
+class Recorder:
+    """Launches nothing and writes everything down, as a capture does."""
+
+    is_interpreted = True
+
+    def __init__(self) -> None:
+        self.target = H100
+        self.calls: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        self.calls.append((kernel, grid, args, constants))
+
+    def replay(self) -> None:
+        launcher = TritonLauncher(CPU)
+        for kernel, grid, args, constants in self.calls:
+            launcher.launch(kernel, grid, *args, **constants)
+
+
+STEPS = [[0, 0, 1, 2, 2, 2], [-1, -1, -1, 3, -1, -1], [0, 1, 2, 3, -1, -1], [3, 3, 3, 3, 3, 3], [-1] * 6]
+
+
+@pytest.mark.parametrize("path", ["fused", "two_launches"])
+def test_a_capture_serves_other_steps_of_its_padded_size(path: str) -> None:
+    """Captured with two segments; replayed over rewritten plans with fewer and more, adapters of other ranks, and none."""
+    generator = torch.Generator().manual_seed(5)
+    target = make_target(600, (40, 24))
+    all_ranks: list[tuple[int | None, ...]] = [(4, 6), (5, None), (16, 3), (12, 0)]
+    adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in all_ranks]
+    eager, recorder = backend_of(None, path), Recorder()
+    captured = TritonBackend(CPU, recorder, is_lora_fused=path == "fused")
+    table = make_table(target, adapters, FP32, eager)
+    x, y = torch.empty(6, 600), torch.empty(6, 64)
+    plan = LoraPlan.build(segments_of([0, 0, 0, 0, 1, 1]), 6, 6, is_decode=True)
+    captured.add_lora(y, x, plan, table, 0, target.slices)
+    for slots in STEPS:
+        problem = make_problem(target, adapters, segments_of(slots), 6, FP32, generator)
+        x.copy_(problem.x)
+        y.copy_(problem.y)
+        plan.rewrite(problem.plan.segments, 6, is_decode=True)
+        plan.cut_tiles()
+        recorder.replay()
+        problem.plan.rewrite(problem.plan.segments, 6, is_decode=True)
+        assert same_bits(y, run(problem, eager, table) if problem.plan.segments else problem.y)
+    launches = {kernel.__name__: grid for kernel, grid, _, _ in recorder.calls}
+    assert len(launches) == (1 if path == "fused" else 2)
+
+
+def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
+    generator = torch.Generator().manual_seed(6)
+    target = make_target(32, (24, 16))
+    backend = backend_of()
+    small, big = (
+        make_weights(target, (4, 16), FP32, False, generator),
+        make_weights(target, (20, 4), FP32, False, generator),
+    )
+    table = make_table(target, [small, small], FP32, backend, capacity=3)
+    assert (backend.rank_capacity(table), table.largest_rank([0, 1]), table.largest_rank([])) == (16, 16, 0)
+    block = torch.empty(backend.packed_nbytes(big, FP32), dtype=torch.uint8)
+    table.set_block(target.name, 2, 0, backend.pack(big, FP32, block))
+    assert (backend.rank_capacity(table), table.largest_rank([0, 1]), table.largest_rank([0, 2])) == (32, 16, 20)
+    table.clear_slot(2)
+    assert backend.rank_capacity(table) == 32
+
+
+def test_the_workspace_keeps_what_a_capture_uses_until_it_is_released() -> None:
+    backend = backend_of(None, "fused")
+    workspace = backend.lora_workspace
+    first = workspace.take("partial", 100, FP32, CPU)
+    assert workspace.take("partial", 128, FP32, CPU) is first
+    second = workspace.take("partial", 129, FP32, CPU)
+    assert second.numel() == 256
+    assert backend.workspace_nbytes == 4 * (128 + 256)
+    assert backend.release_workspace() == 4 * (128 + 256)
+    assert backend.workspace_nbytes == 0
+
+
+# ------------------------------------------------------------------------------------------------- what is not covered
+
+
+def test_blocks_of_several_dtypes_go_to_stock_torch() -> None:
+    generator = torch.Generator().manual_seed(7)
+    target = make_target(32, (24,))
+    adapters = [make_weights(target, (4,), FP32, False, generator) for _ in range(2)]
+    problem = make_problem(target, adapters, [LoraSegment(0, 2, 0), LoraSegment(2, 4, 1)], 4, FP32, generator)
+    table = make_table(target, adapters, FP32, backend_of())
+    place = table.buffer.numel() // 64 * 64 - 1024
+    layouts = backend_of(FP16).pack(adapters[1], FP32, table.buffer[place:])
+    table.set_block(target.name, 1, place, layouts)
+    backend = backend_of()
+    expected = expected_lora(problem.y, problem.x, problem.plan.segments, adapters, target.slices)
+    assert_close(run(problem, backend, table), expected, FP16)
+    assert sum(backend.fallbacks.values()) == 1
+
+
+@pytest.mark.parametrize("popularity", ["identical", "distinct"])
+def test_x_and_y_may_have_strides(popularity: str) -> None:
+    generator, rng = torch.Generator().manual_seed(8), np.random.default_rng(8)
+    target = make_target(40, (24, 9))
+    adapters = [make_weights(target, (5, 16), FP32, False, generator) for _ in range(4)]
+    segments = segments_of(draw_slots(popularity, 24, 4, rng))
+    problem = make_problem(target, adapters, segments, 24, FP32, generator)
+    wide = torch.full((24, 90), float("nan"))
+    wide[:, 2:82:2] = problem.x
+    problem = replace(problem, x=wide[:, 2:82:2])
+    backend = backend_of()
+    expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
+    assert_close(run(problem, backend, make_table(target, adapters, FP32, backend)), expected)
