@@ -1,0 +1,296 @@
+"""The two kernels of paged attention: one query per sequence, split over its context; and tiles of queries.
+
+Both fold tiles of keys into a running softmax (Flash Attention, arXiv 2205.14135): top is the largest score so far, total the sum of
+2^(score - top), acc the sum of 2^(score - top) * value. The rows of a tile are the queries of all heads that share a KV head.
+Scores are in base 2: their scale carries log2(e). Keys and values that no query may see are never loaded, for their bytes may be NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAX_SPLITS = tl.constexpr(32)
+"""Parts of one sequence's context, at most."""
+
+MIN_SPLIT = tl.constexpr(256)
+"""Keys in a part, at least."""
+
+SPLIT_STEP = tl.constexpr(128)
+"""Parts are a multiple of this, and this is one of every tile of keys."""
+
+
+@triton.jit
+def _fold_keys(
+    q,
+    kv_ptr,
+    table_ptr,
+    query_positions,
+    start,
+    end,
+    first_key,
+    window,
+    scale,
+    block_stride,
+    value_offset,
+    top,
+    total,
+    acc,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Keys [start, end), start a multiple of KEYS. IS_WHOLE: all of each tile's keys are seen by every query."""
+    dims = tl.arange(0, DIMS)
+    for tile in range(start, end, KEYS):
+        positions = tl.multiple_of(tile, KEYS) + tl.arange(0, KEYS)
+        if IS_WHOLE:
+            blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
+        else:
+            is_key = (positions >= first_key) & (positions < end)
+            blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0)
+        places = blocks.to(tl.int64) * block_stride + positions % BLOCK_SIZE * HEAD_DIM
+        ptrs = kv_ptr + places[:, None] + dims[None, :]
+        if IS_WHOLE and DIMS == HEAD_DIM:
+            keys = tl.load(ptrs)
+            values = tl.load(ptrs + value_offset)
+        elif IS_WHOLE:
+            keys = tl.load(ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            values = tl.load(ptrs + value_offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            is_held = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+            keys = tl.load(ptrs, mask=is_held, other=0.0)
+            values = tl.load(ptrs + value_offset, mask=is_held, other=0.0)
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * scale
+        if not IS_WHOLE:
+            is_seen = is_key[None, :]
+            if IS_CAUSAL:
+                is_seen = is_seen & (positions[None, :] <= query_positions[:, None])
+            if HAS_WINDOW:
+                is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        if IS_WHOLE or not IS_CAUSAL:
+            pivot = new_top
+        else:  # a query may have seen no key yet
+            pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - pivot[:, None])
+        decay = tl.exp2(top - pivot)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(q.dtype), values.to(q.dtype), acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, acc
+
+
+# -------------------------------------------------------------------------------------------------- one query a sequence
+
+
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
+def decode_attention_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    tables_ptr,
+    contexts_ptr,
+    sequences_ptr,
+    q_indptr_ptr,
+    partial_ptr,
+    softmax_ptr,
+    arrivals_ptr,
+    scale,
+    window,
+    num_splits,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_LISTED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Program (KV head, part of the context, sequence).
+
+    Where the parts begin depends on the sequence's own context alone. Of several, the last to arrive adds all up, in their
+    order; it leaves its counter at 0 for the next launch.
+    """
+    kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence, row = item, item
+    if IS_LISTED:
+        sequence = tl.load(sequences_ptr + item)
+        row = tl.load(q_indptr_ptr + sequence)
+    context = tl.load(contexts_ptr + sequence)
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(context - window, 0)
+    begin = first_key // KEYS * KEYS  # the first tile holds a key that is seen
+    per_split = tl.cdiv(tl.cdiv(context - begin, MAX_SPLITS), SPLIT_STEP) * SPLIT_STEP
+    per_split = tl.maximum(per_split, MIN_SPLIT)
+    count = tl.cdiv(context - begin, per_split)
+    start = begin + split * per_split
+    if (split > 0) & (start >= context):
+        return
+    members = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    is_inside = (members < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    heads = kv_head * GROUP + members
+    q_ptrs = q_ptr + row.to(tl.int64) * q_token_stride + (heads * q_head_stride)[:, None] + dims[None, :]
+    q = tl.load(q_ptrs, mask=is_inside, other=0.0)
+    top, total, acc = _fold_keys(
+        q,
+        kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM,
+        tables_ptr + sequence.to(tl.int64) * table_stride,
+        members,  # positions of queries: all see every key
+        start,
+        tl.minimum(start + per_split, context),
+        first_key,
+        window,
+        scale,
+        block_stride,
+        KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, DIMS], tl.float32),
+        HEAD_DIM=HEAD_DIM,
+        DIMS=DIMS,
+        BLOCK_SIZE=BLOCK_SIZE,
+        KEYS=KEYS,
+        IS_WHOLE=False,
+        IS_CAUSAL=False,
+        HAS_WINDOW=False,
+    )
+    dtype = out_ptr.dtype.element_ty
+    out_start = out_ptr + (row.to(tl.int64) * KV_HEADS + kv_head) * GROUP * HEAD_DIM
+    out_places = members[:, None] * HEAD_DIM + dims[None, :]
+    if not IS_SPLIT:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
+    elif count <= 1:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
+    else:
+        group = item.to(tl.int64) * KV_HEADS + kv_head
+        first_part = group * num_splits * GROUP
+        part = first_part + split * GROUP
+        tl.store(partial_ptr + part * HEAD_DIM + out_places, acc, mask=is_inside)
+        tl.store(softmax_ptr + 2 * (part + members), top, mask=members < GROUP)
+        tl.store(softmax_ptr + 2 * (part + members) + 1, total, mask=members < GROUP)
+        tl.debug_barrier()  # what all threads wrote comes before what one of them signals
+        arrived = tl.atomic_add(arrivals_ptr + group, 1)
+        if arrived == count - 1:
+            tl.store(arrivals_ptr + group, 0)
+            splits = tl.arange(0, MAX_SPLITS)
+            is_part = splits < count
+            for member in tl.static_range(GROUP):
+                parts = first_part + splits * GROUP + member
+                tops = tl.load(softmax_ptr + 2 * parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+                totals = tl.load(softmax_ptr + 2 * parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+                shares = tl.exp2(tops - tl.max(tops, axis=0))
+                is_partial = is_part[:, None] & (dims < HEAD_DIM)[None, :]
+                partials = tl.load(
+                    partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :],
+                    mask=is_partial,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                summed = tl.sum(partials * shares[:, None], axis=0) / tl.sum(totals * shares, axis=0)
+                tl.store(out_start + member * HEAD_DIM + dims, summed.to(dtype), mask=dims < HEAD_DIM)
+
+
+# ------------------------------------------------------------------------------------------------------- tiles of queries
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def prefill_attention_kernel(
+    q_ptr,
+    kv_ptr,
+    out_ptr,
+    tables_ptr,
+    contexts_ptr,
+    tiles_ptr,
+    q_indptr_ptr,
+    scale,
+    window,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Program (KV head, tile): QUERIES queries of one sequence from the tile's first on, times GROUP heads, are up to ROWS rows."""
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(tiles_ptr + 2 * tile)
+    first_query = tl.load(tiles_ptr + 2 * tile + 1)
+    first_row = tl.load(q_indptr_ptr + sequence)
+    query_len = tl.load(q_indptr_ptr + sequence + 1) - first_row
+    offset = tl.load(contexts_ptr + sequence) - query_len  # the position of the sequence's first query
+    end_query = tl.minimum(first_query + QUERIES, query_len)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    queries = first_query + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    is_inside = (queries < end_query)[:, None] & (dims < HEAD_DIM)[None, :]
+    tokens = (first_row + queries).to(tl.int64)
+    q_ptrs = q_ptr + (tokens * q_token_stride + heads * q_head_stride)[:, None] + dims[None, :]
+    q = tl.load(q_ptrs, mask=is_inside, other=0.0)
+
+    end = offset + end_query
+    start, first_key = 0, 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(offset + first_query - window + 1, 0)
+        start = first_key // KEYS * KEYS
+    whole_start = start
+    if HAS_WINDOW:  # from here on the last query sees every key
+        whole_start = tl.maximum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, start)
+    whole_end = tl.maximum((offset + first_query + 1) // KEYS * KEYS, start)  # up to here the first one does
+    whole_start = tl.minimum(whole_start, whole_end)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):  # the window's edge, what all queries see, the diagonal
+        top, total, acc = _fold_keys(
+            q,
+            kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM,
+            tables_ptr + sequence.to(tl.int64) * table_stride,
+            offset + queries,
+            start if phase == 0 else (whole_start if phase == 1 else whole_end),
+            whole_start if phase == 0 else (whole_end if phase == 1 else end),
+            first_key,
+            window,
+            scale,
+            block_stride,
+            KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+            top,
+            total,
+            acc,
+            HEAD_DIM=HEAD_DIM,
+            DIMS=DIMS,
+            BLOCK_SIZE=BLOCK_SIZE,
+            KEYS=KEYS,
+            IS_WHOLE=phase == 1,
+            IS_CAUSAL=True,
+            HAS_WINDOW=HAS_WINDOW,
+        )
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_ptrs = out_ptr + ((tokens * KV_HEADS * GROUP + heads) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_inside)
