@@ -35,6 +35,9 @@ MOST_GROUP = 64
 """Query heads that share a KV head, at most."""
 
 MOST_DIMS = 256
+ONE_AHEAD, TWO_AHEAD = 3, 5
+"""Stages of the software pipeline for one or two tiles of keys on their way: each tile's entries of the block table come a step before."""
+
 DECODE_TILE_BYTES = 16384
 """Of the keys that one step of the decode kernel loads; as many of values."""
 
@@ -93,17 +96,18 @@ class _Shape:
 
     @property
     def dims(self) -> int:
-        return max(16, triton.next_power_of_2(self.head_dim))
+        return max(LEAST_ROWS, int(triton.next_power_of_2(self.head_dim)))
 
     @property
     def decode_keys(self) -> int:
         """Keys in a tile of the decode kernel."""
         bytes_per_key = self.dims * max(self.itemsize, self.kv_itemsize)
-        return min(SPLIT_STEP.value, max(16, DECODE_TILE_BYTES // bytes_per_key))
+        return min(int(SPLIT_STEP.value), max(16, DECODE_TILE_BYTES // bytes_per_key))
 
-    @property
-    def decode_stages(self) -> int:
-        return 3
+    def decode_stages(self, launcher: Launcher) -> int:
+        """Two blocks on a multiprocessor keep four tiles coming; with less shared memory, each has one on its way."""
+        room_of_two = 2 * (2 * 2 * DECODE_TILE_BYTES + 8192)
+        return TWO_AHEAD if room_of_two <= launcher.target.max_shared_bytes else ONE_AHEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +123,18 @@ class _Tiling:
 def _tiling(shape: _Shape, num_rows: int, launcher: Launcher) -> _Tiling:
     """`num_rows`: query tokens x heads of the step. Large tiles only where they still fill the GPU twice."""
     if shape.itemsize == 4:  # no tensor cores: what is in registers counts
-        return _Tiling(rows=max(32, triton.next_power_of_2(shape.group)), keys=16, num_warps=4, num_stages=2)
-    is_large = num_rows >= 2 * 128 * launcher.target.num_sms and shape.dims <= 128
-    rows, num_warps = (128, 8) if is_large else (64, 4)
-    keys = 64 if shape.dims <= 128 else 32
+        return _Tiling(rows=max(32, triton.next_power_of_2(shape.group)), keys=16, num_warps=8, num_stages=3)
+    is_hopper = launcher.target.capability >= (9, 0)
+    if shape.dims > 128:
+        rows, keys, num_warps = 64, 32, 8
+    elif num_rows >= 2 * 128 * launcher.target.num_sms:
+        rows, keys, num_warps = 128, 64, 8
+    else:
+        rows, keys, num_warps = 64, 64 if is_hopper or shape.dims < 128 else 32, 4
     key_bytes = 2 * keys * shape.dims * max(shape.itemsize, shape.kv_itemsize)
     query_bytes = rows * shape.dims * shape.itemsize
     has_room = query_bytes + 3 * key_bytes <= launcher.target.max_shared_bytes
-    return _Tiling(rows, keys, num_warps, num_stages=3 if has_room else 2)
+    return _Tiling(rows, keys, num_warps, num_stages=TWO_AHEAD if has_room else ONE_AHEAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +294,8 @@ def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor 
         call.sliding_window or 0,
         num_splits,
         *call.numbers,
-        num_warps=4,
-        num_stages=shape.decode_stages,
+        num_warps=8 if shape.itemsize == 4 else 4,
+        num_stages=shape.decode_stages(call.launcher),
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(shape.group)),
         KEYS=shape.decode_keys,
         IS_LISTED=sequences is not None,
@@ -300,4 +308,4 @@ def _num_splits(max_context: int, sliding_window: int | None, keys: int) -> int:
     """Parts that a context of at most `max_context` tokens can have."""
     if sliding_window is not None:  # aligning its beginning adds less than a tile
         max_context = min(max_context, sliding_window + keys - 1)
-    return max(1, min(MAX_SPLITS.value, triton.cdiv(max_context, MIN_SPLIT.value)))
+    return max(1, min(int(MAX_SPLITS.value), -(-max_context // int(MIN_SPLIT.value))))

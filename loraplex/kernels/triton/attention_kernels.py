@@ -74,10 +74,8 @@ def _fold_keys(
                 is_seen = is_seen & (positions[None, :] > query_positions[:, None] - window)
             scores = tl.where(is_seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        if IS_WHOLE or not IS_CAUSAL:
-            pivot = new_top
-        else:  # a query may have seen no key yet
-            pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        # Of a tile with a diagonal or an edge, a query may see no key, and may have seen none before.
+        pivot = new_top if IS_WHOLE or not IS_CAUSAL else tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - pivot[:, None])
         decay = tl.exp2(top - pivot)
         total = total * decay + tl.sum(weights, axis=1)
@@ -172,7 +170,7 @@ def decode_attention_kernel(
     dtype = out_ptr.dtype.element_ty
     out_start = out_ptr + (row.to(tl.int64) * KV_HEADS + kv_head) * GROUP * HEAD_DIM
     out_places = members[:, None] * HEAD_DIM + dims[None, :]
-    if not IS_SPLIT:
+    if not IS_SPLIT:  # noqa: SIM114 - one branch is chosen at compile time, the other at run time
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
     elif count <= 1:

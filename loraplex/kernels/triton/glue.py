@@ -149,7 +149,8 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, SIZE: tl.constexpr, COLUMN
     gate = tl.load(gate_ptrs, mask=is_inside, other=0.0)
     up = tl.load(gate_ptrs + SIZE, mask=is_inside, other=0.0)
     wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    decay = tl.exp(-tl.abs(wide))  # at most 1
+    silu = (wide * tl.where(wide < 0, decay, 1.0) / (1.0 + decay)).to(gate.dtype)
     out = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     tl.store(out_ptr + row * SIZE + columns, out, mask=is_inside)
 
@@ -243,7 +244,9 @@ def rotary_write_kv_kernel(
         place = slot // BLOCK_SIZE * kv_block_stride + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * (2 * HALF)
         key_ptrs = kv_ptr + place[:, None] + columns[None, :]
         value_ptrs = key_ptrs + KV_HEADS * BLOCK_SIZE * 2 * HALF
-        dtype = k_ptr.dtype.element_ty  # keys are rounded to the dtype of activations first, as if they had come back from a kernel
+        dtype = (
+            k_ptr.dtype.element_ty
+        )  # keys are rounded to the dtype of activations first, as if they had come back from a kernel
         cache_dtype = kv_ptr.dtype.element_ty
         a, b = _rotated(k_ptrs, cos_ptr + angles, sin_ptr + angles, is_inside, HALF)
         tl.store(key_ptrs, a.to(dtype).to(cache_dtype), mask=is_inside)
