@@ -87,7 +87,10 @@ def _fold_keys(
 # -------------------------------------------------------------------------------------------------- one query a sequence
 
 
-@triton.jit(do_not_specialize=["num_splits", "table_stride"])
+@triton.jit(
+    do_not_specialize=["num_splits", "table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "contexts_ptr", "sequences_ptr", "q_indptr_ptr"],
+)
 def decode_attention_kernel(
     q_ptr,
     kv_ptr,
@@ -208,7 +211,10 @@ def decode_attention_kernel(
 # ------------------------------------------------------------------------------------------------------- tiles of queries
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["tables_ptr", "contexts_ptr", "tiles_ptr", "q_indptr_ptr"],
+)
 def prefill_attention_kernel(
     q_ptr,
     kv_ptr,

@@ -108,7 +108,7 @@ def _norm(
     size = x.shape[-1]
     num_rows = x.shape[0] * heads
     columns = triton.next_power_of_2(size)
-    rows = max(1, min(TILE // columns, triton.next_power_of_2(triton.cdiv(num_rows, launcher.target.num_sms))))
+    rows = _rows(TILE // columns, num_rows, launcher)
     launcher.launch(
         rms_norm_kernel,
         (triton.cdiv(num_rows, rows),),
@@ -129,6 +129,11 @@ def _norm(
         ROWS=rows,
         HAS_RESIDUAL=has_residual,
     )
+
+
+def _rows(most: int, num_rows: int, launcher: Launcher) -> int:
+    """Of one program: `most`, or a quarter where that would leave multiprocessors idle. Two kernels to compile, not one for each batch."""
+    return max(1, most if num_rows >= most * launcher.target.num_sms else most // 4)
 
 
 def _num_warps(numbers: int) -> int:
@@ -195,7 +200,7 @@ def _rotated(ptrs, cos_ptrs, sin_ptrs, is_inside, HALF: tl.constexpr):
     return a * cos_a - b * sin_a, b * cos_b + a * sin_b
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_query_programs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_query_programs"], do_not_specialize_on_alignment=["slots_ptr"])
 def rotary_write_kv_kernel(
     q_ptr,
     k_ptr,
@@ -251,9 +256,10 @@ def rotary_write_kv_kernel(
         a, b = _rotated(k_ptrs, cos_ptr + angles, sin_ptr + angles, is_inside, HALF)
         tl.store(key_ptrs, a.to(dtype).to(cache_dtype), mask=is_inside)
         tl.store(key_ptrs + HALF, b.to(dtype).to(cache_dtype), mask=is_inside)
-        a, b = tl.load(v_ptrs, mask=is_inside, other=0.0), tl.load(v_ptrs + HALF, mask=is_inside, other=0.0)
-        tl.store(value_ptrs, a.to(cache_dtype), mask=is_inside)
-        tl.store(value_ptrs + HALF, b.to(cache_dtype), mask=is_inside)
+        values = tl.load(v_ptrs, mask=is_inside, other=0.0)
+        tl.store(value_ptrs, values.to(cache_dtype), mask=is_inside)
+        values = tl.load(v_ptrs + HALF, mask=is_inside, other=0.0)
+        tl.store(value_ptrs + HALF, values.to(cache_dtype), mask=is_inside)
 
 
 def rotary_write_kv_gap(
@@ -283,9 +289,7 @@ def rotary_write_kv(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     columns = triton.next_power_of_2(head_dim // 2)
-    widest = max(1, TILE // 4 // columns)
-    spread = triton.next_power_of_2(triton.cdiv(num_tokens * num_heads, 2 * launcher.target.num_sms))
-    rows = min(widest, max(4, spread))
+    rows = _rows(TILE // 4 // columns, num_tokens * num_heads, launcher)
     num_query_programs = triton.cdiv(num_tokens * num_heads, rows)
     launcher.launch(
         rotary_write_kv_kernel,
