@@ -3,7 +3,8 @@
     one query in every sequence   decode kernel; its grid depends on the padded batch and the width of the tables alone, so a
                                   captured step may be replayed with any lengths
     otherwise                     tiles of queries for the sequences with more than one, listed on the host once per step, the
-                                  longest first; the decode kernel for the others
+                                  longest first; few tiles over many keys (a short prompt behind a long cached prefix) are split
+                                  too. The decode kernel runs the others
 
 A sequence that decodes gets the same bits in every batch: where its context is split depends on its own length.
 """
@@ -22,6 +23,7 @@ from loraplex.kernels.triton.attention_kernels import (
     MAX_SPLITS,
     MIN_SPLIT,
     SPLIT_STEP,
+    combine_attention_kernel,
     decode_attention_kernel,
     prefill_attention_kernel,
 )
@@ -139,10 +141,14 @@ def _tiling(shape: _Shape, num_rows: int, launcher: Launcher) -> _Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Schedule:
-    """Of a step with prefills: tiles int32 [n, 2] of (sequence, first query), and the sequences that decode, int32 [m]."""
+    """Of a step with prefills: tiles int32 [n, 2] of (sequence, first query), and the sequences that decode, int32 [m].
+
+    max_keys: of the tile with most.
+    """
 
     tiles: torch.Tensor
     decodes: torch.Tensor | None
+    max_keys: int
 
 
 def paged_attention_gap(q: torch.Tensor, kv_layer: torch.Tensor) -> str | None:
@@ -209,7 +215,7 @@ def paged_attention(
         return out
     tiling = _tiling(shape, q.shape[0] * q.shape[1], launcher)
     schedule = _schedule(plan, tiling.rows // shape.group)
-    _prefill(call, tiling, schedule.tiles)
+    _prefill(call, workspace, tiling, schedule)
     if schedule.decodes is not None:
         _decode(call, workspace, schedule.decodes)
     return out
@@ -223,8 +229,10 @@ def _schedule(plan: AttentionPlan, queries: int) -> _Schedule:
         device, query_lens = plan.context_lens.device, np.array(plan.query_lens, np.int64)
         is_decode = query_lens == 1
         decodes = _to(np.flatnonzero(is_decode).astype(np.int32), device) if is_decode.any() else None
-        tiles = _tiles(query_lens * ~is_decode, np.array(plan.context_lens_host, np.int64), queries)
-        schedule = plan.scratch[key] = _Schedule(_to(tiles, device), decodes)
+        contexts = np.array(plan.context_lens_host, np.int64)
+        tiles = _tiles(query_lens * ~is_decode, contexts, queries)
+        max_keys = int((contexts * ~is_decode).max())
+        schedule = plan.scratch[key] = _Schedule(_to(tiles, device), decodes, max_keys)
     return schedule
 
 
@@ -244,27 +252,69 @@ def _to(array: NDArray[np.int32], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _prefill(call: _Call, tiling: _Tiling, tiles: torch.Tensor) -> None:
+def _prefill(call: _Call, workspace: AttentionWorkspace, tiling: _Tiling, schedule: _Schedule) -> None:
+    shape, num_tiles = call.shape, len(schedule.tiles)
+    num_groups = num_tiles * shape.num_kv_heads
+    num_splits = _num_prefill_splits(num_groups, schedule.max_keys, call.sliding_window, call.launcher)
+    keys_per_split = _round_up(-(-schedule.max_keys // num_splits), tiling.keys)
+    sums = softmax = call.plan.context_lens  # any
+    if num_splits > 1:
+        num_parts = num_groups * num_splits * tiling.rows
+        sums, softmax, _ = workspace.take(num_groups, num_parts, shape.head_dim, call.q.device)
     call.launcher.launch(
         prefill_attention_kernel,
-        (call.shape.num_kv_heads, len(tiles)),
+        (shape.num_kv_heads, num_tiles, num_splits),
         call.q,
         call.kv_layer,
         call.out,
         call.plan.block_tables,
         call.plan.context_lens,
-        tiles,
+        schedule.tiles,
         call.plan.q_indptr,
+        sums,
+        softmax,
         call.scale * LOG2_E,
         call.sliding_window or 0,
+        keys_per_split,
         *call.numbers,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         ROWS=tiling.rows,
-        QUERIES=tiling.rows // call.shape.group,
+        QUERIES=tiling.rows // shape.group,
         KEYS=tiling.keys,
+        IS_SPLIT=num_splits > 1,
         **call.constants,
     )
+    if num_splits > 1:
+        call.launcher.launch(
+            combine_attention_kernel,
+            (tiling.rows // shape.group * shape.group, shape.num_kv_heads, num_tiles),
+            call.out,
+            schedule.tiles,
+            call.plan.q_indptr,
+            sums,
+            softmax,
+            num_splits,
+            num_warps=4,
+            num_stages=1,
+            KV_HEADS=shape.num_kv_heads,
+            GROUP=shape.group,
+            ROWS=tiling.rows,
+            HEAD_DIM=shape.head_dim,
+            DIMS=shape.dims,
+        )
+
+
+def _num_prefill_splits(num_groups: int, max_keys: int, sliding_window: int | None, launcher: Launcher) -> int:
+    """Parts of the keys of each tile and KV head: 1 where there are enough of these, else what keeps the GPU busy."""
+    if sliding_window is not None and 2 * sliding_window < max_keys:
+        return 1  # most parts would lie before the window
+    wanted = launcher.target.num_sms // num_groups
+    return max(1, min(int(MAX_SPLITS.value), wanted, max_keys // (2 * int(MIN_SPLIT.value))))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor | None) -> None:

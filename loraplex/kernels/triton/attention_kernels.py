@@ -1,6 +1,6 @@
-"""The two kernels of paged attention: one query per sequence, split over its context; and tiles of queries.
+"""The kernels of paged attention: one query per sequence, split over its context; and tiles of queries, split where they are few.
 
-Both fold tiles of keys into a running softmax (Flash Attention, arXiv 2205.14135): top is the largest score so far, total the sum of
+All fold tiles of keys into a running softmax (Flash Attention, arXiv 2205.14135): top is the largest score so far, total the sum of
 2^(score - top), acc the sum of 2^(score - top) * value. The rows of a tile are the queries of all heads that share a KV head.
 Scores are in base 2: their scale carries log2(e). Keys and values that no query may see are never loaded, for their bytes may be NaN.
 """
@@ -18,6 +18,10 @@ MIN_SPLIT = tl.constexpr(256)
 
 SPLIT_STEP = tl.constexpr(128)
 """Parts are a multiple of this, and this is one of every tile of keys."""
+
+
+MOST_UNROLLED = tl.constexpr(8)
+"""Query heads whose parts are summed at once: their loads overlap, and more would take a minute to compile."""
 
 
 @triton.jit
@@ -82,6 +86,22 @@ def _fold_keys(
         acc = tl.dot(weights.to(q.dtype), values.to(q.dtype), acc * decay[:, None], input_precision="ieee")
         top = new_top
     return top, total, acc
+
+
+@triton.jit
+def _sum_parts(partial_ptr, softmax_ptr, first_part, part_stride, count, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
+    """One row from its `count` parts, `part_stride` apart: float32 [DIMS]. Past the cache of a multiprocessor, as others wrote them."""
+    splits = tl.arange(0, MAX_SPLITS)
+    dims = tl.arange(0, DIMS)
+    parts = first_part + splits * part_stride
+    is_part = splits < count
+    tops = tl.load(softmax_ptr + 2 * parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(softmax_ptr + 2 * parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+    shares = tl.exp2(tops - tl.max(tops, axis=0))
+    is_held = is_part[:, None] & (dims < HEAD_DIM)[None, :]
+    ptrs = partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :]
+    partials = tl.load(ptrs, mask=is_held, other=0.0, cache_modifier=".cg")
+    return tl.sum(partials * shares[:, None], axis=0) / tl.sum(totals * shares, axis=0)
 
 
 # -------------------------------------------------------------------------------------------------- one query a sequence
@@ -190,29 +210,21 @@ def decode_attention_kernel(
         arrived = tl.atomic_add(arrivals_ptr + group, 1)
         if arrived == count - 1:
             tl.store(arrivals_ptr + group, 0)
-            splits = tl.arange(0, MAX_SPLITS)
-            is_part = splits < count
-            for member in tl.static_range(GROUP):
-                parts = first_part + splits * GROUP + member
-                tops = tl.load(softmax_ptr + 2 * parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-                totals = tl.load(softmax_ptr + 2 * parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-                shares = tl.exp2(tops - tl.max(tops, axis=0))
-                is_partial = is_part[:, None] & (dims < HEAD_DIM)[None, :]
-                partials = tl.load(
-                    partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :],
-                    mask=is_partial,
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                summed = tl.sum(partials * shares[:, None], axis=0) / tl.sum(totals * shares, axis=0)
-                tl.store(out_start + member * HEAD_DIM + dims, summed.to(dtype), mask=dims < HEAD_DIM)
+            if GROUP <= MOST_UNROLLED:
+                for member in tl.static_range(GROUP):
+                    summed = _sum_parts(partial_ptr, softmax_ptr, first_part + member, GROUP, count, HEAD_DIM, DIMS)
+                    tl.store(out_start + member * HEAD_DIM + dims, summed.to(dtype), mask=dims < HEAD_DIM)
+            else:
+                for member in range(GROUP):
+                    summed = _sum_parts(partial_ptr, softmax_ptr, first_part + member, GROUP, count, HEAD_DIM, DIMS)
+                    tl.store(out_start + member * HEAD_DIM + dims, summed.to(dtype), mask=dims < HEAD_DIM)
 
 
 # ------------------------------------------------------------------------------------------------------- tiles of queries
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["keys_per_split", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "contexts_ptr", "tiles_ptr", "q_indptr_ptr"],
 )
 def prefill_attention_kernel(
@@ -223,8 +235,11 @@ def prefill_attention_kernel(
     contexts_ptr,
     tiles_ptr,
     q_indptr_ptr,
+    partial_ptr,
+    softmax_ptr,
     scale,
     window,
+    keys_per_split,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -238,8 +253,12 @@ def prefill_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
 ):
-    """Program (KV head, tile): QUERIES queries of one sequence from the tile's first on, times GROUP heads, are up to ROWS rows."""
+    """Program (KV head, tile, part of the keys): QUERIES queries from the tile's first on, times GROUP heads, are up to ROWS rows.
+
+    keys_per_split: a multiple of KEYS. Of several parts, each leaves its sums for `combine_attention_kernel`.
+    """
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles_ptr + 2 * tile)
     first_query = tl.load(tiles_ptr + 2 * tile + 1)
@@ -258,15 +277,19 @@ def prefill_attention_kernel(
     q = tl.load(q_ptrs, mask=is_inside, other=0.0)
 
     end = offset + end_query
-    start, first_key = 0, 0
+    whole_end = (offset + first_query + 1) // KEYS * KEYS  # up to here the first query sees every key
+    start, first_key, whole_start = 0, 0, 0
     if HAS_WINDOW:
         first_key = tl.maximum(offset + first_query - window + 1, 0)
         start = first_key // KEYS * KEYS
-    whole_start = start
-    if HAS_WINDOW:  # from here on the last query sees every key
-        whole_start = tl.maximum(tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS, start)
-    whole_end = tl.maximum((offset + first_query + 1) // KEYS * KEYS, start)  # up to here the first one does
-    whole_start = tl.minimum(whole_start, whole_end)
+        whole_start = tl.cdiv(tl.maximum(end - window, 0), KEYS) * KEYS  # from here on the last one does
+    if IS_SPLIT:
+        split = tl.program_id(2)
+        start = tl.maximum(start, split * keys_per_split)
+        end = tl.minimum(end, (split + 1) * keys_per_split)
+        whole_end = tl.minimum(whole_end, (split + 1) * keys_per_split)
+    whole_end = tl.maximum(whole_end, start)
+    whole_start = tl.minimum(tl.maximum(whole_start, start), whole_end)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -295,6 +318,43 @@ def prefill_attention_kernel(
             IS_CAUSAL=True,
             HAS_WINDOW=HAS_WINDOW,
         )
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_ptrs = out_ptr + ((tokens * KV_HEADS * GROUP + heads) * HEAD_DIM)[:, None] + dims[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_inside)
+    if IS_SPLIT:
+        group = tile.to(tl.int64) * KV_HEADS + kv_head
+        parts = (group * tl.num_programs(2) + tl.program_id(2)) * ROWS + rows
+        tl.store(softmax_ptr + 2 * parts, top)
+        tl.store(softmax_ptr + 2 * parts + 1, total)
+        tl.store(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_inside)
+    else:
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_ptrs = out_ptr + ((tokens * KV_HEADS * GROUP + heads) * HEAD_DIM)[:, None] + dims[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["tiles_ptr", "q_indptr_ptr"])
+def combine_attention_kernel(
+    out_ptr,
+    tiles_ptr,
+    q_indptr_ptr,
+    partial_ptr,
+    softmax_ptr,
+    num_splits,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Program (row of a tile, KV head, tile): the parts of one query and head, in their order."""
+    row, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(tiles_ptr + 2 * tile)
+    query = tl.load(tiles_ptr + 2 * tile + 1) + row // GROUP
+    first_row = tl.load(q_indptr_ptr + sequence)
+    if first_row + query >= tl.load(q_indptr_ptr + sequence + 1):
+        return
+    group = tile.to(tl.int64) * KV_HEADS + kv_head
+    first_part = group * num_splits * ROWS + row
+    summed = _sum_parts(partial_ptr, softmax_ptr, first_part, ROWS, num_splits, HEAD_DIM, DIMS)
+    dims = tl.arange(0, DIMS)
+    head = kv_head * GROUP + row % GROUP
+    out_start = out_ptr + ((first_row + query).to(tl.int64) * KV_HEADS * GROUP + head) * HEAD_DIM
+    tl.store(out_start + dims, summed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

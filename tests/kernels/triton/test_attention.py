@@ -189,6 +189,13 @@ def test_decode_has_the_same_bits_in_every_batch(window: int | None) -> None:
         assert same_bits(rig.run(window, plan=alone, q=rig.q[row : row + 1]), got[row : row + 1])
 
 
+def test_many_heads_on_one_kv_head() -> None:
+    rig = Rig([1, 1], [300, 40], heads=(20, 1))
+    assert_close(rig.run(), rig.expected())
+    prefill = Rig([3, 9], [30, 9], heads=(20, 1))
+    assert_close(prefill.run(), prefill.expected())
+
+
 def test_long_contexts_have_longer_parts_not_more() -> None:
     rig, launcher = Rig([1, 1], [8500, 700], heads=(2, 1)), CountingLauncher()
     assert_close(rig.run(launcher=launcher), rig.expected())
@@ -235,6 +242,25 @@ def test_every_tiling(target: GpuTarget, dtype: torch.dtype) -> None:
     for num_sms in (target.num_sms, 1):
         launcher = CountingLauncher(replace(target, num_sms=num_sms))
         assert_close(rig.run(50, launcher=launcher), rig.expected(50))
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_few_queries_behind_a_long_prefix_are_split(window: int | None) -> None:
+    """Parts that some rows, or all, see nothing of; the workspace holds NaN before."""
+    rig, launcher, workspace = Rig([5, 1, 15], [1400, 20, 300], heads=(3, 1)), CountingLauncher(), AttentionWorkspace()
+    for tensor in workspace.take(1, 2000, 16, CPU)[:2]:
+        tensor.fill_(float("nan"))
+    assert_close(rig.run(window, launcher=launcher, workspace=workspace), rig.expected(window))
+    prefill, combine, (last, _) = launcher.launched
+    assert prefill == ("prefill_attention_kernel", (1, 3, 2))
+    assert combine == ("combine_attention_kernel", (30, 1, 3))
+    assert last == "decode_attention_kernel"
+
+
+def test_a_short_window_is_not_split() -> None:
+    rig, launcher = Rig([5], [1400], heads=(3, 1)), CountingLauncher()
+    assert_close(rig.run(40, launcher=launcher), rig.expected(40))
+    assert launcher.launched == [("prefill_attention_kernel", (1, 1, 1))]
 
 
 def test_chunked_prefill_equals_whole() -> None:
