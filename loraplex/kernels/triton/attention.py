@@ -346,6 +346,7 @@ def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor 
         *call.numbers,
         num_warps=8 if shape.itemsize == 4 else 4,
         num_stages=shape.decode_stages(call.launcher),
+        MEMBERS=triton.next_power_of_2(shape.group),
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(shape.group)),
         KEYS=shape.decode_keys,
         IS_LISTED=sequences is not None,

@@ -20,10 +20,6 @@ SPLIT_STEP = tl.constexpr(128)
 """Parts are a multiple of this, and this is one of every tile of keys."""
 
 
-MOST_UNROLLED = tl.constexpr(8)
-"""Query heads whose parts are summed at once: their loads overlap, and more would take a minute to compile."""
-
-
 @triton.jit
 def _fold_keys(
     q,
@@ -89,19 +85,42 @@ def _fold_keys(
 
 
 @triton.jit
-def _sum_parts(partial_ptr, softmax_ptr, first_part, part_stride, count, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr):
-    """One row from its `count` parts, `part_stride` apart: float32 [DIMS]. Past the cache of a multiprocessor, as others wrote them."""
-    splits = tl.arange(0, MAX_SPLITS)
-    dims = tl.arange(0, DIMS)
-    parts = first_part + splits * part_stride
-    is_part = splits < count
+def _sum_parts(
+    partial_ptr,
+    softmax_ptr,
+    first_part,
+    split_stride,
+    count,
+    NUM_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """NUM_ROWS rows (padded to ROWS) from their `count` parts, in the order of these: float32 [ROWS, DIMS].
+
+    Part of row r and split s: first_part + s * split_stride + r. Loads go past the cache of the multiprocessor, as others wrote it.
+    """
+    rows, splits, dims = tl.arange(0, ROWS), tl.arange(0, MAX_SPLITS), tl.arange(0, DIMS)
+    parts = first_part + splits[:, None] * split_stride + rows[None, :]
+    is_part = (splits < count)[:, None] & (rows < NUM_ROWS)[None, :]
     tops = tl.load(softmax_ptr + 2 * parts, mask=is_part, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(softmax_ptr + 2 * parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
-    shares = tl.exp2(tops - tl.max(tops, axis=0))
-    is_held = is_part[:, None] & (dims < HEAD_DIM)[None, :]
-    ptrs = partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :]
-    partials = tl.load(ptrs, mask=is_held, other=0.0, cache_modifier=".cg")
-    return tl.sum(partials * shares[:, None], axis=0) / tl.sum(totals * shares, axis=0)
+    top = tl.max(tops, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp2(tops - top[None, :]), axis=0)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    CHUNK: tl.constexpr = MAX_SPLITS // ROWS if ROWS < MAX_SPLITS else 1  # so many at once as fit in registers
+    for split in range(0, count, CHUNK):
+        chunk = split + tl.arange(0, CHUNK)
+        chunk_parts = first_part + chunk[:, None] * split_stride + rows[None, :]
+        is_inside = (chunk < count)[:, None] & (rows < NUM_ROWS)[None, :]
+        chunk_tops = tl.load(softmax_ptr + 2 * chunk_parts, mask=is_inside, other=float("-inf"), cache_modifier=".cg")
+        ptrs = partial_ptr + chunk_parts[:, :, None] * HEAD_DIM + dims[None, None, :]
+        is_held = is_inside[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        partials = tl.load(ptrs, mask=is_held, other=0.0, cache_modifier=".cg")
+        shares = tl.exp2(chunk_tops - top[None, :])
+        acc += tl.sum(partials * shares[:, :, None], axis=0)
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 # -------------------------------------------------------------------------------------------------- one query a sequence
@@ -131,6 +150,7 @@ def decode_attention_kernel(
     block_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
@@ -210,14 +230,10 @@ def decode_attention_kernel(
         arrived = tl.atomic_add(arrivals_ptr + group, 1)
         if arrived == count - 1:
             tl.store(arrivals_ptr + group, 0)
-            if GROUP <= MOST_UNROLLED:
-                for member in tl.static_range(GROUP):
-                    summed = _sum_parts(partial_ptr, softmax_ptr, first_part + member, GROUP, count, HEAD_DIM, DIMS)
-                    tl.store(out_start + member * HEAD_DIM + dims, summed.to(dtype), mask=dims < HEAD_DIM)
-            else:
-                for member in range(GROUP):
-                    summed = _sum_parts(partial_ptr, softmax_ptr, first_part + member, GROUP, count, HEAD_DIM, DIMS)
-                    tl.store(out_start + member * HEAD_DIM + dims, summed.to(dtype), mask=dims < HEAD_DIM)
+            summed = _sum_parts(partial_ptr, softmax_ptr, first_part, GROUP, count, GROUP, MEMBERS, HEAD_DIM, DIMS)
+            places = tl.arange(0, MEMBERS)[:, None] * HEAD_DIM + dims[None, :]
+            is_member = (tl.arange(0, MEMBERS) < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            tl.store(out_start + places, summed.to(dtype), mask=is_member)
 
 
 # ------------------------------------------------------------------------------------------------------- tiles of queries
@@ -353,8 +369,8 @@ def combine_attention_kernel(
         return
     group = tile.to(tl.int64) * KV_HEADS + kv_head
     first_part = group * num_splits * ROWS + row
-    summed = _sum_parts(partial_ptr, softmax_ptr, first_part, ROWS, num_splits, HEAD_DIM, DIMS)
+    summed = _sum_parts(partial_ptr, softmax_ptr, first_part, ROWS, num_splits, 1, 1, HEAD_DIM, DIMS)
     dims = tl.arange(0, DIMS)
     head = kv_head * GROUP + row % GROUP
     out_start = out_ptr + ((first_row + query).to(tl.int64) * KV_HEADS * GROUP + head) * HEAD_DIM
-    tl.store(out_start + dims, summed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(out_start + dims[None, :], summed.to(out_ptr.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
