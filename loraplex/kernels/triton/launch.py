@@ -16,6 +16,9 @@ import triton.language as tl
 
 from loraplex.errors import ConfigError
 
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of tensors that kernels here read."""
+
 LEAST_SHARED_BYTES = 101_376
 """Of one block on the GPUs with least of it (sm_86, sm_89, sm_120)."""
 

@@ -1,0 +1,362 @@
+"""Paged attention on a GPU: which kernel runs which sequences of a step, in which tiles.
+
+    one query in every sequence   decode kernel; its grid depends on the padded batch and the width of the tables alone, so a
+                                  captured step may be replayed with any lengths
+    otherwise                     tiles of queries for the sequences with more than one, listed on the host once per step, the
+                                  longest first; few tiles over many keys (a short prompt behind a long cached prefix) are split
+                                  too. The decode kernel runs the others
+
+A sequence that decodes gets the same bits in every batch: where its context is split depends on its own length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+
+from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.triton.attention_kernels import (
+    MAX_SPLITS,
+    MIN_SPLIT,
+    SPLIT_STEP,
+    combine_attention_kernel,
+    decode_attention_kernel,
+    prefill_attention_kernel,
+)
+from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
+
+LOG2_E = 1.4426950408889634
+LEAST_ROWS = 16
+"""Of a tile in tl.dot."""
+
+MOST_GROUP = 64
+"""Query heads that share a KV head, at most."""
+
+MOST_DIMS = 256
+ONE_AHEAD, TWO_AHEAD = 3, 5
+"""Stages of the software pipeline for one or two tiles of keys on their way: each tile's entries of the block table come a step before."""
+
+DECODE_TILE_BYTES = 16384
+"""Of the keys that one step of the decode kernel loads; as many of values."""
+
+
+class AttentionWorkspace:
+    """What the parts of split contexts leave for the last of them: sums, softmax states, and counters of arrivals (0 between launches).
+
+    One for all layers, which run one after the other. It grows with the largest decode batch, so run that once before a step is
+    captured. What it outgrew is kept until `release`, as captured steps go on using it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, torch.Tensor] = {}
+        self._outgrown: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self._held.values(), *self._outgrown))
+
+    def release(self) -> int:
+        """Forget all of it; steps captured before must not run again. Returns the bytes."""
+        freed = self.nbytes
+        self._held.clear()
+        self._outgrown.clear()
+        return freed
+
+    def take(
+        self, num_groups: int, num_parts: int, head_dim: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(float32 sums, float32 softmax states, int32 counters) for `num_parts` rows of `head_dim`."""
+        return (
+            self._at_least("sums", num_parts * head_dim, torch.float32, device),
+            self._at_least("softmax", 2 * num_parts, torch.float32, device),
+            self._at_least("arrivals", num_groups, torch.int32, device),
+        )
+
+    def _at_least(self, name: str, numbers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        held = self._held.get(name)
+        if held is None or held.numel() < numbers:
+            if held is not None:
+                self._outgrown.append(held)
+            held = self._held[name] = torch.zeros(triton.next_power_of_2(numbers), dtype=dtype, device=device)
+        return held
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What block sizes depend on."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    itemsize: int  # of queries
+    kv_itemsize: int
+
+    @property
+    def dims(self) -> int:
+        return max(LEAST_ROWS, int(triton.next_power_of_2(self.head_dim)))
+
+    @property
+    def decode_keys(self) -> int:
+        """Keys in a tile of the decode kernel."""
+        bytes_per_key = self.dims * max(self.itemsize, self.kv_itemsize)
+        return min(int(SPLIT_STEP.value), max(16, DECODE_TILE_BYTES // bytes_per_key))
+
+    def decode_stages(self, launcher: Launcher) -> int:
+        """Two blocks on a multiprocessor keep four tiles coming; with less shared memory, each has one on its way."""
+        room_of_two = 2 * (2 * 2 * DECODE_TILE_BYTES + 8192)
+        return TWO_AHEAD if room_of_two <= launcher.target.max_shared_bytes else ONE_AHEAD
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """Of the prefill kernel: rows (queries x heads) and keys of a tile."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _tiling(shape: _Shape, num_rows: int, launcher: Launcher) -> _Tiling:
+    """`num_rows`: query tokens x heads of the step. Large tiles only where they still fill the GPU twice."""
+    if shape.itemsize == 4:  # no tensor cores: what is in registers counts
+        return _Tiling(rows=max(32, triton.next_power_of_2(shape.group)), keys=16, num_warps=8, num_stages=3)
+    is_hopper = launcher.target.capability >= (9, 0)
+    if shape.dims > 128:
+        rows, keys, num_warps = 64, 32, 8
+    elif num_rows >= 2 * 128 * launcher.target.num_sms:
+        rows, keys, num_warps = 128, 64, 8
+    else:
+        rows, keys, num_warps = 64, 64 if is_hopper or shape.dims < 128 else 32, 4
+    key_bytes = 2 * keys * shape.dims * max(shape.itemsize, shape.kv_itemsize)
+    query_bytes = rows * shape.dims * shape.itemsize
+    has_room = query_bytes + 3 * key_bytes <= launcher.target.max_shared_bytes
+    return _Tiling(rows, keys, num_warps, num_stages=TWO_AHEAD if has_room else ONE_AHEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """Of a step with prefills: tiles int32 [n, 2] of (sequence, first query), and the sequences that decode, int32 [m].
+
+    max_keys: of the tile with most.
+    """
+
+    tiles: torch.Tensor
+    decodes: torch.Tensor | None
+    max_keys: int
+
+
+def paged_attention_gap(q: torch.Tensor, kv_layer: torch.Tensor) -> str | None:
+    """Why the kernels do not cover the case; None: they do."""
+    if q.dtype not in FLOAT_DTYPES or kv_layer.dtype not in FLOAT_DTYPES:
+        return f"queries are {q.dtype} and the cache is {kv_layer.dtype}"
+    if q.shape[2] > MOST_DIMS:
+        return f"heads of {q.shape[2]}, more than {MOST_DIMS}"
+    if q.shape[1] > MOST_GROUP * kv_layer.shape[2]:
+        return f"{q.shape[1]} heads on {kv_layer.shape[2]} KV heads, more than {MOST_GROUP} on one"
+    if q.stride(2) != 1 or not kv_layer[0].is_contiguous():
+        return "queries or cache are not dense"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One paged_attention, and the tensor that it fills."""
+
+    launcher: Launcher
+    q: torch.Tensor
+    kv_layer: torch.Tensor
+    plan: AttentionPlan
+    scale: float
+    sliding_window: int | None
+    shape: _Shape
+    out: torch.Tensor
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The strides that both kernels take, in their order."""
+        return (self.plan.block_tables.stride(0), self.q.stride(0), self.q.stride(1), self.kv_layer.stride(0))
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """Those that both kernels have."""
+        return {
+            "KV_HEADS": self.shape.num_kv_heads,
+            "GROUP": self.shape.group,
+            "HEAD_DIM": self.shape.head_dim,
+            "DIMS": self.shape.dims,
+            "BLOCK_SIZE": self.shape.block_size,
+            "HAS_WINDOW": self.sliding_window is not None,
+        }
+
+
+def paged_attention(
+    launcher: Launcher,
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    sliding_window: int | None,
+    workspace: AttentionWorkspace | None = None,
+) -> torch.Tensor:
+    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: a new one if it is not given."""
+    num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
+    shape = _Shape(num_kv_heads, q.shape[1] // num_kv_heads, head_dim, block_size, q.itemsize, kv_layer.itemsize)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    call = _Call(launcher, q, kv_layer, plan, scale, sliding_window, shape, out)
+    workspace = workspace or AttentionWorkspace()
+    if q.shape[0] == plan.context_lens.shape[0]:
+        _decode(call, workspace, None)
+        return out
+    tiling = _tiling(shape, q.shape[0] * q.shape[1], launcher)
+    schedule = _schedule(plan, tiling.rows // shape.group)
+    _prefill(call, workspace, tiling, schedule)
+    if schedule.decodes is not None:
+        _decode(call, workspace, schedule.decodes)
+    return out
+
+
+def _schedule(plan: AttentionPlan, queries: int) -> _Schedule:
+    """Once per step for all layers; `queries` in a tile."""
+    key = ("triton_attention", queries)
+    schedule: _Schedule | None = plan.scratch.get(key)
+    if schedule is None:
+        device, query_lens = plan.context_lens.device, np.array(plan.query_lens, np.int64)
+        is_decode = query_lens == 1
+        decodes = _to(np.flatnonzero(is_decode).astype(np.int32), device) if is_decode.any() else None
+        contexts = np.array(plan.context_lens_host, np.int64)
+        tiles = _tiles(query_lens * ~is_decode, contexts, queries)
+        max_keys = int((contexts * ~is_decode).max())
+        schedule = plan.scratch[key] = _Schedule(_to(tiles, device), decodes, max_keys)
+    return schedule
+
+
+def _tiles(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], queries: int) -> NDArray[np.int32]:
+    """int32 [n, 2]: (sequence, first query), most keys first, so that no long tile begins last."""
+    counts = -(-query_lens // queries)
+    sequences = np.repeat(np.arange(len(counts)), counts)
+    first_queries = (np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+    num_keys = (context_lens - query_lens)[sequences] + first_queries
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack([sequences[order], first_queries[order]], axis=1).astype(np.int32)
+
+
+def _to(array: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """Without waiting for the device."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _prefill(call: _Call, workspace: AttentionWorkspace, tiling: _Tiling, schedule: _Schedule) -> None:
+    shape, num_tiles = call.shape, len(schedule.tiles)
+    num_groups = num_tiles * shape.num_kv_heads
+    num_splits = _num_prefill_splits(num_groups, schedule.max_keys, call.sliding_window, call.launcher)
+    keys_per_split = _round_up(-(-schedule.max_keys // num_splits), tiling.keys)
+    sums = softmax = call.plan.context_lens  # any
+    if num_splits > 1:
+        num_parts = num_groups * num_splits * tiling.rows
+        sums, softmax, _ = workspace.take(num_groups, num_parts, shape.head_dim, call.q.device)
+    call.launcher.launch(
+        prefill_attention_kernel,
+        (shape.num_kv_heads, num_tiles, num_splits),
+        call.q,
+        call.kv_layer,
+        call.out,
+        call.plan.block_tables,
+        call.plan.context_lens,
+        schedule.tiles,
+        call.plan.q_indptr,
+        sums,
+        softmax,
+        call.scale * LOG2_E,
+        call.sliding_window or 0,
+        keys_per_split,
+        *call.numbers,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        ROWS=tiling.rows,
+        QUERIES=tiling.rows // shape.group,
+        KEYS=tiling.keys,
+        IS_SPLIT=num_splits > 1,
+        **call.constants,
+    )
+    if num_splits > 1:
+        call.launcher.launch(
+            combine_attention_kernel,
+            (tiling.rows // shape.group * shape.group, shape.num_kv_heads, num_tiles),
+            call.out,
+            schedule.tiles,
+            call.plan.q_indptr,
+            sums,
+            softmax,
+            num_splits,
+            num_warps=4,
+            num_stages=1,
+            KV_HEADS=shape.num_kv_heads,
+            GROUP=shape.group,
+            ROWS=tiling.rows,
+            HEAD_DIM=shape.head_dim,
+            DIMS=shape.dims,
+        )
+
+
+def _num_prefill_splits(num_groups: int, max_keys: int, sliding_window: int | None, launcher: Launcher) -> int:
+    """Parts of the keys of each tile and KV head: 1 where there are enough of these, else what keeps the GPU busy."""
+    if sliding_window is not None and 2 * sliding_window < max_keys:
+        return 1  # most parts would lie before the window
+    wanted = launcher.target.num_sms // num_groups
+    return max(1, min(int(MAX_SPLITS.value), wanted, max_keys // (2 * int(MIN_SPLIT.value))))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor | None) -> None:
+    """`sequences`: those with one query, or None: all of them, row by row."""
+    plan, shape = call.plan, call.shape
+    num_sequences = len(plan.context_lens if sequences is None else sequences)
+    num_splits = _num_splits(plan.block_tables.shape[1] * shape.block_size, call.sliding_window, shape.decode_keys)
+    num_groups = num_sequences * shape.num_kv_heads
+    sums = softmax = arrivals = plan.context_lens  # any: a context in one part needs none
+    if num_splits > 1:
+        num_parts = num_groups * num_splits * shape.group
+        sums, softmax, arrivals = workspace.take(num_groups, num_parts, shape.head_dim, call.q.device)
+    call.launcher.launch(
+        decode_attention_kernel,
+        (shape.num_kv_heads, num_splits, num_sequences),
+        call.q,
+        call.kv_layer,
+        call.out,
+        plan.block_tables,
+        plan.context_lens,
+        plan.context_lens if sequences is None else sequences,
+        plan.q_indptr,
+        sums,
+        softmax,
+        arrivals,
+        call.scale * LOG2_E,
+        call.sliding_window or 0,
+        num_splits,
+        *call.numbers,
+        num_warps=8 if shape.itemsize == 4 else 4,
+        num_stages=shape.decode_stages(call.launcher),
+        MEMBERS=triton.next_power_of_2(shape.group),
+        ROWS=max(LEAST_ROWS, triton.next_power_of_2(shape.group)),
+        KEYS=shape.decode_keys,
+        IS_LISTED=sequences is not None,
+        IS_SPLIT=num_splits > 1,
+        **call.constants,
+    )
+
+
+def _num_splits(max_context: int, sliding_window: int | None, keys: int) -> int:
+    """Parts that a context of at most `max_context` tokens can have."""
+    if sliding_window is not None:  # aligning its beginning adds less than a tile
+        max_context = min(max_context, sliding_window + keys - 1)
+    return max(1, min(int(MAX_SPLITS.value), -(-max_context // int(MIN_SPLIT.value))))
