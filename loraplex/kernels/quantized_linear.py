@@ -66,7 +66,7 @@ class QuantizedWeight:
         if self.q.dtype == torch.int8:
             torch.mul(self.q[rows], self.scale[rows, None], out=out)
             return
-        groups = self.q[rows].unflatten(1, (-1, INT4_GROUP // 2))
+        groups = self.q[rows].view(len(out), -1, INT4_GROUP // 2)
         halves = out.view(len(out), -1, 2, INT4_GROUP // 2)
         scale = self.scale[rows, :, None].float()
         torch.mul((groups & 15).to(torch.int8) - 8, scale, out=halves[:, :, 0])
@@ -106,8 +106,8 @@ def _pack_bytes(q: torch.Tensor, out: torch.Tensor) -> None:
 
 def _pack_int4(q: torch.Tensor, out: torch.Tensor) -> None:
     """Numbers behind the row are 8, which stands for 0."""
-    groups = F.pad(q, (0, 2 * out.shape[1] - q.shape[1]), value=8).unflatten(1, (-1, 2, INT4_GROUP // 2))
-    torch.bitwise_or(groups[:, :, 0], groups[:, :, 1] << 4, out=out.unflatten(1, (-1, INT4_GROUP // 2)))
+    groups = F.pad(q, (0, 2 * out.shape[1] - q.shape[1]), value=8).view(len(q), -1, 2, INT4_GROUP // 2)
+    torch.bitwise_or(groups[:, :, 0], groups[:, :, 1] << 4, out=out.view(len(q), -1, INT4_GROUP // 2))
 
 
 _PACK: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {

@@ -193,7 +193,7 @@ class Int4Weight:
     @classmethod
     def of(cls, weight: torch.Tensor) -> Int4Weight:
         out_features, in_features = weight.shape
-        groups = F.pad(weight.float(), (0, -in_features % INT4_GROUP)).unflatten(1, (-1, INT4_GROUP))
+        groups = F.pad(weight.float(), (0, -in_features % INT4_GROUP)).view(out_features, -1, INT4_GROUP)
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         scale = (furthest / -8).to(weight.dtype)
         q = (groups / scale.float().masked_fill(scale == 0, 1.0)).round().add(8).clamp(0, 15).to(torch.uint8)

@@ -1,8 +1,8 @@
 """Linears over weights in 8 and 4 bits (loraplex/kernels/quantized_linear.py), for few rows and for many.
 
-    few rows   `skinny_linear_kernel`: a weight is read once, in its own bits, and widened in registers on the way to the matrix units
-    many rows  the weight is dequantised piece by piece and cuBLAS multiplies
-    fp8        `round_rows_kernel` rounds the activations, `torch._scaled_mm` multiplies
+few rows   `skinny_linear_kernel`: a weight is read once, in its own bits, and widened in registers on the way to the matrix units
+many rows  the weight is dequantised piece by piece and cuBLAS multiplies
+fp8        `round_rows_kernel` rounds the activations, `torch._scaled_mm` multiplies
 """
 
 from __future__ import annotations
@@ -54,25 +54,29 @@ def quantized_linear(
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """One program's part of y, [rows, columns], and into how many parts the depth of the product is split."""
+    """One program's part of y, [rows, columns], and into how many parts the depth of the product is split.
+
+    Two warps keep to the matrix instruction that takes both operands from registers, four or more of them on sm_90 get one that wants
+    x in shared memory: the first has fewer instructions for each number of the weight up to 32 rows, the second from there on.
+    """
 
     rows: int
     columns: int
     num_splits: int
+    num_warps: int
     num_stages: int
 
     @classmethod
     def of(cls, num_rows: int, weight: QuantizedWeight, itemsize: int, target: GpuTarget) -> _Tiles:
-        """Enough programs to keep memory busy on every multiprocessor, so long as their sums stay small beside the weight."""
+        """Programs enough to keep memory busy on every multiprocessor. Depends on shapes and the GPU alone."""
         rows = min(FEW_ROWS, max(16, triton.next_power_of_2(num_rows)))
-        columns = 64 if rows == 16 else 128
-        num_programs = triton.cdiv(weight.out_features, columns)
-        wanted = target.num_sms * (4 if rows == 16 else 2) // num_programs
+        columns, num_warps, programs_per_sm = (64, 2, 4) if rows <= 32 else (128, 8, 2)
+        wanted = target.num_sms * programs_per_sm // triton.cdiv(weight.out_features, columns)
         num_turns = triton.cdiv(weight.in_features, DEPTH)
         num_splits = max(1, min(wanted, num_turns // LEAST_TURNS))
-        stage_bytes = DEPTH * (columns * weight.q.shape[1] // (num_turns * DEPTH) + rows * itemsize)
+        stage_bytes = columns * weight.q.shape[1] // num_turns + rows * DEPTH * itemsize
         num_stages = max(2, min(4, target.max_shared_bytes // 2 // stage_bytes))
-        return cls(rows, columns, 1 << (num_splits.bit_length() - 1), num_stages)
+        return cls(rows, columns, 1 << (num_splits.bit_length() - 1), num_warps, num_stages)
 
 
 def skinny_linear(
@@ -99,7 +103,7 @@ def skinny_linear(
         x.stride(0),
         weight.q.stride(0),
         weight.scale.stride(0),
-        num_warps=4,
+        num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         IS_INT4=weight.quantization == "int4",
         HAS_BIAS=bias is not None and not is_split,
@@ -173,8 +177,7 @@ def skinny_linear_kernel(
             x_high = tl.load(x_rows + high_k[:, None], mask=high_seen, other=0.0)
             byte_k = turn * (DEPTH // 2) + tl.arange(0, DEPTH // 2)
             q = tl.load(q_rows + byte_k[None, :], mask=is_column[:, None], other=0)
-            low = ((q & 15).to(tl.int8) - 8).to(dtype)
-            high = ((q >> 4).to(tl.int8) - 8).to(dtype)
+            low, high = _widened_nibble(q & 15, dtype), _widened_nibble(q >> 4, dtype)
             group = tl.dot(low, x_low, input_precision="ieee")
             group = tl.dot(high, x_high, group, input_precision="ieee")
             scale = tl.load(scale_ptr + columns * scale_stride + turn, mask=is_column, other=0.0)
@@ -186,7 +189,7 @@ def skinny_linear_kernel(
                 seen = seen & (k < in_features)[:, None]
             x = tl.load(x_rows + k[:, None], mask=seen, other=0.0)
             q = tl.load(q_rows + k[None, :], mask=is_column[:, None], other=0)
-            acc = tl.dot(q.to(dtype), x, acc, input_precision="ieee")
+            acc = tl.dot(_widened_byte(q, dtype), x, acc, input_precision="ieee")
     if not IS_INT4:
         acc *= tl.load(scale_ptr + columns, mask=is_column, other=0.0)[:, None]
     if HAS_BIAS:
@@ -194,6 +197,26 @@ def skinny_linear_kernel(
     out_rows = (tl.program_id(1) * num_rows + rows).to(tl.int64)
     out = out_ptr + out_rows[:, None] * out_features + columns[None, :]
     tl.store(out, tl.trans(acc).to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _widened_nibble(q, dtype: tl.constexpr):
+    """q - 8 in `dtype`, q uint8 of 0..15; in 16 bits by way of the number whose last bits q is: a conversion is four times as slow."""
+    if dtype == tl.bfloat16:
+        return (q.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0  # 128 + q
+    elif dtype == tl.float16:
+        return (q.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0  # 1024 + q
+    else:
+        return q.to(dtype) - 8.0
+
+
+@triton.jit
+def _widened_byte(q, dtype: tl.constexpr):
+    """q in `dtype`, q int8."""
+    if dtype == tl.float16:
+        return ((q.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return q.to(dtype)
 
 
 @triton.jit
