@@ -1,9 +1,9 @@
 """Linear layers of the base model, each this rank's share of what the checkpoint has.
 
 A linear publishes a `LoraTarget` (name, slices, how it is cut) and the parts of the checkpoint that fill it; the weights of its
-slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Weights are allocated by `allocate`, when
-it is a layer's turn to be loaded, and filled in place; until then they are shapes on the meta device. How tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a
-row-parallel layer is not here (one rank today).
+slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Weights are shapes on the meta device until
+`allocate`, when it is the layer's turn to be loaded, and are filled in place. How tensors are cut is loraplex/distributed.py, the same
+rule as for adapters; the sum over ranks after a row-parallel layer is not here (one rank today).
 
     column, merged, qkv    y_i = x W_i^T + b_i         parts side by side = y       (k, v replicated when heads are fewer than ranks)
     row                    y_i = x_i W_i^T (+ b on rank 0)                          sum over ranks = y

@@ -108,7 +108,6 @@ def skinny_linear(
         IS_INT4=weight.quantization == "int4",
         HAS_BIAS=bias is not None and not is_split,
         IS_WHOLE=weight.in_features % DEPTH == 0,
-        NUM_SPLITS=tiles.num_splits,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         DEPTH=DEPTH,
@@ -129,7 +128,7 @@ def skinny_linear(
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def skinny_linear_kernel(
     x_ptr,
     q_ptr,
@@ -145,7 +144,6 @@ def skinny_linear_kernel(
     IS_INT4: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -162,7 +160,7 @@ def skinny_linear_kernel(
     x_rows = x_ptr + rows.to(tl.int64)[None, :] * x_stride
     q_rows = q_ptr + columns.to(tl.int64)[:, None] * q_stride
     num_turns = tl.cdiv(in_features, DEPTH)
-    turns = tl.cdiv(num_turns, NUM_SPLITS)
+    turns = tl.cdiv(num_turns, tl.num_programs(1))
     first = tl.program_id(1) * turns
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     for turn in range(first, tl.minimum(first + turns, num_turns)):
@@ -219,7 +217,7 @@ def _widened_byte(q, dtype: tl.constexpr):
         return q.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_splits_kernel(
     sums_ptr,
     bias_ptr,
