@@ -77,24 +77,33 @@ def test_the_demo_answers_as_before_by_the_specification(quantization: str) -> N
     assert [a.text for a in answers if not a.is_right] == []
 
 
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "allowed"),
-    [
-        (torch.float32, "fp8", 0.10),
-        (torch.bfloat16, "fp8", 0.10),
-        (torch.float32, "int8", 0.02),
-        (torch.float32, "int4", 0.30),
-        (torch.bfloat16, "int4", 0.30),
-    ],
-)
+@pytest.mark.parametrize(("quantization", "allowed"), [("fp8", 0.25), ("int8", 0.06), ("int4", 0.7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_random_models_logits_move_by_what_the_bits_allow(
     zoo: ModelZoo, dtype: torch.dtype, quantization: str, allowed: float
 ) -> None:
-    """Random weights have nothing to fall back on: an error of 2.5 % (fp8) or 7 % (int4) in each linear adds up over the layers."""
+    """Random weights magnify an error of each linear about sevenfold: that of bfloat16, 0.2 %, and those of fp8 and int4, 2.5 and 7 %."""
     exact = logits_of(load(zoo, "reference", torch.float32, None))
     got = logits_of(load(zoo, "reference", dtype, quantization))
     assert 0 < (got - exact).square().mean().sqrt() <= allowed * exact.std()
-    assert perplexity(got) == pytest.approx(perplexity(exact), rel=allowed / 3)
+    assert perplexity(got) == pytest.approx(perplexity(exact), rel=allowed / 5)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "allowed", "agreeing"), [("fp8", 0.08, 0.95), ("int8", 0.02, 0.98), ("int4", 0.2, 0.88)]
+)
+def test_a_trained_models_logits_move_less(quantization: str, allowed: float, agreeing: float) -> None:
+    """Of the demo's model, for any tokens; `agreeing` is the share of positions with the same most likely token."""
+    config, ops = ModelConfig.from_dir(base_path()), get_backend("reference", CPU)
+    tokens = torch.randint(config.vocab_size, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def run(kept: str | None) -> torch.Tensor:
+        model = load_model(base_path(), config, torch.float32, CPU, "auto", 0, ops, False, quantization=kept)
+        return PagedRunner(model, block_size=16).step([("a", tokens)])[0]
+
+    exact, got = run(None), run(quantization)
+    assert 0 < (got - exact).square().mean().sqrt() <= allowed * exact.std()
+    assert (got.argmax(-1) == exact.argmax(-1)).float().mean() >= agreeing
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
