@@ -40,7 +40,7 @@ def quantized_linear(
     launcher: Launcher, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x W^T + bias in the dtype of x; x [T, in], its rows dense."""
-    assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
+    assert x.shape[1] == weight.in_features and x.stride(1) == 1, (x.shape, x.stride(), weight.in_features)  # noqa: PT018
     if weight.quantization == "fp8":
         is_row_scaled = launcher.target.capability == ROW_SCALED_CAPABILITY and x.dtype == torch.bfloat16
         return fp8_linear(round_rows(launcher, x), weight, bias, x.dtype, is_row_scaled)
