@@ -1,11 +1,12 @@
 """Base weights in 8 and 4 bits for a GPU: how they lie in memory, and the products that stock torch computes.
 
     int8   q int8 [out, in']                 scale float32 [out]                     in' = in rounded up to 128
-    int4   q uint8 [out, in' / 2]            scale [out, in' / 128], the weight's dtype
+    int4   q uint8 [out, in' / 2]            scale [in' / 128, out], the weight's dtype
     fp8    q float8 e4m3 [out', in']         scale float32 [out']                    out', in' rounded up to 16, as cuBLAS asks
 
 Which numbers these are, reference.py says; what is added is 0. A byte j of the 64 of an int4 group holds number j of the group in its
-low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and interleaves nothing.
+low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and interleaves nothing; the scales of one
+group of all rows lie side by side, as a kernel wants them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class QuantizedWeight:
             specified = SPECIFICATIONS[quantization].of(weight[start : start + step])
             rows = slice(start, start + len(specified.q))
             _PACK[quantization](specified.q, packed.q[rows])
-            packed.scale[rows] = specified.scale
+            packed.scale[..., rows] = specified.scale.t()
         return packed
 
     def dequantize(self, start: int, out: torch.Tensor) -> None:
@@ -68,7 +69,7 @@ class QuantizedWeight:
             return
         groups = self.q[rows].view(len(out), -1, INT4_GROUP // 2)
         halves = out.view(len(out), -1, 2, INT4_GROUP // 2)
-        scale = self.scale[rows, :, None].float()
+        scale = self.scale[:, rows].t()[:, :, None].float()
         torch.mul((groups & 15).to(torch.int8) - 8, scale, out=halves[:, :, 0])
         torch.mul((groups >> 4).to(torch.int8) - 8, scale, out=halves[:, :, 1])
 
@@ -96,7 +97,7 @@ def _empty(weight: torch.Tensor, quantization: str) -> QuantizedWeight:
     else:
         num_groups = _round_up(in_features, INT4_GROUP) // INT4_GROUP
         q = torch.empty(out_features, num_groups * INT4_GROUP // 2, dtype=torch.uint8, device=device)
-        scale = torch.empty(out_features, num_groups, dtype=weight.dtype, device=device)
+        scale = torch.empty(num_groups, out_features, dtype=weight.dtype, device=device)
     return QuantizedWeight(q, scale, out_features, in_features)
 
 

@@ -34,7 +34,7 @@ DEPTH = INT4_GROUP
 LEAST_TURNS = 4
 """Of a loop, when the depth of a product is split."""
 
-REDUCED_AT_ONCE = 1024
+REDUCED_AT_ONCE = BYTES_AT_ONCE = 1024
 
 
 def quantized_linear(
@@ -77,9 +77,10 @@ class _Tiles:
         num_turns = triton.cdiv(weight.in_features, DEPTH)
         num_splits = max(1, min(wanted, num_turns // LEAST_TURNS))
         stage_bytes = columns * weight.q.shape[1] // num_turns + rows * DEPTH * itemsize
-        num_stages = max(
-            2, min(4, 1 + target.max_shared_bytes // programs_per_sm // stage_bytes)
-        )  # one is in registers
+        num_waiting = (
+            target.max_shared_bytes // programs_per_sm // stage_bytes
+        )  # in shared memory; one more is in registers
+        num_stages = max(2, min(4, 1 + num_waiting))
         return cls(rows, columns, 1 << (num_splits.bit_length() - 1), num_warps, num_stages)
 
 
@@ -183,7 +184,7 @@ def skinny_linear_kernel(
             low, high = _widened_nibble(q & 15, dtype), _widened_nibble(q >> 4, dtype)
             group = tl.dot(low, x_low, input_precision="ieee")
             group = tl.dot(high, x_high, group, input_precision="ieee")
-            scale = tl.load(scale_ptr + columns * scale_stride + turn, mask=is_column, other=0.0)
+            scale = tl.load(scale_ptr + turn * scale_stride + columns, mask=is_column, other=0.0)
             acc += group * scale.to(tl.float32)[:, None]
         else:
             k = turn * DEPTH + tl.arange(0, DEPTH)
@@ -253,19 +254,30 @@ def dequantize(launcher: Launcher, weight: QuantizedWeight, start: int, out: tor
     if weight.quantization == "int8":
         weight.dequantize(start, out)
         return
-    q, scale = weight.q[start : start + len(out)], weight.scale[start : start + len(out)]
-    num_bytes = q.numel()
-    launcher.launch(dequantize_int4_kernel, (triton.cdiv(num_bytes, 1024),), q, scale, out, num_bytes, BYTES=1024)
+    q, scale = weight.q[start : start + len(out)], weight.scale[:, start:]
+    num_bytes, num_groups = q.numel(), len(scale)
+    launcher.launch(
+        dequantize_int4_kernel,
+        (triton.cdiv(num_bytes, BYTES_AT_ONCE),),
+        q,
+        scale,
+        out,
+        num_bytes,
+        num_groups,
+        scale.stride(0),
+        BYTES=BYTES_AT_ONCE,
+    )
 
 
 @triton.jit
-def dequantize_int4_kernel(q_ptr, scale_ptr, out_ptr, num_bytes, BYTES: tl.constexpr):
-    """Byte i, j = i mod 64 of its group g = i // 64: out[128 g + j] and out[128 g + 64 + j] = scale[g] * (its half - 8)."""
+def dequantize_int4_kernel(q_ptr, scale_ptr, out_ptr, num_bytes, num_groups, scale_stride, BYTES: tl.constexpr):
+    """Byte i, j = i mod 64 of group g = i // 64: out[128 g + j] and out[128 g + 64 + j] = the group's scale * (the byte's half - 8)."""
     i = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     is_byte = i < num_bytes
     group = i // 64
     q = tl.load(q_ptr + i, mask=is_byte, other=0)
-    scale = tl.load(scale_ptr + group, mask=is_byte, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + group % num_groups * scale_stride + group // num_groups, mask=is_byte, other=0.0)
+    scale = scale.to(tl.float32)
     low = ((q & 15).to(tl.int8) - 8).to(tl.float32) * scale
     high = ((q >> 4).to(tl.int8) - 8).to(tl.float32) * scale
     out = out_ptr + i + group * 64
