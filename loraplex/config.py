@@ -13,6 +13,7 @@ from typing import Any
 from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+QUANTIZATIONS = ("fp8", "int8", "int4")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
@@ -192,7 +193,9 @@ class EngineSettings:
     device: str = setting("cpu", "any torch device")
     lora_backend: str = setting("auto", "auto, native (CPU), triton (GPU), torch or reference: which kernels run")
     quantization: str | None = setting(
-        None, "int8: linears keep 8 bits a weight, one scale per output (W8A16; native and reference kernels)"
+        None,
+        "how linears keep their weights: int8 (8 bits, a scale per output; native, triton and reference kernels), int4 (4 bits, a scale "
+        "per 128 inputs; triton, reference) or fp8 (e4m3, activations too; triton on a GPU of capability 8.9 or later, reference)",
     )
     packed_cache_dir: str | None = setting(
         None,
@@ -243,7 +246,10 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")
-        _require(self.quantization in (None, "int8"), f"quantization must be int8 or unset, got {self.quantization!r}")
+        _require(
+            self.quantization in (None, *QUANTIZATIONS),
+            f"quantization must be one of {QUANTIZATIONS} or unset, got {self.quantization!r}",
+        )
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
         _require(
             self.kv_cache_dtype in ("auto", *DTYPES),

@@ -183,11 +183,71 @@ class Int8Weight:
         return (x_q @ self.q.double().T * x_scale * self.scale).to(x.dtype)
 
 
+INT4_GROUP = 128
+"""Numbers of a weight's row that have one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """W4A16: weight[n, k] = scale[n, k // 128] * (q[n, k] - 8), q uint8 [out, in] of 0..15, scale in the weight's dtype.
+
+    The number of a group that is furthest from 0 is -8 * scale, whatever its sign: a scale may be negative, and all 16 values are used.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int4Weight:
+        out_features, in_features = weight.shape
+        groups = F.pad(weight.float(), (0, -in_features % INT4_GROUP)).view(out_features, -1, INT4_GROUP)
+        furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scale = (furthest / -8).to(weight.dtype)
+        q = (groups / scale.float().masked_fill(scale == 0, 1.0)).round().add(8).clamp(0, 15).to(torch.uint8)
+        return cls(q.view(out_features, -1)[:, :in_features], scale.squeeze(-1))
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale.double().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
+        return (x.double() @ ((self.q.double() - 8) * scale).T).to(x.dtype)
+
+
+FP8_MAX = 448.0
+"""The largest number of float8 e4m3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """W8A8: weight [out, in] = q * scale[:, None], q float8 e4m3, scale float32 [out] := max |row| / 448."""
+
+    q: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> Fp8Weight:
+        """Rows of a weight, or of activations: both are rounded alike."""
+        scale = rows.float().abs().amax(-1).clamp_min(1e-30) / FP8_MAX
+        return cls((rows.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] is rounded to float8 row by row."""
+        rounded = Fp8Weight.of(x)
+        sums = rounded.q.double() @ self.q.double().T
+        return (sums * rounded.scale[:, None] * self.scale).to(x.dtype)
+
+
+QuantizedSpecification = Int8Weight | Int4Weight | Fp8Weight
+SPECIFICATIONS: dict[str, type[Int8Weight] | type[Int4Weight] | type[Fp8Weight]] = {
+    "fp8": Fp8Weight,
+    "int8": Int8Weight,
+    "int4": Int4Weight,
+}
+
+
 class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
     """Every operator as its formula."""
 
     name = description = "reference"
-    quantizations = ("int8",)
+    quantizations = tuple(SPECIFICATIONS)
 
     def add_lora(
         self,
@@ -212,13 +272,15 @@ class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
                 wide = wide + segment.weight * view.bias.to(wide.dtype)
             rows.copy_(wide)
 
-    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor | Int8Weight:
-        return weight if quantization is None else Int8Weight.of(weight)
+    def prepare_linear(
+        self, weight: torch.Tensor, quantization: str | None = None
+    ) -> torch.Tensor | QuantizedSpecification:
+        return weight if quantization is None else SPECIFICATIONS[quantization].of(weight)
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: torch.Tensor | QuantizedSpecification, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if isinstance(weight, Int8Weight):
+        if isinstance(weight, QuantizedSpecification):
             return weight.linear(x) if bias is None else weight.linear(x) + bias
         wide = _accumulator(x.dtype)
         return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)

@@ -23,7 +23,7 @@ from loraplex.kernels.plan import AttentionPlan
 class LayerSetup:
     """What all layers of a model are built with: kernels, dtype and device of the weights, and this rank's share.
 
-    quantization: None or "int8": how linears keep their weights once they are loaded.
+    quantization: None, "fp8", "int8" or "int4": how linears keep their weights once they are loaded.
     """
 
     ops: KernelBackend
@@ -67,13 +67,17 @@ class WeightPart:
 
 
 class WeightedLayer(Protocol):
-    """A layer that a checkpoint fills: its parts, then `prepare` once they are loaded. Or `restore`, from what `prepared` gave."""
+    """A layer that a checkpoint fills: `allocate`, its parts, then `prepare`. Or `restore` alone, from what `prepared` gave."""
 
     @property
     def name(self) -> str: ...
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        """Every tensor of the checkpoint that this layer needs."""
+        """Every tensor of the checkpoint that this layer needs. Before `allocate` they may be shapes on the meta device."""
+        ...
+
+    def allocate(self) -> None:
+        """Memory for the parts, so that a model's layers need not all lie unpacked in memory at once."""
         ...
 
     def prepare(self) -> None:
@@ -238,6 +242,9 @@ class RMSNorm:
 
     def weight_parts(self) -> Iterator[WeightPart]:
         yield WeightPart(f"{self.name}.weight", tuple(self.weight.shape), self.weight, whole)
+
+    def allocate(self) -> None:
+        """It is there: a norm is small."""
 
     def prepare(self) -> None:
         pass

@@ -1,9 +1,9 @@
 """Linear layers of the base model, each this rank's share of what the checkpoint has.
 
 A linear publishes a `LoraTarget` (name, slices, how it is cut) and the parts of the checkpoint that fill it; the weights of its
-slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Memory is allocated once, here, and
-filled in place. How tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a
-row-parallel layer is not here (one rank today).
+slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Weights are shapes on the meta device until
+`allocate`, when it is the layer's turn to be loaded, and are filled in place. How tensors are cut is loraplex/distributed.py, the same
+rule as for adapters; the sum over ranks after a row-parallel layer is not here (one rank today).
 
     column, merged, qkv    y_i = x W_i^T + b_i         parts side by side = y       (k, v replicated when heads are fewer than ranks)
     row                    y_i = x_i W_i^T (+ b on rank 0)                          sum over ranks = y
@@ -23,6 +23,9 @@ from loraplex.kernels.ops import LinearWeight
 from loraplex.kernels.plan import LoraPlan
 from loraplex.layers.common import LayerSetup, WeightPart
 
+META = torch.device("meta")
+HEAD_QUANTIZATIONS = ("int8",)
+
 
 class ParallelLinear:
     """y = x W^T + b for what `target` describes. weight [out, in] and bias [out] hold the slices under one another."""
@@ -33,15 +36,17 @@ class ParallelLinear:
         self.name = target.name
         self.ops = setup.ops
         self.quantization = setup.quantization
-        self.weight: LinearWeight = torch.empty(
-            out_features, target.in_features, dtype=setup.dtype, device=setup.device
-        )
+        self.device = setup.device
+        self.weight: LinearWeight = torch.empty(out_features, target.in_features, dtype=setup.dtype, device=META)
         self.bias = torch.empty(out_features, dtype=setup.activation_dtype, device=setup.device) if has_bias else None
 
     def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
         """x [T, in] -> [T, out]. The call of a layer with LoRA; a plan with adapters is an error here, not ignored."""
         assert plan is None or not plan.num_segments, f"{self.target.name} has no LoRA and got a plan with adapters"
         return self.ops.linear(x, self.weight, self.bias)
+
+    def allocate(self) -> None:
+        self.weight = torch.empty_like(self.weight, device=self.device)
 
     def prepare(self) -> None:
         self.weight = self.ops.prepare_linear(self.weight, self.quantization)
@@ -199,7 +204,8 @@ class VocabParallelEmbedding:
         self.name = name
         self.shard = setup.shard
         self.full_shape = (vocab_size, hidden_size)
-        self.weight = _empty_vocab_share(vocab_size, hidden_size, setup)
+        self.device = setup.device
+        self.weight = _vocab_share(vocab_size, hidden_size, setup)
         self.activation_dtype = setup.activation_dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -216,6 +222,9 @@ class VocabParallelEmbedding:
     def weight_parts(self) -> Iterator[WeightPart]:
         yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
 
+    def allocate(self) -> None:
+        self.weight = torch.empty_like(self.weight, device=self.device)
+
     def prepare(self) -> None:
         pass
 
@@ -229,7 +238,7 @@ class VocabParallelEmbedding:
 class ParallelLMHead:
     """logits_i = hidden W_i^T in float32, the vocabulary cut over the ranks: parts side by side are the logits.
 
-    `tied_to`: the embedding whose weight this is.
+    `tied_to`: the embedding whose weight this is. It is quantised to int8, and to nothing less: a logit's error is a token's.
     """
 
     def __init__(
@@ -243,14 +252,19 @@ class ParallelLMHead:
         self.name = name
         self.shard = setup.shard
         self.ops = setup.ops
-        self.quantization = setup.quantization
+        self.device = setup.device
+        self.quantization = setup.quantization if setup.quantization in HEAD_QUANTIZATIONS else None
         self.tied_to = tied_to
         self.full_shape = (vocab_size, hidden_size)
-        self.weight: LinearWeight = tied_to.weight if tied_to else _empty_vocab_share(vocab_size, hidden_size, setup)
+        self.weight: LinearWeight = tied_to.weight if tied_to else _vocab_share(vocab_size, hidden_size, setup)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then widened."""
         return self.ops.linear(hidden, self.weight, None).float()
+
+    def allocate(self) -> None:
+        if self.tied_to is None:
+            self.weight = torch.empty_like(self.weight, device=self.device)
 
     def prepare(self) -> None:
         """A tied head gets a form of its own; the embedding, which has to be loaded before, keeps the rows."""
@@ -268,8 +282,9 @@ class ParallelLMHead:
             yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
 
 
-def _empty_vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:
-    return torch.empty(_share(vocab_size, setup.shard), hidden_size, dtype=setup.dtype, device=setup.device)
+def _vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:
+    """The shape of this rank's rows."""
+    return torch.empty(_share(vocab_size, setup.shard), hidden_size, dtype=setup.dtype, device=META)
 
 
 def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: Shard) -> WeightPart:

@@ -133,7 +133,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A causal language model over a paged KV cache. Weights are allocated here and filled by loraplex/models/loader.py.
+    """A causal language model over a paged KV cache. Weights are shapes until loraplex/models/loader.py fills them.
 
     `enable_lora=False` builds the bare linears: such a model takes no plan with adapters.
     """

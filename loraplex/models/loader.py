@@ -38,7 +38,7 @@ class WeightSource(Protocol):
     """Where weights come from: a checkpoint, or a seed."""
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
-        """Fill and prepare layer after layer, so that little is in memory twice."""
+        """Allocate, fill and prepare layer after layer: at most one is in memory twice, as it came and as it is kept."""
         ...
 
 
@@ -64,13 +64,13 @@ def load_model(
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model = Decoder(config, ops, dtype, device, enable_lora, quantization=quantization)
     layers = model.weighted_layers()
-    if load_format == "dummy":
-        DummyWeights(seed, device).load_into(layers, progress or _no_progress)
+    if load_format == "auto" and packed_cache is not None and packed_cache.restore(layers):
         return model
-    if packed_cache is not None and packed_cache.restore(layers):
-        return model
-    Checkpoint(Path(path), config).load_into(layers, progress or _no_progress)
-    if packed_cache is not None:
+    source: WeightSource = DummyWeights(seed, device) if load_format == "dummy" else Checkpoint(Path(path), config)
+    source.load_into(layers, progress or _no_progress)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of layers as they came; what is free is measured next
+    if load_format == "auto" and packed_cache is not None:
         packed_cache.save_soon(layers)
     return model
 
@@ -109,6 +109,7 @@ class Checkpoint:
             self._check_names([part.name for layer in layers for part in layer.weight_parts()], where)
             counted = _Counted(layers, progress)
             for layer in layers:
+                layer.allocate()
                 for part in layer.weight_parts():
                     part.load(where[part.name].get_tensor(part.name))
                     counted.add(part)
@@ -207,6 +208,7 @@ class DummyWeights:
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
         counted = _Counted(layers, progress)
         for layer in layers:
+            layer.allocate()
             for part in layer.weight_parts():
                 self._fill(part)
                 counted.add(part)

@@ -1,4 +1,4 @@
-"""--quantization int8 and 16-bit weights: the demo's answers stay, a random model's logits move little, stock torch refuses."""
+"""--quantization and 16-bit weights: the demo's answers stay, a random model's logits move little, what a backend has not is refused."""
 
 from __future__ import annotations
 
@@ -69,11 +69,70 @@ def test_native_int8_is_the_references(zoo: ModelZoo) -> None:
     assert not torch.equal(reference, logits_of(load(zoo, "reference", torch.float32, None)))
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_the_demo_answers_as_before_by_the_specification(quantization: str) -> None:
+    """Adapters are not quantised, the base model under them is."""
+    with LLM(base_path(), quantization=quantization, lora_backend="reference") as llm:
+        answers = ask(llm, questions(each=2, seed=0))
+    assert [a.text for a in answers if not a.is_right] == []
+
+
+@pytest.mark.parametrize(("quantization", "allowed"), [("fp8", 0.25), ("int8", 0.06), ("int4", 0.7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_random_models_logits_move_by_what_the_bits_allow(
+    zoo: ModelZoo, dtype: torch.dtype, quantization: str, allowed: float
+) -> None:
+    """Random weights magnify an error of each linear about sevenfold: that of bfloat16, 0.2 %, and those of fp8 and int4, 2.5 and 7 %."""
+    exact = logits_of(load(zoo, "reference", torch.float32, None))
+    got = logits_of(load(zoo, "reference", dtype, quantization))
+    assert 0 < (got - exact).square().mean().sqrt() <= allowed * exact.std()
+    assert perplexity(got) == pytest.approx(perplexity(exact), rel=allowed / 5)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "allowed", "agreeing"), [("fp8", 0.08, 0.95), ("int8", 0.02, 0.98), ("int4", 0.2, 0.88)]
+)
+def test_a_trained_models_logits_move_less(quantization: str, allowed: float, agreeing: float) -> None:
+    """Of the demo's model, for any tokens; `agreeing` is the share of positions with the same most likely token."""
+    config, ops = ModelConfig.from_dir(base_path()), get_backend("reference", CPU)
+    tokens = torch.randint(config.vocab_size, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def run(kept: str | None) -> torch.Tensor:
+        model = load_model(base_path(), config, torch.float32, CPU, "auto", 0, ops, False, quantization=kept)
+        return PagedRunner(model, block_size=16).step([("a", tokens)])[0]
+
+    exact, got = run(None), run(quantization)
+    assert 0 < (got - exact).square().mean().sqrt() <= allowed * exact.std()
+    assert (got.argmax(-1) == exact.argmax(-1)).float().mean() >= agreeing
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_tritons_logits_are_the_references(zoo: ModelZoo, quantization: str) -> None:
+    pytest.importorskip("triton")
+    got, want = (logits_of(load(zoo, backend, torch.float32, quantization)) for backend in ("triton", "reference"))
+    assert (
+        got - want
+    ).square().mean().sqrt() <= 5e-3 * want.std()  # fp8: a quotient in the middle may fall to either side
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_the_head_is_not_quantised_to_less_than_int8(zoo: ModelZoo, quantization: str) -> None:
+    assert isinstance(load(zoo, "reference", torch.float32, quantization).lm_head.weight, torch.Tensor)
+    assert not isinstance(load(zoo, "reference", torch.float32, "int8").lm_head.weight, torch.Tensor)
+
+
 def test_stock_torch_refuses_int8() -> None:
     with pytest.raises(ConfigError, match="quantization int8 is not in the torch kernels"):
         LLM(base_path(), quantization="int8", lora_backend="torch")
 
 
+def test_fp8_is_refused_on_a_gpu_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("loraplex.kernels.triton.launch")
+    monkeypatch.setattr(launch, "H100", launch.A100)
+    with pytest.raises(ConfigError, match=r"fp8 is not in the triton kernels.* sm_80.* they have int8, int4 .*8\.9"):
+        LLM(base_path(), quantization="fp8", lora_backend="triton")
+
+
 def test_another_quantization_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization must be int8 or unset, got 'awq'"):
+    with pytest.raises(ConfigError, match=r"quantization must be one of .* or unset, got 'awq'"):
         LLM(base_path(), quantization="awq")

@@ -38,6 +38,7 @@ def random_checkpoint(parts: list[WeightPart]) -> dict[str, Tensor]:
 
 
 def fill(layer: ParallelLinear | VocabParallelEmbedding | ParallelLMHead, checkpoint: dict[str, Tensor]) -> None:
+    layer.allocate()
     parts = list(layer.weight_parts())
     assert {part.name for part in parts} == set(checkpoint)
     for part in parts:

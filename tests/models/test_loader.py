@@ -14,9 +14,10 @@ from torch import Tensor
 
 from loraplex.errors import ConfigError, ModelNotFoundError, ModelWeightError
 from loraplex.kernels.ops import get_backend
+from loraplex.layers.linear import ParallelLinear
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.loader import load_model, resolve_model
+from loraplex.models.loader import Checkpoint, DummyWeights, load_model, resolve_model
 from tests.fixtures import ModelZoo
 from tests.models.paged_runner import CPU, PagedRunner, load_decoder
 
@@ -235,3 +236,25 @@ def test_what_the_hub_does_not_give_is_not_found(tmp_path: Path, monkeypatch: py
         resolve_model("org/none", "v1")
     with pytest.raises(ModelNotFoundError, match="'bad name!'"):
         resolve_model("bad name!")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_one_layer_at_a_time_is_in_memory_as_it_came(zoo: ModelZoo, load_format: str, quantization: str) -> None:
+    """At every moment of a load: linears are shapes, or quantised, but for one."""
+    base = zoo.base("qwen2")
+    config = ModelConfig.from_dir(base)
+    model = Decoder(config, get_backend("reference", CPU), torch.float32, CPU, True, quantization=quantization)
+    layers = model.weighted_layers()
+    linears = [layer for layer in layers if isinstance(layer, ParallelLinear)]
+    assert all(linear.weight.is_meta for linear in linears)
+    seen = set()
+
+    def watch(_done: int, _total: int) -> None:
+        weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
+        seen.add(sum(not weight.is_meta for weight in weights))
+
+    source = Checkpoint(base, config) if load_format == "auto" else DummyWeights(0, CPU)
+    source.load_into(layers, watch)
+    assert seen == {0, 1}
+    assert not any(isinstance(linear.weight, Tensor) for linear in linears)
