@@ -10,6 +10,7 @@ from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import Arena
+from loraplex.memory.copies import copies_for
 from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.packing import Packer
@@ -39,6 +40,7 @@ def build_manager(
         open_weights=lambda spec: read_spec(spec, targets, lora),
         base_bias=model.base_bias,
         host_arena=host_arena,
+        copies=None if host_arena is None else copies_for(arena.device),
         on_digest_dropped=blocks.drop_digest,
         ask_kv=blocks.give_back,
         events=events,

@@ -25,6 +25,7 @@ from loraplex.errors import (
     AdapterFaultError,
     AdapterNoRoomError,
     AdapterNotFoundError,
+    AdapterUnavailableError,
     BaseModelFaultError,
     LoraplexError,
 )
@@ -128,7 +129,9 @@ class Caretaker:
         bad = {
             sequence.state.request.adapter_id
             for sequence in plan.sequences
-            if (token := tokens.get(sequence.state.request.request_id)) is not None and token.error is not None
+            if (token := tokens.get(sequence.state.request.request_id)) is not None
+            and token.error is not None
+            and not isinstance(token.error, AdapterUnavailableError)  # it did not arrive: nothing was computed with it
         }
         self._is_base_suspect |= None in bad
         return self._quarantine([each for each in bad if each is not None], "its logits are not finite")

@@ -318,7 +318,8 @@ def build_engine(
     builder = BatchBuilder(blocks, config.max_num_seqs, device)
     profiler = profiler or Profiler()
     backend.reserve_workspace(config.max_num_batched_tokens)
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler)
+    steps = None if adapters is None else adapters.steps
+    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler, steps)
     caretaker = make_caretaker(config, backend, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),

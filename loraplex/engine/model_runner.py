@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,31 +13,54 @@ from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError
 from loraplex.kernels.profiled import PART_OF
+from loraplex.memory.arrivals import StepGate
+from loraplex.memory.steps import StepPreparation
 from loraplex.models.decoder import Decoder
 from loraplex.profiler import Profiler
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A launched step. `result` gives one token per sampled sequence, by request_id."""
+    """A launched step. `result` gives one token per sampled sequence, by request_id.
+
+    _gate: of adapters that were arriving; tokens of those that did not arrive are errors instead.
+    """
 
     _tokens: Mapping[str, SampledToken]
+    _sequences: tuple[ScheduledSequence, ...] = ()
+    _gate: StepGate | None = None
 
     def result(self) -> Mapping[str, SampledToken]:
-        return self._tokens
+        errors = {} if self._gate is None else self._gate.errors()
+        if not errors:
+            return self._tokens
+        slots = {each.state.request.request_id: each.state.lora_slot for each in self._sequences}
+        return {
+            request_id: token
+            if (error := errors.get(_slot(slots[request_id]))) is None
+            else SampledToken(0, error=error)
+            for request_id, token in self._tokens.items()
+        }
 
 
 class ModelRunner:
-    """The decoder with its KV memory and its sampler."""
+    """The decoder with its KV memory and its sampler. adapters: None in an engine without LoRA."""
 
     def __init__(
-        self, model: Decoder, kv: torch.Tensor, builder: BatchBuilder, sampler: Sampler, profiler: Profiler
+        self,
+        model: Decoder,
+        kv: torch.Tensor,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        profiler: Profiler,
+        adapters: StepPreparation | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._builder = builder
         self._sampler = sampler
         self._profiler = profiler
+        self._adapters = adapters
 
     @property
     def kv_block_bytes(self) -> int:
@@ -66,14 +89,16 @@ class ModelRunner:
             return StepHandle({})
         with self._profiler.part("build"):
             step = self._builder.build(plan)
+            gate = self._prepare(plan)
+            batch = step.batch if gate is None else replace(step.batch, gate=gate)
         with self._profiler.part("forward"):
-            hidden = self._model.forward(step.batch, self._kv)
+            hidden = self._model.forward(batch, self._kv)
             if len(step.batch.logits_indices) == 0:
                 return StepHandle({})
             logits = self._model.compute_logits(hidden[step.batch.logits_indices])
         with self._profiler.part("sample"):
             self._take_prompt_logprobs(step, logits)
-            return StepHandle(self._sample(step, logits))
+            return StepHandle(self._sample(step, logits), step.sampled, gate)
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
@@ -81,8 +106,15 @@ class ModelRunner:
         token_ids = list(request.prompt_token_ids)
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))
-        logits = self._model.compute_logits(self._model.forward(self._builder.build(plan).batch, self._kv))
+        batch = replace(self._builder.build(plan).batch, gate=self._prepare(plan))
+        logits = self._model.compute_logits(self._model.forward(batch, self._kv))
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
+
+    def _prepare(self, plan: SchedulePlan) -> StepGate | None:
+        if self._adapters is None:
+            return None
+        slots = {each.state.lora_slot for each in plan.sequences if each.state.lora_slot is not None}
+        return self._adapters.prepare(slots)
 
     def _take_prompt_logprobs(self, step: BuiltStep, logits: torch.Tensor) -> None:
         for rows in step.prompt_rows:
@@ -105,6 +137,10 @@ class ModelRunner:
             else SampledToken(token_ids[row], output.logprobs[row])
             for row, sequence in enumerate(step.sampled)
         }
+
+
+def _slot(lora_slot: int | None) -> int:
+    return BASE_SLOT if lora_slot is None else lora_slot
 
 
 def _sampling_row(state: RequestState) -> SamplingRow:

@@ -21,7 +21,7 @@ from loraplex.events import EventKind
 from loraplex.memory.arena import Extent
 from loraplex.memory.arrivals import Arriving
 from loraplex.memory.copies import Arrival
-from loraplex.memory.damage import DamageControl, damage_error
+from loraplex.memory.damage import DamageControl
 from loraplex.memory.jobs import LoadJobs
 from loraplex.memory.loading import Loader, as_adapter_error, is_device_lost, raise_again
 from loraplex.memory.stored import Demand, LoadJob, StoredWeights, WeightState, tell
@@ -64,13 +64,19 @@ class Promoter:
             return None
         job = self._jobs.begin(weights, demand)
         job.is_awaited = demand.is_for_request
-        self._send(job)
+        try:
+            self._send(job)
+        except LoraplexError:
+            if weights.failure is not None:  # others who ask in this pass get it too, later ones try again
+                weights.failure.raised_in_pass = self._store.room.pass_id
+            raise
         return None
 
     def released(self, weights: StoredWeights) -> None:
         """The last request on it has ended: what did not arrive can go."""
         job = weights.job
         if job is not None and job.error is not None:
+            job.is_awaited = False  # they have it
             self._jobs.end_failed(job, job.error)
 
     def _publish(self, weights: StoredWeights, extents: tuple[Extent, ...]) -> None:
@@ -160,7 +166,8 @@ class Promoter:
             tell(store.events, EventKind.RECOVERY, weights, "was copied to the device again")
         self._jobs.end(job)
         if is_damaged and weights.adapters:
-            self._is_not_to_be_used(job, damage_error(job.sources[-1].name))
+            text = f"{_named(job)} was found damaged when it came to the device and is read again; try again in 1 s"
+            self._is_not_to_be_used(job, AdapterUnavailableError(text))
             if not weights.num_running and weights.is_at_rest:
                 self._on_damaged(weights)
 
