@@ -258,7 +258,9 @@ class Arriving(MemoryMachine):
     def run_layers(self, data: st.DataObject) -> None:
         """A step on what may be arriving: each layer is right when its gate opens."""
         adapter_id = data.draw(st.sampled_from(sorted(self.references)))
-        slot = self.manager.lora_id_to_index[adapter_id]
+        weights = next(each for each in self.manager._store.weights.values() if adapter_id in each.adapters)
+        slot = weights.lora_slot
+        assert slot is not None
         self.rig.check_output(slot, MODELS[DIGEST_OF[adapter_id]])
 
     @rule(max_bytes=st.integers(1, 20_000))
