@@ -208,6 +208,7 @@ class AdapterHealth:
             return {}
         with self._store.lock:
             faults, self._store.faults = self._store.faults, {}
+            self._store.suspect += faults
             return {
                 adapter_id: error
                 for digest, error in faults.items()

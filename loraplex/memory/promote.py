@@ -173,6 +173,7 @@ class Promoter:
 
     def _did_not_arrive(self, job: LoadJob, error: Exception) -> None:
         weights = job.weights
+        self._store.suspect.append(weights.digest)
         if weights.num_running:
             if is_device_lost(error):
                 self._store.device_lost = DeviceLostError(f"the device does not answer any more: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,12 +12,13 @@ from loraplex.memory.checksum import checksums
 
 
 class FakeArrival:
-    """Copies of one promote. `num_done` pieces are there; after `fail` no more come."""
+    """Copies of one promote. `num_done` pieces are there; after `fail` no more come. `on_hold`: called when a step waits."""
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self.sources, self.targets = list(sources), list(targets)
         self.num_done = 0
         self.error: Exception | None = None
+        self.on_hold: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._before = [source.clone() for source in sources]
         for target in targets:
@@ -42,6 +43,7 @@ class FakeArrival:
 
     def hold_steps(self, index: int) -> None:
         """The kernels of this test run at once, so the copies they wait for do too."""
+        self.on_hold()
         self.run(index + 1 - self.num_done)
 
     def join(self) -> None:
