@@ -213,8 +213,12 @@ class EngineSettings:
     kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
     device_memory: int | str | None = setting(
         None,
-        "memory that KV cache and adapters share by demand: bytes, 4GiB, or 40% of the machine's or the GPU's (default: the "
-        "KV cache's and the adapters' added up, so that neither takes from the other)",
+        "memory that KV cache and adapters share by demand: bytes, 4GiB, or 40% of the machine's or the GPU's (default on a GPU: "
+        "what gpu_memory_utilization leaves; elsewhere the KV cache's and the adapters' added up, so that neither takes from the other)",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "share of the GPU that weights, steps, KV cache and adapters may take together, when device_memory is not given (vLLM's name)",
     )
     kv_cache_memory: int | str | None = setting(
         None,
@@ -281,6 +285,10 @@ class EngineSettings:
             0 < self.relaxed_pressure <= self.high_pressure <= self.critical_pressure <= 1,
             f"relaxed_pressure ({self.relaxed_pressure}) <= high_pressure ({self.high_pressure}) <= critical_pressure "
             f"({self.critical_pressure}) must hold, all of them shares up to 1",
+        )
+        _require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization must be > 0 and <= 1, got {self.gpu_memory_utilization}",
         )
         _require(0 <= self.max_fragmentation <= 1, f"max_fragmentation must be 0..1, got {self.max_fragmentation}")
         _require(self.num_threads is None or self.num_threads >= 1, f"num_threads must be >= 1, got {self.num_threads}")

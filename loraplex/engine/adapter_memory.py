@@ -11,6 +11,7 @@ from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.arena import Arena
+from loraplex.memory.copies import CopyEngine, copies_for
 from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.packing import Packer
@@ -29,9 +30,7 @@ def build_manager(
     """On a CPU the arena is host and device memory in one; another device has host memory of its own, pinned for a GPU."""
     targets = model.lora_targets()
     lora = _with_one_dtype(lora, backend, model)
-    host_arena = None
-    if arena.device.type != "cpu":
-        host_arena = Arena(lora.host_memory_bytes, arena.chunk_bytes, "cpu", is_pinned=arena.device.type == "cuda")
+    host_arena, copies = host_side(lora, arena)
     manager = LoRAModelManager(
         lora,
         targets,
@@ -41,6 +40,7 @@ def build_manager(
         open_weights=lambda spec: read_spec(spec, targets, lora),
         base_bias=model.base_bias,
         host_arena=host_arena,
+        copies=copies,
         on_digest_dropped=blocks.drop_digest,
         ask_kv=blocks.give_back,
         events=events,
@@ -55,6 +55,14 @@ def _with_one_dtype(lora: LoRAConfig, backend: KernelBackend, model: Decoder) ->
     """Where a backend packs all adapters in one dtype they are read in it: a value that does not fit is a reason to refuse."""
     dtype = backend.adapter_dtype(model.activation_dtype) if lora.lora_dtype == "auto" else None
     return lora if dtype is None else replace(lora, lora_dtype=str(dtype).removeprefix("torch."))
+
+
+def host_side(lora: LoRAConfig, arena: Arena) -> tuple[Arena | None, CopyEngine | None]:
+    """The host's memory beside that of another device, and how its bytes come there; None where they are one."""
+    if arena.device.type == "cpu":
+        return None, None
+    is_gpu = arena.device.type == "cuda"
+    return Arena(lora.host_memory_bytes, arena.chunk_bytes, "cpu", is_pinned=is_gpu), copies_for(arena.device)
 
 
 def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:

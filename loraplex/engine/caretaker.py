@@ -25,12 +25,14 @@ from loraplex.errors import (
     AdapterFaultError,
     AdapterNoRoomError,
     AdapterNotFoundError,
+    AdapterUnavailableError,
     BaseModelFaultError,
     LoraplexError,
 )
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.memory.damage import damage_error
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.monitor import MemoryMonitor, Thresholds
 from loraplex.memory.system_memory import system_pressure
@@ -127,7 +129,7 @@ class Caretaker:
             self._check_base()
         if self._adapters is None:
             return []
-        ended = self._scrub(self._adapters)
+        ended = [*self._scrub(self._adapters), *self._end_faulty(self._adapters)]
         self._diagnose(self._adapters)
         self._prefetch()
         if self._lora.enable_diagnosis and not self._scheduler.has_unfinished:
@@ -139,7 +141,9 @@ class Caretaker:
         bad = {
             sequence.state.request.adapter_id
             for sequence in plan.sequences
-            if (token := tokens.get(sequence.state.request.request_id)) is not None and token.error is not None
+            if (token := tokens.get(sequence.state.request.request_id)) is not None
+            and token.error is not None
+            and not isinstance(token.error, AdapterUnavailableError)  # it did not arrive: nothing was computed with it
         }
         self._is_base_suspect |= None in bad
         return self._quarantine([each for each in bad if each is not None], "its logits are not finite")
@@ -230,9 +234,17 @@ class Caretaker:
         ended: list[TokenOutput] = []
         num_bytes = int(self._lora.scrub_bytes_per_s * min(elapsed_s, MAX_SCRUB_DELAY_S))
         for adapter_id, name in adapters.health.scrub(num_bytes).items():
-            text = (
-                f"adapter {name!r}: its weights in memory were found damaged and are being restored; try again in 1 s"
-            )
-            ended += self._end_requests(adapter_id, AdapterFaultError(text))
-            adapters.health.restore(adapter_id)
+            ended += self._end_and_restore(adapters, adapter_id, damage_error(name))
+        return ended
+
+    def _end_faulty(self, adapters: LoRAModelManager) -> list[TokenOutput]:
+        """Requests on weights that did not come to the device whole, or that a check beside the steps found damaged."""
+        ended: list[TokenOutput] = []
+        for adapter_id, error in adapters.health.take_faults().items():
+            ended += self._end_and_restore(adapters, adapter_id, error)
+        return ended
+
+    def _end_and_restore(self, adapters: LoRAModelManager, adapter_id: int, error: LoraplexError) -> list[TokenOutput]:
+        ended = self._end_requests(adapter_id, error)
+        adapters.health.restore(adapter_id)
         return ended

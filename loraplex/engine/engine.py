@@ -17,6 +17,7 @@ from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
 from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.caretaker import Caretaker, make_caretaker
+from loraplex.engine.device_memory import device_memory
 from loraplex.engine.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
@@ -278,7 +279,8 @@ def build_engine(
     backend = _backend(config, device, profiler)
     model = _load_model(config, path, model_config, dtype, backend, device, progress)
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device)
+    backend.reserve_workspace(config.max_num_batched_tokens)
+    memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device, device_memory(device))
     blocks = _build_blocks(config, memory)
     events = EventLog()
     adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
@@ -292,8 +294,8 @@ def build_engine(
     )
     builder = BatchBuilder(blocks, config.max_num_seqs, device)
     profiler = profiler or Profiler()
-    backend.reserve_workspace(config.max_num_batched_tokens)
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler)
+    steps = None if adapters is None else adapters.steps
+    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler, steps)
     caretaker = make_caretaker(config, backend, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),

@@ -2,6 +2,7 @@
 
     device_memory unset    arena = the KV cache's ceiling + the adapters': nobody contends, the KV cache has its chunks from the start
     device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
+    unset, on a GPU        as if it were set to what the GPU has left (device_memory.py), unless both ceilings are given
 
 The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in use.
 """
@@ -25,6 +26,7 @@ from loraplex.config import (
     Size,
     num_bytes,
 )
+from loraplex.engine.device_memory import DeviceMemory, shareable_bytes
 from loraplex.errors import ConfigError
 from loraplex.memory.arena import Arena, Limits, Owner
 from loraplex.models.config import ModelConfig
@@ -32,6 +34,8 @@ from loraplex.models.decoder import Decoder
 
 MAX_DEFAULT_MODEL_LEN = 8192
 CHUNK_BYTES = 1 << 20
+GPU_CHUNK_BYTES = 16 << 20
+MIN_GPU_CHUNKS, MAX_GPU_CHUNKS = 64, 4096
 DEFAULT_FLOOR_PARTS = 10  # a floor is a tenth of the whole unless it is said
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -67,15 +71,21 @@ class _Sizes:
 
 
 def plan_memory(
-    config: EngineConfig, model_config: ModelConfig, model: Decoder, kv_dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    model_config: ModelConfig,
+    model: Decoder,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    gpu: DeviceMemory | None = None,
 ) -> MemoryPlan:
-    """Raises ConfigError, with both numbers, when the sizes cannot be."""
-    sizes = _sizes(config, device)
+    """gpu: its memory with the model on it, None elsewhere. Raises ConfigError, with both numbers, when the sizes cannot be."""
+    sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
     num_blocks = sizes.kv_ceiling // block_bytes
     max_model_len = _max_model_len(config, model_config, sizes.kv_ceiling, num_blocks * config.block_size)
     num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
-    blocks_per_chunk = max(1, min(num_blocks, CHUNK_BYTES // block_bytes))
+    whole = sizes.kv_ceiling + sizes.adapters if sizes.whole is None else sizes.whole
+    blocks_per_chunk = max(1, min(num_blocks, chunk_size(whole, gpu is not None) // block_bytes))
     kv_ceiling, chunk_bytes = num_blocks // blocks_per_chunk, blocks_per_chunk * block_bytes
     max_model_len = min(max_model_len, kv_ceiling * blocks_per_chunk * config.block_size)
     longest = -(-max_model_len // (config.block_size * blocks_per_chunk))  # chunks of one request
@@ -85,18 +95,52 @@ def plan_memory(
     else:
         num_chunks = max(1, sizes.whole // chunk_bytes)
         limits = _limits(sizes, num_chunks * chunk_bytes, chunk_bytes, kv_ceiling, longest, max_model_len)
-    arena = Arena(num_chunks * chunk_bytes, chunk_bytes, device, limits=limits)
+    arena = _arena(num_chunks, chunk_bytes, device, limits, gpu)
     kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
     num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
     return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora)
 
 
-def _sizes(config: EngineConfig, device: torch.device) -> _Sizes:
+def chunk_size(whole: int, is_gpu: bool) -> int:
+    """Bytes of a chunk, about: what KV cache and adapters lend each other at a time.
+
+    On a GPU it is larger. A layer of an adapter is some megabytes there (2.6 MB: rank 16 on an 8B model), so a small chunk holds no two
+    of them; and finding a free chunk is a walk over all of them, in the path of a promote: 80 GB in chunks of 1 MiB are 80,000.
+    """
+    if not is_gpu:
+        return CHUNK_BYTES
+    return max(whole // MAX_GPU_CHUNKS, min(GPU_CHUNK_BYTES, max(CHUNK_BYTES, whole // MIN_GPU_CHUNKS)))
+
+
+def _arena(
+    num_chunks: int, chunk_bytes: int, device: torch.device, limits: dict[Owner, Limits], gpu: DeviceMemory | None
+) -> Arena:
+    try:
+        return Arena(num_chunks * chunk_bytes, chunk_bytes, device, limits=limits)
+    except torch.OutOfMemoryError as error:
+        free = "" if gpu is None else f", of which {gpu.free_bytes} bytes were free"
+        raise ConfigError(
+            f"KV cache and adapters are to have {num_chunks * chunk_bytes} bytes of the device{free}; lower device_memory, or "
+            "gpu_memory_utilization where that is not given"
+        ) from error
+
+
+def _with_gpu(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, gpu: DeviceMemory | None) -> EngineConfig:
+    """With device_memory as what the GPU has left, where nobody says how much."""
+    has_kv = config.kv_cache_memory is not None or config.kv_cache_memory_bytes != DEFAULT_KV_CACHE_BYTES
+    lora = config.lora
+    has_adapters = lora is None or lora.adapter_memory is not None or lora.adapter_memory_bytes != DEFAULT_ADAPTER_BYTES
+    if gpu is None or config.device_memory is not None or (has_kv and has_adapters):
+        return config
+    return replace(config, device_memory=shareable_bytes(config, model, dtype, gpu))
+
+
+def _sizes(config: EngineConfig, device: torch.device, gpu: DeviceMemory | None) -> _Sizes:
     if config.device_memory is None:
         kv = _size("kv_cache_memory", config.kv_cache_memory, None) or config.kv_cache_memory_bytes
         lora = None if config.lora is None else _in_bytes(config.lora, None, device)
         return _Sizes(None, kv, None, _arena_bytes(lora, device), 0, lora)
-    whole = num_bytes("device_memory", config.device_memory, _machine_bytes(device))
+    whole = num_bytes("device_memory", config.device_memory, _machine_bytes(device) if gpu is None else gpu.total_bytes)
     lora = None if config.lora is None else _in_bytes(config.lora, whole, device)
     adapters = _arena_bytes(lora, device)
     floor = None if config.lora is None else _size("adapter_floor", config.lora.adapter_floor, whole)
@@ -180,9 +224,7 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_bytes: in
 
 
 def _machine_bytes(device: torch.device) -> int | None:
-    """The memory of a GPU, or of this machine as far as its control group goes; None where nobody says."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    """The memory of this machine as far as its control group goes; None where nobody says."""
     if device.type != "cpu":
         return None
     with suppress(OSError, ValueError, AttributeError):

@@ -13,8 +13,10 @@ from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
 from loraplex.engine.device_copies import upload
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
-from loraplex.errors import AdapterFaultError, EngineError
+from loraplex.errors import AdapterFaultError, EngineError, LoraplexError
 from loraplex.kernels.profiled import PART_OF
+from loraplex.memory.arrivals import StepGate
+from loraplex.memory.steps import StepPreparation
 from loraplex.models.decoder import Decoder
 from loraplex.profiler import Profiler
 
@@ -28,6 +30,19 @@ class _PromptLogprobs:
     finish: Callable[[], tuple[TokenLogprobs, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """The adapters of a step that were arriving when it was launched, and the lora_slot of each of its requests."""
+
+    gate: StepGate
+    slots: Mapping[str, int]
+
+    def errors(self) -> Mapping[str, LoraplexError]:
+        """By request_id, of those whose adapter did not arrive."""
+        errors = self.gate.errors()
+        return {request_id: errors[slot] for request_id, slot in self.slots.items() if slot in errors}
+
+
 class StepHandle:
     """A launched step. On a CPU it is done; on another device the host goes on until it asks for the result."""
 
@@ -36,13 +51,18 @@ class StepHandle:
         sampled: Sequence[ScheduledSequence] = (),
         drawn: DrawnTokens | None = None,
         prompt_logprobs: Sequence[_PromptLogprobs] = (),
+        arriving: _Arriving | None = None,
     ) -> None:
         self._sampled = sampled
         self._drawn = drawn
         self._prompt_logprobs = prompt_logprobs
+        self._arriving = arriving
 
     def result(self) -> Mapping[str, SampledToken]:
-        """One token per sampled sequence, by request_id; prompt logprobs are added to their requests. Waits for this step alone."""
+        """One token per sampled sequence, by request_id; prompt logprobs are added to their requests. Waits for this step alone.
+
+        Tokens through adapters that did not arrive are errors instead.
+        """
         for each in self._prompt_logprobs:
             each.state.prompt_logprobs[each.first :] = each.finish()
         if self._drawn is None:
@@ -50,12 +70,14 @@ class StepHandle:
         output = self._drawn.result()
         failed = set(output.failed_rows)
         token_ids: Sequence[int] = output.token_ids.tolist()
-        return {
+        tokens = {
             sequence.state.request.request_id: _failed_token(sequence)
             if row in failed
             else SampledToken(token_ids[row], output.logprobs[row])
             for row, sequence in enumerate(self._sampled)
         }
+        errors = {} if self._arriving is None else self._arriving.errors()
+        return tokens | {each: SampledToken(0, error=error) for each, error in errors.items() if each in tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +89,16 @@ class _LastTokens:
 
 
 class ModelRunner:
-    """The decoder with its KV memory and its sampler."""
+    """The decoder with its KV memory and its sampler. adapters: None in an engine without LoRA."""
 
     def __init__(
-        self, model: Decoder, kv: torch.Tensor, builder: BatchBuilder, sampler: Sampler, profiler: Profiler
+        self,
+        model: Decoder,
+        kv: torch.Tensor,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        profiler: Profiler,
+        adapters: StepPreparation | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -78,6 +106,7 @@ class ModelRunner:
         self._sampler = sampler
         self._profiler = profiler
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
+        self._adapters = adapters
 
     @property
     def kv_block_bytes(self) -> int:
@@ -109,13 +138,15 @@ class ModelRunner:
         with self._profiler.part("build"):
             step = self._builder.build(plan)
             self._take_pending(step)
+            arriving = self._prepare(plan)
+            batch = step.batch if arriving is None else replace(step.batch, gate=arriving.gate)
         with self._profiler.part("forward"):
-            hidden = self._model.forward(step.batch, self._kv)
+            hidden = self._model.forward(batch, self._kv)
             if len(step.batch.logits_indices) == 0:
                 return StepHandle()
             logits = self._model.compute_logits(hidden[step.batch.logits_indices])
         with self._profiler.part("sample"):
-            return self._sample(step, logits)
+            return self._sample(step, logits, arriving)
 
     def _take_pending(self, step: BuiltStep) -> None:
         """Write the tokens that the last step draws into this one's batch; what it did not draw belongs to requests that have ended."""
@@ -132,18 +163,28 @@ class ModelRunner:
         token_ids = list(request.prompt_token_ids)
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))
-        logits = self._model.compute_logits(self._model.forward(self._builder.build(plan).batch, self._kv))
+        arriving = self._prepare(plan)
+        batch = replace(self._builder.build(plan).batch, gate=None if arriving is None else arriving.gate)
+        logits = self._model.compute_logits(self._model.forward(batch, self._kv))
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
-    def _sample(self, step: BuiltStep, logits: torch.Tensor) -> StepHandle:
+    def _prepare(self, plan: SchedulePlan) -> _Arriving | None:
+        if self._adapters is None:
+            return None
+        states = [each.state for each in plan.sequences]
+        slots = {each.request.request_id: each.lora_slot for each in states if each.lora_slot is not None}
+        gate = self._adapters.prepare(set(slots.values()))
+        return None if gate is None else _Arriving(gate, slots)
+
+    def _sample(self, step: BuiltStep, logits: torch.Tensor, arriving: _Arriving | None) -> StepHandle:
         prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in step.prompt_rows]
         if not step.sampled:
-            return StepHandle(prompt_logprobs=prompt_logprobs)
+            return StepHandle((), None, prompt_logprobs, arriving)
         if step.prompt_rows:
             logits = logits[upload(np.array(step.sampled_rows, np.int64), logits.device)]
         drawn = self._sampler.launch(logits, [_sampling_row(sequence) for sequence in step.sampled])
         self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
-        return StepHandle(step.sampled, drawn, prompt_logprobs)
+        return StepHandle(step.sampled, drawn, prompt_logprobs, arriving)
 
     def _prompt_logprobs(self, rows: PromptLogitRows, logits: torch.Tensor) -> _PromptLogprobs:
         count = rows.state.request.sampling_params.prompt_logprobs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -246,9 +246,14 @@ class SlotTable:
     One row per (target, slice), in the order of `targets`; one column per lora_slot. Tensors of shape [rows, capacity]:
     a_addr, b_addr, bias_addr int64 (0: no such part), rank int32 (0: no A and B), scale float32, dtype int32 (DTYPE_CODES).
     They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
+
+    On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings it to the
+    tensors, in the order of the kernels: a step in flight sees none of it, the next one all.
     """
 
-    def __init__(self, targets: Sequence[LoraTarget], capacity: int, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, targets: Sequence[LoraTarget], capacity: int, buffer: torch.Tensor, *, is_mirrored: bool | None = None
+    ) -> None:
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
             raise ValueError(f"buffer must be a flat contiguous uint8 tensor, got {buffer.dtype} {tuple(buffer.shape)}")
         if capacity < 1:
@@ -256,6 +261,7 @@ class SlotTable:
         self.targets = tuple(targets)
         self.capacity = capacity
         self.buffer = buffer
+        self.is_mirrored = buffer.device.type != "cpu" if is_mirrored is None else is_mirrored
         self._base_addr = buffer.data_ptr()
         self._first_rows = dict(zip((t.name for t in self.targets), _row_starts(self.targets), strict=True))
         if len(self._first_rows) != len(self.targets):
@@ -274,20 +280,18 @@ class SlotTable:
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
 
     def _allocate_columns(self) -> None:
-        shape, on_cpu = (self.num_rows, self.capacity), self.buffer.device.type == "cpu"
-
-        def column(dtype: torch.dtype) -> tuple[torch.Tensor, NDArray[Any]]:
-            host = torch.zeros(shape, dtype=dtype)
-            return (host if on_cpu else host.to(self.buffer.device)), host.numpy()
-
-        self.a_addr, host_a = column(torch.int64)
-        self.b_addr, host_b = column(torch.int64)
-        self.bias_addr, host_bias = column(torch.int64)
-        self.rank, host_rank = column(torch.int32)
-        self.scale, host_scale = column(torch.float32)
-        self.dtype, host_dtype = column(torch.int32)
-        self._columns = (self.a_addr, self.b_addr, self.bias_addr, self.rank, self.scale, self.dtype)
-        self._host = (host_a, host_b, host_bias, host_rank, host_scale, host_dtype)
+        shape = (3, self.num_rows, self.capacity)
+        addresses, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int32)
+        self._host_planes = addresses.numpy(), values.numpy()
+        host_rank, host_scale, host_dtype = self._host_planes[1]
+        self._host = (*self._host_planes[0], host_rank, host_scale.view(np.float32), host_dtype)
+        if self.is_mirrored:
+            addresses, values = (planes.clone().to(self.buffer.device) for planes in (addresses, values))
+        self._planes = addresses, values
+        self.a_addr, self.b_addr, self.bias_addr = addresses.unbind()
+        self.rank, self.dtype = values[0], values[2]
+        self.scale = values[1].view(torch.float32)
+        self._changed: set[int] = set()
 
     @property
     def num_rows(self) -> int:
@@ -316,7 +320,7 @@ class SlotTable:
             self._write(row, lora_slot, self._entry(block_offset, layout))
         present = [layout for layout in layouts if layout is not None]
         self._note(max((x.rank for x in present), default=0), frozenset(x.dtype for x in present))
-        self._upload(first_row, first_row + num_slices, lora_slot)
+        self._mark(lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self.derived[lora_slot].pop(first_row, None)
 
@@ -355,7 +359,7 @@ class SlotTable:
         for column, values in zip(self._host, (*addresses, *image.values), strict=True):
             column[image.rows, lora_slot] = values
         self._note(image.max_rank, image.dtypes)
-        self._upload(0, self.num_rows, lora_slot)
+        self._mark(lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
 
     def clear_slot(self, lora_slot: int) -> None:
@@ -363,7 +367,7 @@ class SlotTable:
         self._check_slot(lora_slot)
         for column in self._host:
             column[:, lora_slot] = 0
-        self._upload(0, self.num_rows, lora_slot)
+        self._mark(lora_slot)
         self._placed[lora_slot].clear()
         self.derived[lora_slot].clear()
 
@@ -413,12 +417,51 @@ class SlotTable:
         for column, value in zip(self._host, entry, strict=True):
             column[row, lora_slot] = value
 
-    def _upload(self, start: int, end: int, lora_slot: int) -> None:
-        """Bring rows [start, end) of one slot to the device; on a CPU the tensors are the host's own memory."""
-        if self.buffer.device.type == "cpu":
+    @property
+    def has_changes(self) -> bool:
+        """Whether `flush` has something to do; never where the tensors are the host's own memory."""
+        return bool(self._changed)
+
+    def flush(self) -> None:
+        """Bring the columns that were written since to the device, on the current stream: one copy and two kernels, whatever changed.
+
+        For the thread that launches steps, before each; nobody may write meanwhile. Nothing is launched when nothing changed.
+        """
+        if not self._changed:
             return
-        for column, host in zip(self._columns, self._host, strict=True):
-            column[start:end, lora_slot] = torch.from_numpy(host[start:end, lora_slot]).to(column.device)
+        slots = sorted(self._changed)
+        self._changed.clear()
+        size = len(slots) * self.num_rows * 3
+        # int64 words: the slots, the addresses, and the values two by two. Torch keeps page-locked memory until its copy is done.
+        is_pinned = self.buffer.device.type == "cuda"
+        staging = torch.empty(len(slots) + size + (size + 1) // 2, dtype=torch.int64, pin_memory=is_pinned)
+        staging[: len(slots)] = torch.tensor(slots)
+        for written, part in zip(self._host_planes, self._parts(staging, len(slots)), strict=True):
+            part.numpy()[:] = written[:, :, slots]
+        on_device = staging.to(self.buffer.device, non_blocking=True)
+        for planes, part in zip(self._planes, self._parts(on_device, len(slots)), strict=True):
+            planes.index_copy_(2, on_device[: len(slots)], part)
+
+    def _parts(self, staging: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Addresses and values in a staging buffer, each [3, rows, num_slots]."""
+        shape = (3, self.num_rows, num_slots)
+        addresses = staging[num_slots:][: math.prod(shape)]
+        values = staging[num_slots + len(addresses) :].view(torch.int32)[: math.prod(shape)]
+        return addresses.view(shape), values.view(shape)
+
+    def _mark(self, lora_slot: int) -> None:
+        if self.is_mirrored:
+            self._changed.add(lora_slot)
+
+    def check_integrity(self) -> None:
+        """Assert that the device has what the host has, but for columns that wait for `flush`."""
+        same = [slot for slot in range(self.capacity) if slot not in self._changed]
+        for host, planes in zip(self._host_planes, self._planes, strict=True):
+            assert (host[:, :, same] == planes.cpu().numpy()[:, :, same]).all(), "the device has another slot table"
+
+    def addresses(self, row: int, lora_slot: int) -> list[int]:
+        """Of A, B and bias of one slice, as they were written last."""
+        return [int(column[row, lora_slot]) for column in self._host[:3]]
 
     def _check_slot(self, lora_slot: int) -> None:
         if not 0 <= lora_slot < self.capacity:
@@ -457,11 +500,19 @@ class AttentionPlan:
     """What a backend derives from this plan once for all layers (indices, masks)."""
 
 
+class LayerGate(Protocol):
+    """Where a step waits for adapters whose weights are still on their way to the device, layer by layer."""
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Kernels launched from now on begin when what the step reads of this decoder layer is there. The host does not wait."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (rows to sample from).
 
-    lora is None when no row goes through an adapter.
+    lora is None when no row goes through an adapter. gate is None when all adapters of the step are there: always on a CPU.
     """
 
     token_ids: torch.Tensor
@@ -469,6 +520,12 @@ class StepBatch:
     attention: AttentionPlan
     lora: LoraPlan | None
     logits_indices: torch.Tensor
+    gate: LayerGate | None = None
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether the step waits for layers, so that it cannot be replayed as a whole."""
+        return self.gate is not None
 
 
 LayersForward = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, StepBatch], torch.Tensor]

@@ -1,6 +1,7 @@
 """Where adapters' weights are: tiers, room, residency.
 
 arena.py         one flat memory in chunks, lent to KV cache and adapters within floors and ceilings; pages.py: its pages
+pinning.py       page-locked host memory, for copies to a GPU
 pool.py          LoRAMemoryPool: extents in the adapters' chunks; space.py, holes.py: what lies where, what is free
 compaction.py    extents moved out of sparse chunks; moves.py: which, and where to
 pressure.py      adapters that leave for the KV cache
@@ -11,8 +12,9 @@ prediction.py    who comes next, and what came of bringing them early
 tiers.py         host and device as budgets over extents
 stored.py        the records: StoredAdapter by id, StoredWeights by content digest
 room.py          who makes way for whom, and what is refused
-loading.py       loader threads, sources read again, copies to another device
-weight_store.py  what is in which tier, who uses it, how it leaves; transfers.py: how it comes nearer
+loading.py       loader threads, sources read again
+weight_store.py  what is in which tier, who uses it, how it leaves; transfers.py: how it comes nearer; jobs.py: what is under way
+promote.py       host to device; copies.py: beside the steps; arrivals.py, steps.py: steps that wait for layers on their way
 weight_reader.py one load: from a compressed copy, the disk tier or the source
 disk_cache.py    the disk tier, packed adapters by content; disk_file.py: one file
 compression.py   fewer bytes for cold adapters; compressed_copies.py: those that are kept

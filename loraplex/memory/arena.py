@@ -19,6 +19,7 @@ import torch
 
 from loraplex.kernels.plan import ALIGNMENT
 from loraplex.memory.pages import release_pages
+from loraplex.memory.pinning import pin
 
 POISON = 0xFF
 """The byte of poisoned memory: all ones is NaN in float32, float16 and bfloat16."""
@@ -55,7 +56,8 @@ class Extent:
 class Arena:
     """A flat uint8 tensor `memory` of `num_chunks` chunks of `chunk_bytes`; `num_bytes` is rounded up to whole chunks.
 
-    Thread-safe. `is_pinned`: page-locked host memory, for copies to a GPU. The memory is not touched before it is written.
+    Thread-safe. `is_pinned`: page-locked host memory, for copies to a GPU, where the system allows it. Other memory is not touched
+    before it is written.
     An owner without limits has no floor and no ceiling.
     """
 
@@ -75,11 +77,10 @@ class Arena:
         self.chunk_bytes = chunk_bytes
         self.num_chunks = math.ceil(num_bytes / chunk_bytes)
         self.device = torch.device(device)
-        self.memory = torch.empty(
-            self.num_chunks * chunk_bytes, dtype=torch.uint8, device=self.device, pin_memory=is_pinned
-        )
+        self.memory = torch.empty(self.num_chunks * chunk_bytes, dtype=torch.uint8, device=self.device)
         assert self.memory.data_ptr() % ALIGNMENT == 0, "the allocator of this device aligns to less than 64 bytes"
-        self._is_pageable = self.device.type == "cpu" and not is_pinned
+        self.is_pinned = is_pinned and pin(self.memory)
+        self._is_pageable = self.device.type == "cpu" and not self.is_pinned
         self._limits = dict(limits or {})
         assert sum(limit.floor for limit in self._limits.values()) <= self.num_chunks, "the floors exceed the arena"
         self._owners: list[Owner | None] = [None] * self.num_chunks
@@ -225,6 +226,8 @@ class Arena:
         return max(0, min(self._num_of[None] - kept, self.ceiling(owner) - self._num_of[owner]))
 
     def _find(self, num_chunks: int, from_end: bool) -> range | None:
+        if num_chunks == 1:
+            return self._find_one(from_end)
         order = range(self.num_chunks - 1, -1, -1) if from_end else range(self.num_chunks)
         length = 0
         for chunk in order:
@@ -233,6 +236,13 @@ class Arena:
                 start = chunk if from_end else chunk - num_chunks + 1
                 return range(start, start + num_chunks)
         return None
+
+    def _find_one(self, from_end: bool) -> range | None:
+        """The usual case, without a loop of its own: a large arena has thousands of chunks."""
+        if not self._num_of[None]:
+            return None
+        chunk = self.num_chunks - 1 - self._owners[::-1].index(None) if from_end else self._owners.index(None)
+        return range(chunk, chunk + 1)
 
     def _set(self, chunk: int, owner: Owner | None) -> None:
         self._num_of[self._owners[chunk]] -= 1

@@ -14,6 +14,7 @@ That the content is the right one says the adapter's digest, when it is read fro
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -35,12 +36,29 @@ def checksum(data: torch.Tensor, *, is_summed_by_torch: bool | None = None) -> i
     On the host numpy sums, which takes neither the interpreter's lock nor torch's threads; on another device torch does, there.
     is_summed_by_torch: choose, the number is the same.
     """
-    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() % MULTIPLE:
-        raise ValueError(f"a checksum needs flat bytes, a multiple of {MULTIPLE}, got {data.dtype} {tuple(data.shape)}")
     if is_summed_by_torch is None:
         is_summed_by_torch = data.device.type != "cpu"
-    sums = _sums_by_torch(data) if is_summed_by_torch else _sums_by_numpy(data)
-    rest_and_rows = zlib.crc32(data.numel().to_bytes(8, "little"), zlib.crc32(sums[ROW_WORDS:].data))
+    if is_summed_by_torch:
+        return _checksums_by_torch([data])[0]
+    _check(data)
+    return _folded(_sums_by_numpy(data), data.numel())
+
+
+def checksums(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """`checksum` of each; on another device than the host all of them are summed there before anything is brought here."""
+    if pieces and pieces[0].device.type != "cpu":
+        return _checksums_by_torch(pieces)
+    return tuple(checksum(piece) for piece in pieces)
+
+
+def _check(data: torch.Tensor) -> None:
+    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() % MULTIPLE:
+        raise ValueError(f"a checksum needs flat bytes, a multiple of {MULTIPLE}, got {data.dtype} {tuple(data.shape)}")
+
+
+def _folded(sums: NDArray[np.int64], num_bytes: int) -> int:
+    """sums: [columns | rows | rest]"""
+    rest_and_rows = zlib.crc32(num_bytes.to_bytes(8, "little"), zlib.crc32(sums[ROW_WORDS:].data))
     return zlib.crc32(sums[:ROW_WORDS].data) << 32 | rest_and_rows
 
 
@@ -58,10 +76,22 @@ def _sums_by_numpy(data: torch.Tensor) -> NDArray[np.int64]:
     return sums
 
 
-def _sums_by_torch(data: torch.Tensor) -> NDArray[np.int64]:
-    """[columns | rows | rest], brought to the host at once."""
+def _checksums_by_torch(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Three sums a piece, and one transfer for all of them."""
+    for piece in pieces:
+        _check(piece)
+    sums = [_sums_by_torch(piece) for piece in pieces]
+    on_host: NDArray[np.int64] = torch.cat(sums).cpu().numpy()
+    ends = np.cumsum([len(each) for each in sums]).tolist()
+    starts = [0, *ends[:-1]]
+    return tuple(
+        _folded(on_host[start:end], piece.numel()) for piece, start, end in zip(pieces, starts, ends, strict=True)
+    )
+
+
+def _sums_by_torch(data: torch.Tensor) -> torch.Tensor:
+    """[columns | rows | rest], where the data is."""
     words = data.view(torch.int64)
     num_rows = words.numel() // ROW_WORDS
     whole = words[: num_rows * ROW_WORDS].view(num_rows, ROW_WORDS)
-    sums: NDArray[np.int64] = torch.cat((whole.sum(0), whole.sum(1), words[num_rows * ROW_WORDS :])).cpu().numpy()
-    return sums
+    return torch.cat((whole.sum(0), whole.sum(1), words[num_rows * ROW_WORDS :]))

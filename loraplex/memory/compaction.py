@@ -1,8 +1,9 @@
 """Extents moved out of sparse chunks, so that the chunks go back to the arena.
 
 A move copies the bytes, writes the new place into the record of the weights and the rows of the slot table, and retires the old
-extent (retired.py): a step in flight still finds it. What is being loaded or copied stays where it is, and while a step is in
-flight so does what it may read. The lock is held for the moves of one chunk at a time.
+extent (retired.py): a step in flight still finds it. What is being loaded, copied or checked stays where it is, and while a step is
+in flight so does what it may read. Moves within a GPU are enqueued in the order of the steps. The lock is held for the moves of one
+chunk at a time.
 """
 
 from __future__ import annotations
@@ -99,14 +100,18 @@ class CompactionSide:
         if weights is None or place is None or extent not in place.extents[index : index + 1]:
             return False  # it came or went since the lock was released
         is_read = self._store.retired.is_waiting_for_steps and weights.num_running > 0
-        return weights.job is None and weights.layout is not None and not is_read
+        return weights.is_at_rest and weights.layout is not None and not is_read
 
     def _move(self, move: Move) -> None:
         weights, index = self._owners.pop(move.source)
         place, layout = self._place_of(weights), weights.layout
         assert place is not None
         assert layout is not None
-        self._pool.view(move.target).copy_(self._pool.view(move.source))
+        source, target = self._pool.view(move.source), self._pool.view(move.target)
+        if self._tier is Tier.DEVICE:
+            self._store.copies.move(source, target)
+        else:
+            target.copy_(source)
         extents = (*place.extents[:index], move.target, *place.extents[index + 1 :])
         self._set_place(weights, replace(place, extents=extents))
         self._owners[move.target] = weights, index

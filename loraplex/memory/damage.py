@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from loraplex.core import Tier
+from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind
 from loraplex.memory.arena import Arena, Extent
-from loraplex.memory.checksum import checksum
+from loraplex.memory.checksum import checksums
 from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.stored import StoredWeights, tell
 from loraplex.memory.tiers import Place
@@ -27,7 +28,7 @@ PATTERNS = (0x55, 0xAA)
 
 
 class DamageControl:
-    """Called with the store's lock held."""
+    """Called with the store's lock held; `find` also without it, for weights with a job or a reader: they stay where they are."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -35,25 +36,44 @@ class DamageControl:
 
     def find_unless_fresh(self, weights: StoredWeights) -> list[Extent]:
         """`find` on the host; [] for what was checked less than FRESH_S ago, as what was just read is."""
+        return [] if self.is_fresh(weights) else self.find(weights, Tier.HOST)
+
+    def is_fresh(self, weights: StoredWeights) -> bool:
+        """Whether its bytes were read or checked less than FRESH_S ago; if not, they are to be checked now."""
         now_s = self._store.clock()
-        if now_s - weights.checked_s < FRESH_S:
-            return []
-        weights.checked_s = now_s
-        return self.find(weights, Tier.HOST)
+        is_fresh = now_s - weights.checked_s < FRESH_S
+        weights.checked_s = weights.checked_s if is_fresh else now_s
+        return is_fresh
 
     def find(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
         """The extents of one tier that have changed since the load. [] where the weights are not."""
         place = self._place(weights, tier)
         if place is None or not weights.checksums:
             return []
-        memory = self._pool(tier)
-        pairs = zip(place.extents, weights.checksums, strict=True)
-        return [extent for extent, expected in pairs if checksum(memory.view(extent)) != expected]
+        views = [self._pool(tier).view(extent) for extent in place.extents]
+        found = self._store.copies.checksums(views) if tier is Tier.DEVICE else checksums(views)
+        triples = zip(place.extents, found, weights.checksums, strict=True)
+        return [extent for extent, number, expected in triples if number != expected]
+
+    def discard_damaged(self, weights: StoredWeights) -> bool:
+        """Look at every tier and let go what has changed; whether anything had. Nobody may be running on it."""
+        has_changed = False
+        for tier in self.tiers:
+            damaged = self.find(weights, tier)
+            if damaged:
+                self.discard(weights, tier, damaged)
+                has_changed = True
+        return has_changed
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Those in memory, the nearest first."""
+        return (Tier.HOST,) if self._store.is_shared else (Tier.DEVICE, Tier.HOST)
 
     def discard(self, weights: StoredWeights, tier: Tier, damaged: Sequence[Extent]) -> None:
         """Let the copies of `tier` and nearer go; nobody may be running on them. The next demand restores them."""
         assert weights.num_running == 0, f"requests run on {weights.names}"
-        assert weights.job is None, f"{weights.names} are on their way"
+        assert weights.is_at_rest, f"{weights.names} are on their way"
         store = self._store
         store.counters.num_damaged += 1
         store.suspect.append(weights.digest)
@@ -114,3 +134,9 @@ def _chunks(arena: Arena, extent: Extent) -> range:
 def holds_patterns(memory: torch.Tensor) -> bool:
     """Whether memory gives back what is written to it; overwrites it."""
     return all(bool((memory.fill_(pattern) == pattern).all()) for pattern in PATTERNS)
+
+
+def damage_error(name: str) -> AdapterFaultError:
+    """For requests that run on damaged weights."""
+    text = f"adapter {name!r}: its weights in memory were found damaged and are being restored; try again in 1 s"
+    return AdapterFaultError(text)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from loraplex.core import Tier
-from loraplex.errors import AdapterError, AdapterFaultError
+from loraplex.errors import AdapterFaultError, DeviceLostError, LoraplexError
 from loraplex.events import EventKind
-from loraplex.memory.damage import DamageControl
+from loraplex.memory.damage import DamageControl, damage_error
+from loraplex.memory.loading import Loader, is_device_lost
 from loraplex.memory.recovery import Recovery
-from loraplex.memory.stored import Demand, StoredAdapter, StoredWeights, tell
+from loraplex.memory.stored import StoredAdapter, StoredWeights, tell
 from loraplex.memory.transfers import Transfers
 from loraplex.memory.weight_store import WeightStore
 
@@ -26,14 +28,17 @@ class AdapterHealth:
         store: WeightStore,
         transfers: Transfers,
         damage: DamageControl,
+        loader: Loader,
         release: Callable[[StoredAdapter], None],
     ) -> None:
         self._store = store
         self._transfers = transfers
         self._damage = damage
+        self._loader = loader
         self._release = release
         self._recovery = Recovery(store.clock)
         self._last_scrubbed = ""
+        self._is_scrubbing = False
 
     # ------------------------------------------------------------------------------------------------- wrong results
 
@@ -92,7 +97,7 @@ class AdapterHealth:
             if case is None:
                 return None
             weights = self._store.weights[case.digest]
-            if not weights.adapters or weights.num_running or weights.job is not None:
+            if not weights.adapters or weights.num_running or not weights.is_at_rest:
                 self._recovery.postpone(case.digest)
                 return None
             self._store.evict_to_source(weights)
@@ -123,7 +128,7 @@ class AdapterHealth:
                     self._release(adapter)
 
     def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
-        is_there = weights.is_on_device and bool(weights.adapters) and weights.num_running == 0
+        is_there = weights.is_on_device and weights.is_at_rest and bool(weights.adapters) and weights.num_running == 0
         is_well = self._recovery.state_of(weights.digest) is None
         has_home = not any(adapter.is_removed for adapter in weights.adapters.values())
         return is_there and is_well and has_home and is_wanted(weights.digest)
@@ -157,21 +162,70 @@ class AdapterHealth:
     def scrub(self, max_bytes: int) -> dict[int, str]:
         """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on damaged ones.
 
-        What is idle is let go at once. The others go by `restore`, once their requests have ended.
+        What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are asynchronous
+        a loader's thread does it beside the steps, and those that run are told by `take_faults`.
         """
         in_use: dict[int, str] = {}
         with self._store.lock:
-            for weights in self._after_last(max_bytes):
+            if self._is_scrubbing:
+                return {}
+            chosen = self._after_last(max_bytes)
+            for weights in chosen:
                 self._last_scrubbed = weights.digest
-                if self._is_damaged(weights):
+                self._store.counters.scrubbed_bytes += weights.nbytes
+            if self._store.copies.is_asynchronous:
+                self._scrub_beside(chosen)
+                return {}
+            for weights in chosen:
+                if any(self._damage.find(weights, tier) for tier in self._damage.tiers):
                     in_use |= self._discard_or_name(weights)
         return in_use
+
+    def _scrub_beside(self, chosen: list[StoredWeights]) -> None:
+        """What comes nearer meanwhile is not looked at: only tiers that have the weights now."""
+        self._is_scrubbing = True
+        found = [(each, [tier for tier in self._damage.tiers if _is_in(each, tier)]) for each in chosen]
+        for weights in chosen:
+            weights.num_readers += 1
+        self._loader.submit(partial(self._check_all, found))
+
+    def _check_all(self, found: list[tuple[StoredWeights, list[Tier]]]) -> None:
+        """Without the lock, in a loader's thread: they neither move nor leave as long as they are read."""
+        for weights, tiers in found:
+            is_damaged = False
+            try:
+                is_damaged = any(self._damage.find(weights, tier) for tier in tiers)
+            except RuntimeError as error:
+                if is_device_lost(error):
+                    self._store.device_lost = DeviceLostError(f"the device does not answer any more: {error}")
+            with self._store.lock:
+                weights.num_readers -= 1
+                if not weights.adapters:
+                    self._store.drop(weights)
+                elif is_damaged and self._discard_or_name(weights):
+                    self._store.faults[weights.digest] = damage_error(next(iter(weights.adapters.values())).name)
+                self._store.lock.notify_all()
+        self._is_scrubbing = False
+
+    def take_faults(self) -> dict[int, LoraplexError]:
+        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore` them then."""
+        if not self._store.faults:
+            return {}
+        with self._store.lock:
+            faults, self._store.faults = self._store.faults, {}
+            self._store.suspect += faults
+            return {
+                adapter_id: error
+                for digest, error in faults.items()
+                if digest in self._store.weights
+                for adapter_id in self._store.weights[digest].adapters
+            }
 
     def restore(self, adapter_id: int) -> None:
         """Let the damaged copies of an adapter go, now that its requests have ended."""
         with self._store.lock:
             weights = self._weights(adapter_id)
-            if weights is not None and weights.job is None and not weights.num_running:
+            if weights is not None and weights.is_at_rest and not weights.num_running:
                 self._discard_or_name(weights)
 
     def _after_last(self, max_bytes: int) -> list[StoredWeights]:
@@ -181,36 +235,21 @@ class AdapterHealth:
         )
         chosen: list[StoredWeights] = []
         for each in resident:
-            if each.job is None and each.layout is not None and max_bytes > 0:
+            if each.is_at_rest and each.layout is not None and max_bytes > 0:
                 chosen.append(each)
                 max_bytes -= each.nbytes
         return chosen
 
-    def _is_damaged(self, weights: StoredWeights) -> bool:
-        self._store.counters.scrubbed_bytes += weights.nbytes
-        return any(self._damage.find(weights, tier) for tier in self._tiers())
-
-    def _tiers(self) -> tuple[Tier, ...]:
-        return (Tier.HOST,) if self._store.is_shared else (Tier.DEVICE, Tier.HOST)
-
     def _discard_or_name(self, weights: StoredWeights) -> dict[int, str]:
-        if weights.num_running:
+        if weights.num_running or not weights.is_at_rest:
             return {adapter.adapter_id: adapter.name for adapter in weights.adapters.values()}
-        for tier in self._tiers():
-            damaged = self._damage.find(weights, tier)
-            if damaged:
-                self._damage.discard(weights, tier, damaged)
-        if weights.num_pinned:
-            self._bring_back(weights)
+        self._transfers.let_damaged_go(weights)
         return {}
-
-    def _bring_back(self, weights: StoredWeights) -> None:
-        """A pinned adapter is not left outside until somebody asks."""
-        try:
-            self._transfers.advance(weights, Demand("restore"))
-        except AdapterError as error:
-            tell(self._store.events, EventKind.FAULT, weights, f"is pinned and cannot come back: {error}")
 
     def _weights(self, adapter_id: int) -> StoredWeights | None:
         adapter = self._store.adapters.get(adapter_id)
         return None if adapter is None else adapter.weights
+
+
+def _is_in(weights: StoredWeights, tier: Tier) -> bool:
+    return (weights.host if tier is Tier.HOST else weights.device) is not None

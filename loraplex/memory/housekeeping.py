@@ -101,7 +101,8 @@ class Housekeeping:
             return False
         is_begun = False
         with suppress(AdapterError, EngineShutdownError):
-            is_begun = self._transfers.advance(weights, Demand("prediction", is_for_request=True)) is WaitsFor.LOAD
+            waits_for = self._transfers.advance(weights, Demand("prediction", is_for_request=True))
+            is_begun = waits_for is not WaitsFor.ROOM
         if is_begun:
             nbytes = next(iter(weights.adapters.values())).spec.nbytes
             store.ledger.prefetched(weights.digest, nbytes)

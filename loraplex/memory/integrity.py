@@ -25,6 +25,7 @@ def check_integrity(
     _check_budget(store.host, [each for each in holders if each.host is not None])
     _check_budget(store.device, [each for each in holders if each.device is not None])
     _check_slots(store)
+    _check_arrivals(store)
 
 
 def _check_references(store: WeightStore, adapters: list[StoredAdapter]) -> None:
@@ -37,15 +38,15 @@ def _check_references(store: WeightStore, adapters: list[StoredAdapter]) -> None
     for each in store.weights.values():
         assert each.num_running == sum(adapter.num_running for adapter in each.adapters.values())
         assert each.num_pinned == sum(adapter.is_pinned for adapter in each.adapters.values())
-        assert each.adapters or each.job is not None, f"digest {each.digest} belongs to nobody"
+        assert each.adapters or not each.is_at_rest, f"digest {each.digest} belongs to nobody"
 
 
 def _check_state(weights: StoredWeights, is_shared: bool) -> None:
     state, has_host, has_device = weights.state, weights.host is not None, weights.device is not None
-    is_in_motion = state in (WeightState.LOADING, WeightState.COPYING)
+    is_in_motion = state in (WeightState.LOADING, WeightState.ARRIVING)
     assert is_in_motion == (weights.job is not None), f"{weights.digest} is {state} with job {weights.job}"
-    assert has_device == (state in (WeightState.COPYING, WeightState.DEVICE)), f"{weights.digest} is {state}"
-    if state in (WeightState.HOST, WeightState.COPYING) or (is_shared and has_device):
+    assert has_device == weights.is_on_device, f"{weights.digest} is {state}"
+    if state in (WeightState.HOST, WeightState.ARRIVING) or (is_shared and has_device):
         assert has_host, f"{weights.digest} is {state} without host memory"
     if weights.num_running or (weights.num_pinned and not weights.is_restoring):
         assert weights.is_on_device, f"{weights.digest} is in use or pinned, and {state}"
@@ -81,7 +82,19 @@ def _check_budget(cache: Budget, held: list[StoredWeights]) -> None:
     assert sorted(cache.policy.order()) == sorted(each.digest for each in held), f"{cache.tier} policy tracks others"
 
 
+def _check_arrivals(store: WeightStore) -> None:
+    """What is arriving is known to the steps, has its host copy, and nobody but its job may end that."""
+    arriving = [each for each in store.weights.values() if each.state is WeightState.ARRIVING]
+    assert store.arriving.keys() == {each.lora_slot for each in arriving}, "steps wait for other adapters than arrive"
+    for each in arriving:
+        assert each.job is not None
+        assert each.job.arriving is store.arriving[each.lora_slot or 0]
+        assert not each.job.is_done
+        assert each.job.error is None or each.num_running, f"{each.names} did not arrive, and nobody runs on it"
+
+
 def _check_slots(store: WeightStore) -> None:
+    store.device.table.check_integrity()
     by_slot = {each.lora_slot: each for each in store.weights.values() if each.device is not None}
     free_slots = store.device.free_slots
     assert len(by_slot) + len(free_slots) == store.device.table.capacity
@@ -105,10 +118,8 @@ def _check_rows(device: DeviceCache, weights: StoredWeights, is_shared: bool) ->
         start = 0 if block is None else place.extents[block.extent_index].offset + block.offset
         expected = [_addresses(device.table.buffer, start, block, index) for index in range(len(target.slices))]
         first = device.table.first_row(target.name)
-        table = device.table
-        columns = (table.a_addr, table.b_addr, table.bias_addr)
-        rows = torch.stack([column[first : first + len(expected), weights.lora_slot] for column in columns], 1)
-        assert rows.tolist() == expected, (
+        rows = [device.table.addresses(first + index, weights.lora_slot) for index in range(len(expected))]
+        assert rows == expected, (
             f"the slot table's rows of {target.name} do not point at the extents of {weights.names}"
         )
 

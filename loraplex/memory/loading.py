@@ -1,4 +1,4 @@
-"""Loads beside the step loop: the threads, reading a source again, and copying to another device."""
+"""Loads beside the step loop: the threads, reading a source again, and what errors mean."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import torch
 
 from loraplex.adapters.weights import LoRAModel
 from loraplex.errors import (
@@ -145,17 +143,3 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_device_lost(error: BaseException) -> bool:
     """Whether a CUDA error is of those after which the process cannot use the device any more."""
     return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "out of memory" not in str(error)
-
-
-def copy_extents(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Copy host memory to the device beside what runs there; returns when it is done."""
-    device = targets[0].device
-    if device.type != "cuda":
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=True)
-    stream.synchronize()

@@ -27,17 +27,20 @@ from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.adapter_records import AdapterRecords
 from loraplex.memory.arena import Arena
 from loraplex.memory.compaction import CompactionResult, Compactor
+from loraplex.memory.copies import CopyEngine
 from loraplex.memory.damage import DamageControl
 from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.health import AdapterHealth
 from loraplex.memory.housekeeping import Housekeeping
 from loraplex.memory.integrity import check_integrity
+from loraplex.memory.jobs import LoadJobs
 from loraplex.memory.loading import Loader, LoaderThreads
 from loraplex.memory.packing import BaseBias, Packer
 from loraplex.memory.pressure import reclaim_chunks
 from loraplex.memory.protocols import AdapterMapping, HasAdapterId
 from loraplex.memory.report import memory_report
 from loraplex.memory.stats import MemoryStats
+from loraplex.memory.steps import StepPreparation
 from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
 from loraplex.memory.tiers import build_tiers, compressed_copies
 from loraplex.memory.transfers import Transfers
@@ -64,9 +67,9 @@ class LoRAModelManager:
     """The residency of adapters: core.ResidencyView for the scheduler, and core.AdapterStore but for `abort_adapter` (the engine's).
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine (pinned for a
-    GPU); then weights are copied to `arena`. open_weights: reads the source of a spec, in any thread. base_bias: this shard's slice
-    of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone. ask_kv: asks the KV cache
-    for chunks of `arena` (LoRAMemoryPool).
+    GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any thread. base_bias: this
+    shard's slice of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone. ask_kv: asks
+    the KV cache for chunks of `arena` (LoRAMemoryPool).
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class LoRAModelManager:
         clock: Callable[[], float] = time.monotonic,
         *,
         host_arena: Arena | None = None,
+        copies: CopyEngine | None = None,
         loader: Loader | None = None,
         on_digest_dropped: Callable[[str], None] | None = None,
         ask_kv: Callable[[int], int] | None = None,
@@ -97,12 +101,14 @@ class LoRAModelManager:
         self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
         compressed = compressed_copies(lora_config, packer)
         events = events or EventLog()
-        self._store = WeightStore(host, device, clock, events, disk, compressed)
+        self._store = WeightStore(host, device, clock, events, disk, compressed, copies)
         self._compactor = Compactor(self._store, clock, events)
         reader = WeightReader(packer, host, disk, compressed, lora_config.num_loader_threads)
         damage = DamageControl(self._store)
-        self._transfers = Transfers(self._store, reader, self._loader, damage)
-        self.health = AdapterHealth(self._store, self._transfers, damage, self._release)
+        self._jobs = LoadJobs(self._store)
+        self._transfers = Transfers(self._store, self._jobs, reader, self._loader, damage)
+        self.steps = StepPreparation(self._store)
+        self.health = AdapterHealth(self._store, self._transfers, damage, self._loader, self._release)
         self.housekeeping = Housekeeping(self._store, self._transfers, self._loader, self._release)
         self._lock = self._store.lock
         self._adapters = self._store.adapters
@@ -226,7 +232,7 @@ class LoRAModelManager:
         if is_mine:
             self._transfers.run_load(job)
         with self._lock:
-            self._transfers.join(job, is_error_raised=adapter in job.sources)
+            self._jobs.join(job, is_error_raised=adapter in job.sources)
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
@@ -423,6 +429,8 @@ class LoRAModelManager:
         elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
             adapter.is_evicted_when_idle = False
             self._demote(adapter.weights)
+        if adapter.weights.num_running == 0:
+            self._transfers.released(adapter.weights)
 
     def _see_off(self, adapter: StoredAdapter, demand: Demand) -> bool:
         """Let it leave the device now or, if it is in use, at its last release; whether that is still to come."""

@@ -115,7 +115,7 @@ class Room:
     def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
         is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device
         if is_spare_copy:
-            return weights.job is None
+            return weights.is_at_rest
         is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
         return weights.is_idle and not is_wanted
 
@@ -200,7 +200,7 @@ def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> b
 
 def _can_give_way(weights: StoredWeights) -> bool:
     is_draining = any(adapter.is_removed for adapter in weights.adapters.values())
-    return weights.num_running > 0 and weights.num_pinned == 0 and weights.job is None and not is_draining
+    return weights.num_running > 0 and weights.num_pinned == 0 and weights.is_at_rest and not is_draining
 
 
 def _is_settled(weights: StoredWeights, pass_id: int) -> bool:

@@ -1,7 +1,9 @@
 """The records of the memory: what is known of each adapter, and of the weights of each content digest.
 
-    source -> loading -> host -> copying -> device        (on a CPU host -> device at once: nothing is copied)
-       ^_________________ |  ^______________ |            evict: one tier down; drop: the record goes
+    source -> loading -> host -> arriving -> device       (on a CPU host -> device at once: nothing is copied)
+       ^_________________ |  ^_______________ |           evict: one tier down; drop: the record goes
+
+What is arriving has its rows in the slot table: requests run on it, and their steps wait for its layers one by one (arrivals.py).
 
 Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot.
 """
@@ -17,6 +19,7 @@ from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterResidency, AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNotFoundError, LoraplexError
 from loraplex.events import Detail, EventKind, EventLog
+from loraplex.memory.arrivals import Arriving
 from loraplex.memory.packing import PackedLayout
 from loraplex.memory.tiers import Place
 
@@ -25,7 +28,7 @@ class WeightState(enum.Enum):
     SOURCE = "source"
     LOADING = "loading"
     HOST = "host"
-    COPYING = "copying"
+    ARRIVING = "arriving"
     DEVICE = "device"
 
 
@@ -33,7 +36,7 @@ _TIERS = {
     WeightState.SOURCE: Tier.SOURCE,
     WeightState.LOADING: Tier.SOURCE,
     WeightState.HOST: Tier.HOST,
-    WeightState.COPYING: Tier.HOST,
+    WeightState.ARRIVING: Tier.DEVICE,
     WeightState.DEVICE: Tier.DEVICE,
 }
 
@@ -56,7 +59,8 @@ class LoadJob:
     """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
 
     damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request was told
-    to wait for it. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must not, or
+    to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done while requests run
+    on what did not arrive. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must not, or
     nobody is left to bring that memory back.
     """
 
@@ -68,6 +72,7 @@ class LoadJob:
     may_wait: bool = False
     is_done: bool = False
     num_failed_copies: int = 0
+    arriving: Arriving | None = None
     damaged_copies: list[str] = field(default_factory=list)
     error: LoraplexError | None = None
 
@@ -145,7 +150,8 @@ class StoredWeights:
     """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed equally.
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
-    num_running, num_pinned: sums over `adapters`. wanted_in_pass: the last scheduling pass in which a request asked in vain.
+    num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.
+    wanted_in_pass: the last scheduling pass in which a request asked in vain.
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
     is_restoring: damaged copies were let go and the weights are on their way back.
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
@@ -164,6 +170,7 @@ class StoredWeights:
     device: Place | None = None
     num_running: int = 0
     num_pinned: int = 0
+    num_readers: int = 0
     job: LoadJob | None = None
     failure: LoadFailure | None = None
     last_error: LoraplexError | None = None
@@ -187,12 +194,18 @@ class StoredWeights:
 
     @property
     def is_on_device(self) -> bool:
-        return self.state is WeightState.DEVICE
+        """Whether steps launched from now on may use it: also while it arrives."""
+        return self.state in (WeightState.ARRIVING, WeightState.DEVICE)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """It may be moved or let go as far as its bytes go: no load or copy under way, no thread that reads them."""
+        return self.job is None and self.num_readers == 0
 
     @property
     def is_idle(self) -> bool:
-        """Nobody would miss it: no running request, no pin, no load or copy under way."""
-        return self.num_running == 0 and self.num_pinned == 0 and self.job is None
+        """Nobody would miss it: no running request, no pin, and it is at rest."""
+        return self.num_running == 0 and self.num_pinned == 0 and self.is_at_rest
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex.config import LoRAConfig
@@ -39,6 +39,15 @@ class Place:
 
     extents: tuple[Extent, ...] = ()
     lora_slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """What is the same for all adapters of one layout."""
+
+    layout: PackedLayout
+    rows: SlotImage
+    piece_of_layer: Mapping[int, int]
 
 
 class Budget:
@@ -103,7 +112,8 @@ class DeviceCache(Budget):
         super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)
         self.table = table
         self.pool = pool
-        self._images: OrderedDict[int, tuple[PackedLayout, SlotImage]] = OrderedDict()
+        self._images: OrderedDict[int, _Image] = OrderedDict()
+        self._layer_of = {target.name: target.layer for target in table.targets}
         self._free_slots = list(range(table.capacity))  # a heap: the lowest free slot is taken first
 
     def allocate(self, sizes: Sequence[int]) -> Place | None:
@@ -125,17 +135,22 @@ class DeviceCache(Budget):
     def publish(self, lora_slot: int, layout: PackedLayout, extents: Sequence[Extent]) -> None:
         """Write the rows of `lora_slot`: kernels launched from now on find the adapter in `extents`."""
         offsets = [extents[block.extent_index].offset + block.offset for block in layout.blocks]
-        self.table.set_image(lora_slot, self._image_of(layout), offsets)
+        self.table.set_image(lora_slot, self._image_of(layout).rows, offsets)
 
-    def _image_of(self, layout: PackedLayout) -> SlotImage:
+    def piece_of_layer(self, layout: PackedLayout) -> Mapping[int, int]:
+        """Decoder layer -> the number of its extent."""
+        return self._image_of(layout).piece_of_layer
+
+    def _image_of(self, layout: PackedLayout) -> _Image:
         """Adapters from the disk tier share their layouts: images are found by identity."""
         known = self._images.get(id(layout))
-        if known is None or known[0] is not layout:
-            image = self.table.image([(block.target_name, block.layouts) for block in layout.blocks])
+        if known is None or known.layout is not layout:
+            rows = self.table.image([(block.target_name, block.layouts) for block in layout.blocks])
+            pieces = {self._layer_of[block.target_name]: block.extent_index for block in layout.blocks}
             if len(self._images) >= MAX_IMAGES:
                 self._images.popitem(last=False)
-            known = self._images[id(layout)] = layout, image
-        return known[1]
+            known = self._images[id(layout)] = _Image(layout, rows, pieces)
+        return known
 
     def publish_extent(self, lora_slot: int, layout: PackedLayout, extent_index: int, extent: Extent) -> None:
         """The adapter's extent number `extent_index` has moved to `extent`."""

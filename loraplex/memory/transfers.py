@@ -1,12 +1,12 @@
 """How weights come nearer: from the source or the disk to the host, from the host to the device.
 
 `advance` makes the one next move towards the device that needs no waiting and says what has to be waited for. A load is begun under
-the store's lock and run outside it: files are read, blocks packed and bytes copied with no lock held, and the result is
-taken over in a short critical section by the thread that did the work, so nobody's poll is needed.
+the store's lock and run outside it: files are read and blocks packed with no lock held, and the result is taken over in a short
+critical section by the thread that did the work, so nobody's poll is needed. A promote (promote.py) only enqueues its copies.
 
     first load (add)     in the thread that asked: how large the adapter is shows only when it is open
     first load (attach)  in a loader's thread; when it finds no room, what it learnt of the size is kept, and later loads wait for room
-    later loads, copies  in the loader's threads: their room is reserved when they begin, so they never wait
+    later loads          in the loader's threads: their room is reserved when they begin, so they never wait
 
 Everything here is called with the lock held, except where it says otherwise.
 """
@@ -17,47 +17,33 @@ from contextlib import suppress
 from functools import partial
 
 from loraplex.core import Tier, WaitsFor
-from loraplex.errors import (
-    AdapterError,
-    AdapterNoRoomError,
-    AdapterUnavailableError,
-    DeviceLostError,
-    EngineShutdownError,
-)
+from loraplex.errors import AdapterError, EngineShutdownError
 from loraplex.events import EventKind
 from loraplex.memory.damage import DamageControl
-from loraplex.memory.loading import (
-    Loader,
-    as_adapter_error,
-    copy_extents,
-    is_device_lost,
-    is_out_of_memory,
-    raise_again,
-)
-from loraplex.memory.packing import PackedLayout
-from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
+from loraplex.memory.jobs import LoadJobs
+from loraplex.memory.loading import Loader, raise_again
+from loraplex.memory.promote import Promoter
+from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
 from loraplex.memory.tiers import Place
 from loraplex.memory.weight_reader import LoadedWeights, WeightReader
 from loraplex.memory.weight_store import WeightStore
-
-MAX_FAILED_COPIES = 2
-"""Places on the device that are tried after one that could not be written."""
-
-FAILURE_TTL_S = 60.0
-"""After this long nobody waits any more for the error of a failed load: the requests that did have ended otherwise."""
 
 
 class Transfers:
     """Moves the weights of a store towards the device."""
 
-    def __init__(self, store: WeightStore, reader: WeightReader, loader: Loader, damage: DamageControl) -> None:
+    def __init__(
+        self, store: WeightStore, jobs: LoadJobs, reader: WeightReader, loader: Loader, damage: DamageControl
+    ) -> None:
         self._store = store
         self._damage = damage
         self._reader = reader
         self._loader = loader
+        self._jobs = jobs
+        self._promoter = Promoter(store, jobs, loader, damage, self.let_damaged_go)
 
     def advance(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
-        """One move towards the device; None when it is there. LOAD: `weights.job` is under way.
+        """One move towards the device; None when it is there, or arriving. LOAD: `weights.job` is under way.
 
         Raises AdapterNoRoomError when no room can come, EngineShutdownError after `close`.
         """
@@ -70,7 +56,9 @@ class Transfers:
 
     def ask(self, weights: StoredWeights) -> WaitsFor | None:
         """`advance` for a request. Raises the error of a failed load to those who waited for it (`LoadFailure`)."""
-        self._raise_failure(weights)
+        if weights.digest in self._store.faults:
+            raise_again(self._store.faults[weights.digest])
+        self._jobs.raise_failure(weights)
         was_on_device = weights.is_on_device
         waits_for = self.advance(weights, Demand("request", is_for_request=True))
         weights.has_missed |= not was_on_device
@@ -93,13 +81,12 @@ class Transfers:
         self._store.touch(weights)
 
     def bring(self, adapter: StoredAdapter, demand: Demand) -> bool:
-        """`advance` until the weights are on the device, for a verb that may wait; whether anything had to be done."""
+        """`advance` until the weights are on the device, all of them, for a verb that may wait; whether anything had to be done."""
         weights = adapter.weights
         has_changed = not weights.is_on_device
-        while (waits_for := self.advance(weights, demand)) is not None:
-            if waits_for is WaitsFor.LOAD:
-                assert weights.job is not None
-                self.join(weights.job)
+        while self.advance(weights, demand) is not None or weights.job is not None:
+            if weights.job is not None:
+                self._jobs.join(weights.job)
             elif self._store.room.is_coming(weights):
                 self._store.wait()
             else:
@@ -110,28 +97,25 @@ class Transfers:
         return has_changed
 
     def _promote(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
-        assert weights.layout is not None
-        assert weights.host is not None
-        damaged = self._damage.find_unless_fresh(weights)
-        if damaged and weights.num_running == 0:
-            self._damage.discard(weights, Tier.HOST, damaged)
-            return self._start_load(weights, demand)
-        weights.device = self._store.take(self._store.device, weights, weights.layout.sizes, demand)
-        if weights.device is None:
-            return self._store.wait_for_room(self._store.device, weights)
-        if self._store.is_shared:
-            self._publish(weights, weights.layout, weights.host)
-            return None
-        weights.state = WeightState.COPYING
-        job = self._begin(weights, demand)
-        self._loader.submit(partial(self._run_copy, job))
-        return WaitsFor.LOAD
+        if not self._store.copies.is_asynchronous:
+            damaged = self._damage.find_unless_fresh(weights)
+            if damaged and weights.num_running == 0:
+                self._damage.discard(weights, Tier.HOST, damaged)
+                return self._start_load(weights, demand)
+        return self._promoter.promote(weights, demand)
 
-    def _publish(self, weights: StoredWeights, layout: PackedLayout, place: Place) -> None:
-        assert weights.lora_slot is not None
-        self._store.device.publish(weights.lora_slot, layout, place.extents)
-        weights.state = WeightState.DEVICE
-        self._store.counters.num_promotions += 1
+    def released(self, weights: StoredWeights) -> None:
+        """The last request on it has ended."""
+        self._promoter.released(weights)
+
+    def let_damaged_go(self, weights: StoredWeights) -> None:
+        """Nobody runs on it: copies whose bytes have changed leave. A pinned adapter is not left outside until somebody asks."""
+        self._damage.discard_damaged(weights)
+        if weights.num_pinned:
+            try:
+                self.advance(weights, Demand("restore"))
+            except AdapterError as error:
+                tell(self._store.events, EventKind.FAULT, weights, f"is pinned and cannot come back: {error}")
 
     # -------------------------------------------------------------------------------------------------------- loads
 
@@ -139,23 +123,16 @@ class Transfers:
         """The caller runs it with `run_load`, with the lock released."""
         self._store.check_open()
         weights.state = WeightState.LOADING
-        job = self._begin(weights, demand)
+        job = self._jobs.begin(weights, demand)
         job.may_wait = True
         return job
-
-    def join(self, job: LoadJob, is_error_raised: bool = True) -> None:
-        """Wait for a job; raises its error if it failed."""
-        while not job.is_done:
-            self._store.wait()
-        if job.error is not None and is_error_raised:
-            raise_again(job.error)
 
     def run_load(self, job: LoadJob) -> None:
         """Read, pack, take over. Without the lock, in any thread. Errors go into the job; only what ends the process is raised."""
         try:
             loaded = self._reader.read(job, partial(self._reserve, job))
         except BaseException as error:
-            self._fail(job, error)
+            self._jobs.fail(job, error)
             if not isinstance(error, Exception):
                 raise
         else:
@@ -167,15 +144,9 @@ class Transfers:
             if weights.host is None:
                 return self._store.wait_for_room(self._store.host, weights)
         weights.state = WeightState.LOADING
-        job = self._begin(weights, demand)
+        job = self._jobs.begin(weights, demand)
         self._loader.submit(partial(self.run_load, job))
         return WaitsFor.LOAD
-
-    def _begin(self, weights: StoredWeights, demand: Demand) -> LoadJob:
-        weights.failure = None
-        weights.is_prefetch_off = False
-        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self._store.clock())
-        return weights.job
 
     def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
         """The host room of a load; a first load takes it here. Takes the lock. None for one that has no room and may not wait."""
@@ -200,16 +171,16 @@ class Transfers:
             weights.layout, weights.checksums = loaded.layout, loaded.checksums
             weights.state = WeightState.HOST if loaded.is_placed else WeightState.SOURCE
             if not loaded.is_placed:
-                self._end(job)
+                self._jobs.end(job)
                 return
             self._count_load(job, loaded)
-            self._end(job)
+            self._jobs.end(job)
             is_for_request = job.demand.is_for_request and not self._store.is_shared
             if (is_for_request or weights.num_pinned) and weights.adapters and not self._store.is_closed:
                 with suppress(AdapterError):
                     self.advance(weights, job.demand)
                 if weights.job is not None:
-                    weights.job.is_awaited = job.is_awaited
+                    weights.job.is_awaited |= job.is_awaited
 
     def _count_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
         store, weights, cause = self._store, job.weights, job.demand.cause
@@ -229,103 +200,3 @@ class Transfers:
         if weights.is_restoring or job.damaged_copies:
             weights.is_restoring = False
             tell(store.events, EventKind.RECOVERY, weights, f"was restored from the {origin}", nbytes=nbytes)
-
-    def _run_copy(self, job: LoadJob) -> None:
-        """Copy host memory to the device and publish it. Without the lock, in a loader thread."""
-        weights = job.weights
-        assert weights.host is not None
-        assert weights.device is not None
-        assert self._store.device.pool is not None
-        try:
-            sources = [self._store.host.pool.view(extent) for extent in weights.host.extents]
-            targets = [self._store.device.pool.view(extent) for extent in weights.device.extents]
-            copy_extents(sources, targets)
-        except (RuntimeError, OSError) as error:
-            self._copy_failed(job, error)
-        except Exception as error:
-            self._fail(job, error)
-        else:
-            self._finish_copy(job)
-
-    def _copy_failed(self, job: LoadJob, error: Exception) -> None:
-        """The memory that could not be written is fenced, and another place is tried; a device that is lost is the engine's matter."""
-        with self._store.lock:
-            if is_device_lost(error):
-                self._store.device_lost = DeviceLostError(f"the device does not answer any more: {error}")
-            weights = job.weights
-            assert weights.device is not None
-            self._damage.fence(weights, Tier.DEVICE, weights.device.extents)
-            job.num_failed_copies += 1
-            sizes = tuple(extent.nbytes for extent in weights.device.extents)
-            if job.num_failed_copies <= MAX_FAILED_COPIES and self._store.device_lost is None:
-                self._store.leave_device(weights)
-                weights.device = self._store.take(self._store.device, weights, sizes, job.demand)
-                if weights.device is not None:
-                    weights.state = WeightState.COPYING
-                    self._loader.submit(partial(self._run_copy, job))
-                    return
-        name = job.sources[-1].name
-        self._fail(job, AdapterUnavailableError(f"adapter {name!r} could not be copied to the device: {error}"))
-
-    def _finish_copy(self, job: LoadJob) -> None:
-        with self._store.lock:
-            weights = job.weights
-            assert weights.layout is not None
-            assert weights.device is not None
-            self._publish(weights, weights.layout, weights.device)
-            if job.num_failed_copies or weights.is_restoring:
-                weights.is_restoring = False
-                tell(self._store.events, EventKind.RECOVERY, weights, "was copied to the device again")
-            self._store.counters.num_copies += 1
-            self._store.counters.copy_s += self._store.clock() - job.began_s
-            self._end(job)
-
-    def _fail(self, job: LoadJob, error: BaseException) -> None:
-        if is_out_of_memory(error):
-            self._store.alarm(f"the load of adapter {job.sources[-1].name!r} could not allocate memory: {error}")
-        with self._store.lock:
-            weights = job.weights
-            job.error = as_adapter_error(error, job.sources[-1].name)
-            if weights.state is WeightState.COPYING:
-                self._store.leave_device(weights)
-            elif weights.state is WeightState.LOADING:
-                self._store.leave_host(weights)
-            if job.is_awaited and not isinstance(job.error, AdapterNoRoomError):  # of an add: requests wait for room
-                weights.failure = LoadFailure(job.error, self._store.clock())
-            weights.is_prefetch_off = True
-            self._store.counters.num_load_failures += 1
-            tell(
-                self._store.events,
-                EventKind.LOAD_FAILED,
-                weights,
-                f"could not be loaded: {job.error}",
-                cause=job.demand.cause,
-            )
-            if weights.layout is None:
-                self._forget_sources(job)
-            self._end(job)
-
-    def _forget_sources(self, job: LoadJob) -> None:
-        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises; those that came later
-        load for themselves.
-        """
-        for adapter in job.sources:
-            if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
-                adapter.is_removed = True
-                del job.weights.adapters[adapter.adapter_id], self._store.adapters[adapter.adapter_id]
-
-    def _end(self, job: LoadJob) -> None:
-        weights = job.weights
-        weights.job, weights.last_error, job.is_done = None, job.error, True
-        if not weights.adapters:
-            self._store.drop(weights)
-        self._store.lock.notify_all()
-
-    def _raise_failure(self, weights: StoredWeights) -> None:
-        failure = weights.failure
-        if failure is None:
-            return
-        if failure.raised_in_pass is None and self._store.clock() - failure.failed_s <= FAILURE_TTL_S:
-            failure.raised_in_pass = self._store.room.pass_id
-        if failure.raised_in_pass == self._store.room.pass_id:
-            raise_again(failure.error)

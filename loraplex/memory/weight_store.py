@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from loraplex.core import Tier, WaitsFor
-from loraplex.errors import DeviceLostError, EngineShutdownError
+from loraplex.errors import DeviceLostError, EngineShutdownError, LoraplexError
 from loraplex.events import EventKind, EventLog
+from loraplex.memory.arrivals import Arriving
 from loraplex.memory.compressed_copies import CompressedCopies
+from loraplex.memory.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.prediction import PrefetchLedger
 from loraplex.memory.retired import RetiredMemory
@@ -33,6 +35,7 @@ class WeightStore:
         events: EventLog,
         disk: DiskCache | None = None,
         compressed: CompressedCopies | None = None,
+        copies: CopyEngine | None = None,
     ) -> None:
         self.lock = threading.Condition(threading.Lock())
         self.host = host
@@ -40,6 +43,9 @@ class WeightStore:
         self.disk = disk
         self.compressed = compressed
         self.is_shared = device.pool is None  # both tiers are one memory
+        self.copies = copies or SynchronousCopies()
+        self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
+        self.faults: dict[str, LoraplexError] = {}  # by digest: requests run on what is not to be used; they are to end
         self.retired = RetiredMemory(host.pool if device.pool is None else device.pool)
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
         self.weights: dict[str, StoredWeights] = {}
@@ -119,13 +125,14 @@ class WeightStore:
             self.disk.drop(weights.digest)
 
     def drop(self, weights: StoredWeights) -> None:
-        """Nobody has this content any more: every tier is freed, and the KV cache is told. A job under way does it at its end."""
-        if weights.job is not None:
+        """Nobody has this content any more: every tier is freed, and the KV cache is told. A job or reader does it at its end."""
+        if not weights.is_at_rest:
             return
         self.evict_to_source(weights)
         self.forget_copies(weights)
         tell(self.events, EventKind.DROP, weights, "is gone from every tier")
         del self.weights[weights.digest]
+        self.faults.pop(weights.digest, None)
         self.dropped.append(weights.digest)
         self.counters.num_drops += 1
         self.lock.notify_all()
@@ -187,6 +194,7 @@ class WeightStore:
         assert place.lora_slot is not None
         assert weights.layout is not None
         tell(self.events, EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
+        self.arriving.pop(place.lora_slot, None)
         self.device.free_slot(place.lora_slot)
         self.device.give(weights.nbytes)
         self.device.policy.forget(weights.digest)

@@ -175,7 +175,9 @@ class Decoder:
 
     def _forward_layers(self, x: Tensor, rope: Rope, kv: Tensor, batch: StepBatch) -> Tensor:
         residual = None
-        for layer, kv_layer in zip(self.layers, kv.unbind(1), strict=True):
+        for index, (layer, kv_layer) in enumerate(zip(self.layers, kv.unbind(1), strict=True)):
+            if batch.gate is not None:
+                batch.gate.wait_for_layer(index)
             x, residual = layer.forward(x, residual, rope, kv_layer, batch)
         assert residual is not None
         return self.norm.forward_add(x, residual)[0]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from loraplex.config import EngineConfig, LoRAConfig, num_bytes
 from loraplex.demo.tasks import assets_path
 from loraplex.engine import memory_plan
+from loraplex.engine.device_memory import DeviceMemory, device_memory, reserve_bytes
 from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.memory_plan import MemoryPlan
 from loraplex.errors import ConfigError
+from loraplex.kernels.ops import get_backend
 from loraplex.memory.arena import Arena, Owner
+from loraplex.models.config import ModelConfig
+from loraplex.models.decoder import Decoder
 
 MIB = 1 << 20
+DEFAULT_LORA = LoRAConfig()
 LORA = {"adapter_memory", "adapter_memory_bytes", "adapter_floor", "host_memory_bytes"}
 
 
@@ -132,8 +140,6 @@ def test_a_floor_below_the_longest_request_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_a_share_of_the_machine() -> None:
-    import torch
-
     whole = memory_plan._machine_bytes(torch.device("cpu"))
     assert whole is None or whole > 1 << 28
     assert memory_plan._machine_bytes(torch.device("meta")) is None
@@ -145,3 +151,96 @@ def test_a_memory_that_leaves_nothing_for_adapters_is_refused(size: int | str) -
         ConfigError, match=r"device_memory of \d+ bytes leaves no room for adapters.*raise device_memory"
     ):
         build(device_memory=size)
+
+
+# ------------------------------------------------------------------------------------------------------------------- a GPU
+
+GIB = 1 << 30
+META = torch.device("meta")
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "sliding_windows": (None,) * 32,
+}
+
+
+def llama_8b() -> ModelConfig:
+    return replace(ModelConfig.from_dir(assets_path() / "base"), **LLAMA_8B)
+
+
+def plan_for_gpu(
+    total: int = 80 * GIB, free: int = 64 * GIB, lora: LoRAConfig | None = DEFAULT_LORA, **settings: Any
+) -> MemoryPlan:
+    """The plan for an 8B model on a GPU that nobody needs to have."""
+    model_config = llama_8b()
+    config = EngineConfig(model="m", lora=lora, **settings)
+    model = Decoder(model_config, get_backend("torch", META), torch.bfloat16, META, enable_lora=True)
+    gpu = DeviceMemory(total, free)
+    return memory_plan.plan_memory(config, model_config, model, torch.bfloat16, META, gpu)
+
+
+def test_what_the_gpu_has_left_is_shared() -> None:
+    plan = plan_for_gpu()
+    reserve = reserve_bytes(EngineConfig(model="m"), llama_8b(), torch.bfloat16)
+    assert GIB // 2 < reserve < 2 * GIB
+    whole = int(0.9 * 80 * GIB) - 16 * GIB - reserve
+    assert whole - plan.arena.chunk_bytes < plan.arena.num_bytes <= whole
+    assert plan.lora is not None
+    assert plan.lora.adapter_memory_bytes == whole, "each may have all but the other's floor"
+    assert plan.arena.limits(Owner.ADAPTERS).floor == whole // 10 // plan.arena.chunk_bytes
+    assert plan.arena.chunk_bytes % (2 << 20) == 0, "KV blocks of 16 tokens"
+    assert 1000 < plan.arena.num_chunks <= memory_plan.MAX_GPU_CHUNKS
+
+
+def test_other_processes_count_and_a_larger_share_gives_more() -> None:
+    small = plan_for_gpu(free=40 * GIB).arena.num_bytes
+    assert plan_for_gpu(free=41 * GIB).arena.num_bytes - small == pytest.approx(GIB, abs=64 * MIB)
+    more = plan_for_gpu(free=40 * GIB, gpu_memory_utilization=0.95).arena.num_bytes
+    assert more - small == pytest.approx(4 * GIB, abs=64 * MIB)
+
+
+def test_what_is_said_wins() -> None:
+    both = plan_for_gpu(kv_cache_memory="8GiB", lora=LoRAConfig(adapter_memory="4GiB"))
+    assert both.arena.num_bytes == pytest.approx(12 * GIB, rel=0.01)
+    assert both.arena.limits(Owner.KV).floor == both.arena.ceiling(Owner.KV), "nobody contends"
+    one = plan_for_gpu(kv_cache_memory="8GiB")
+    assert one.arena.num_bytes > 50 * GIB
+    assert one.num_kv_blocks * 2 * MIB == pytest.approx(8 * GIB, rel=0.01)
+    share = plan_for_gpu(device_memory="40%")
+    assert share.arena.num_bytes == pytest.approx(32 * GIB, rel=0.01)
+    base_only = plan_for_gpu(lora=None, kv_cache_memory_bytes=8 * GIB)
+    assert base_only.arena.num_bytes == pytest.approx(8 * GIB, rel=0.01)
+
+
+def test_a_gpu_without_room_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=rf"gpu_memory_utilization 0.9 of {24 * GIB} bytes.*{16 * GIB} are taken"):
+        plan_for_gpu(total=24 * GIB, free=8 * GIB, max_num_batched_tokens=65536)
+    with pytest.raises(ConfigError, match="gpu_memory_utilization must be"):
+        EngineConfig(model="m", gpu_memory_utilization=1.5)
+
+
+@pytest.mark.parametrize(
+    ("whole", "expected"), [(32 * MIB, MIB), (GIB, 16 * MIB), (20 * GIB, 16 * MIB), (128 * GIB, 32 * MIB)]
+)
+def test_chunks_are_larger_on_a_gpu(whole: int, expected: int) -> None:
+    assert memory_plan.chunk_size(whole, is_gpu=True) == expected
+    assert memory_plan.chunk_size(whole, is_gpu=False) == MIB
+
+
+def test_a_gpu_that_has_less_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory_plan, "Arena", refuse)
+    with pytest.raises(ConfigError, match=rf"{64 * GIB} bytes were free; lower device_memory"):
+        plan_for_gpu(device_memory="100%")
+
+
+def test_the_host_has_no_gpu_memory() -> None:
+    assert device_memory(torch.device("cpu")) is None

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from loraplex.core import Tier
-from loraplex.memory import transfers, weight_reader
+from loraplex.memory import copies, weight_reader
 from loraplex.memory.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.pool import LoRAMemoryPool
@@ -122,8 +122,10 @@ def failing_lends(arena: Arena, owner: Owner) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_copies(error: BaseException) -> Iterator[None]:
-    """Every copy from host to device raises `error`. (On a CPU nothing is copied.)"""
-    with mock.patch.object(transfers, "copy_extents", _failing(error)):
+    """No copy from host to device can be begun: `error` is raised. (On a CPU nothing is copied.)"""
+    with contextlib.ExitStack() as stack:
+        for engine in (copies.SynchronousCopies, copies.CudaCopies):
+            stack.enter_context(mock.patch.object(engine, "copy", _failing(error)))
         yield
 
 

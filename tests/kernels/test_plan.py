@@ -162,3 +162,37 @@ def test_what_does_not_fit_the_table_is_refused() -> None:
     with pytest.raises(ValueError, match="uint8"):
         SlotTable(TARGETS, 1, torch.zeros(64))
     assert table.is_clear(0)
+
+
+def test_a_mirrored_table_shows_changes_when_it_is_flushed_all_at_once() -> None:
+    table = SlotTable(TARGETS, 3, torch.full((4096,), 0xFF, dtype=torch.uint8), is_mirrored=True)
+    direct = SlotTable(TARGETS, 3, table.buffer)
+    addresses = [c.data_ptr() for c in columns(table)]
+    assert not table.has_changes
+    for each in (table, direct):
+        each.set_block("layers.0.qkv", 1, 512, (LAYOUT, None, NO_BIAS))
+        each.set_image(2, each.image([("layers.0.o", (LAYOUT,))]), [1024])
+    assert table.has_changes
+    assert not direct.has_changes, "there kernels read what was written"
+    assert not any(c.any() for c in columns(table)), "a step in flight sees none of it"
+    assert table.addresses(0, 1) == [direct.a_addr[0, 1], direct.b_addr[0, 1], direct.bias_addr[0, 1]]
+    table.check_integrity()
+    table.flush()
+    assert not table.has_changes
+    assert all(mine.equal(its) for mine, its in zip(columns(table), columns(direct), strict=True))
+    table.clear_slot(1)
+    assert table.a_addr[0, 1] != 0
+    table.flush()
+    direct.clear_slot(1)
+    assert all(mine.equal(its) for mine, its in zip(columns(table), columns(direct), strict=True))
+    assert [c.data_ptr() for c in columns(table)] == addresses, "captured graphs hold them"
+    table.check_integrity()
+    table.a_addr[0, 0] = 1
+    with pytest.raises(AssertionError, match="another slot table"):
+        table.check_integrity()
+
+
+def test_an_unchanged_table_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = SlotTable(TARGETS, 3, torch.full((4096,), 0xFF, dtype=torch.uint8), is_mirrored=True)
+    monkeypatch.setattr(torch, "empty", None)
+    table.flush()

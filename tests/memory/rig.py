@@ -17,6 +17,7 @@ from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.memory.arena import Arena
 from loraplex.memory.manager import LoRAModelManager
+from tests.memory.fake_copies import FakeCopies
 
 NUM_LAYERS = 2
 HIDDEN = 16
@@ -194,6 +195,7 @@ class Rig:
     policy: str = "lru"
     is_bound_by_count: bool = False
     is_separate: bool = False
+    copies: FakeCopies | None = None  # for a device with memory of its own; None: copies are done at once
     is_gated: bool = True
     backend: str = "reference"
     slack_bytes: int = 0  # memory beyond the budget, so that pieces never run out first
@@ -211,6 +213,7 @@ class Rig:
             max_cpu_loras=self.num_host if self.is_bound_by_count else None,
             eviction_policy=self.policy,
         )
+        self.is_separate |= self.copies is not None
         spare = CHUNK_BYTES + self.slack_bytes
         arena_bytes = config.adapter_memory_bytes if self.is_separate else config.host_memory_bytes
         self.arena = Arena(arena_bytes + spare, CHUNK_BYTES, CPU)
@@ -227,6 +230,7 @@ class Rig:
             BASE_BIAS.get,
             self.clock,
             host_arena=host_arena,
+            copies=self.copies,
             loader=self.loader,
             on_digest_dropped=self.dropped.append,
         )
@@ -287,9 +291,11 @@ class Rig:
         return next(r.tier.value for r in self.manager.list_adapters() if r.adapter_id == adapter_id)
 
     def check_output(self, lora_slot: int, model: LoRAModel) -> None:
-        """The kernels see exactly `model` in `lora_slot`: no byte of anything else."""
-        backend = get_backend(self.backend, CPU)
+        """The kernels see exactly `model` in `lora_slot`: no byte of anything else. They wait for layers that arrive."""
+        backend, gate = get_backend(self.backend, CPU), self.manager.steps.prepare([lora_slot])
         for target in TARGETS:
+            if gate is not None:
+                gate.wait_for_layer(target.layer)
             x = torch.linspace(-1, 1, 3 * target.in_features).reshape(3, target.in_features)
             y = torch.zeros(3, sum(s.out_features for s in target.slices))
             plan = LoraPlan.build([LoraSegment(0, 3, lora_slot)], 3, 4)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from loraplex.core import Tier
 from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind, EventLog
+from loraplex.memory.copies import Arrival
 from loraplex.memory.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
 from loraplex.memory.recovery import BACKOFF_S
 from tests.memory.rig import Rig, make_model
@@ -111,24 +113,20 @@ def test_memory_that_does_it_twice_is_fenced(rig: Rig) -> None:
 
 
 def test_patterns_find_memory_that_does_not_hold() -> None:
-    import torch
-
     assert holds_patterns(torch.zeros(64, dtype=torch.uint8))
 
 
 def test_a_copy_that_fails_goes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_device=2, num_host=3, is_separate=True, slack_bytes=4096)
     rig.add(1)
-    failures = iter((True, False))
+    failures, copy = iter((True, False)), rig.manager._store.copies.copy
 
-    def copy(sources: object, targets: object) -> None:
+    def fail_once(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
         if next(failures):
             raise RuntimeError("bad memory")
-        copy_extents(sources, targets)  # type: ignore[arg-type]
+        return copy(sources, targets)
 
-    from loraplex.memory.loading import copy_extents
-
-    monkeypatch.setattr("loraplex.memory.transfers.copy_extents", copy)
+    monkeypatch.setattr(rig.manager._store.copies, "copy", fail_once)
     rig.check_output(rig.acquire(1), make_model("d1"))
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
     rig.manager.check_integrity()

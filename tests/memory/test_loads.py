@@ -23,8 +23,10 @@ from loraplex.errors import (
     AdapterValidationError,
     AdapterWeightsMissingError,
 )
+from loraplex.memory.copies import SynchronousCopies
+from loraplex.memory.jobs import FAILURE_TTL_S
+from loraplex.memory.promote import MAX_FAILED_COPIES
 from loraplex.memory.stored import LoadJob
-from loraplex.memory.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
 from tests.memory.rig import Rig, make_model
 
 
@@ -80,16 +82,13 @@ def test_with_two_memories_a_prefetch_goes_all_the_way() -> None:
     rig.check_output(0, make_model("d1"))
 
 
-def test_a_copy_is_loading_until_it_is_done() -> None:
+def test_a_copy_that_is_done_at_once_needs_no_load() -> None:
     rig = Rig(is_separate=True)
     rig.add(1)
-    assert ask(rig) is WaitsFor.LOAD
-    residency = rig.manager.list_adapters()[0]
-    assert (residency.tier.value, residency.is_loading, residency.lora_slot) == ("host", True, None)
-    assert rig.slots() == [None, None]
-    rig.manager.check_integrity()
-    load(rig)
     assert ask(rig) is None
+    residency = rig.manager.list_adapters()[0]
+    assert (residency.tier.value, residency.is_loading, residency.lora_slot) == ("device", False, 0)
+    assert rig.manager.stats().counters.num_copies == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- failures
@@ -217,16 +216,19 @@ def test_a_failed_copy_leaves_the_host_copy(monkeypatch: pytest.MonkeyPatch) -> 
     rig = Rig(is_separate=True, slack_bytes=1 << 16)
     rig.add(1)
 
+    num_tried = 0
+
     def fail(*args: object) -> None:
+        nonlocal num_tried
+        num_tried += 1
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr("loraplex.memory.transfers.copy_extents", fail)
-        ask(rig)
-        for _ in range(1 + MAX_FAILED_COPIES):
-            load(rig)
-    with pytest.raises(AdapterUnavailableError, match="device lost"):
-        ask(rig)
+        patch.setattr(SynchronousCopies, "copy", fail)
+        for _ in range(2):  # whoever asks in this pass
+            with pytest.raises(AdapterUnavailableError, match="device lost"):
+                rig.manager.try_acquire(1)
+        assert num_tried == 1 + MAX_FAILED_COPIES
     rig.manager.check_integrity()
     assert rig.tier_of(1) == "host"
     rig.check_output(rig.acquire(1), make_model("d1"))

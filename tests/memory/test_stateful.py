@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterError, AdapterPathNotFoundError
+from tests.memory.fake_copies import FakeCopies
 from tests.memory.rig import Rig, make_model
 
 RANKS = {"d0": 4, "d1": 1, "d2": 12, "d3": 4, "d4": 7}
@@ -23,10 +24,12 @@ class MemoryMachine(RuleBasedStateMachine):
 
     policy = "lru"
     is_separate = False
+    is_arriving = False
 
     @initialize(adapter_ids=st.lists(ADAPTERS, min_size=3, unique=True))
     def start(self, adapter_ids: list[int]) -> None:
-        self.rig = Rig(num_device=4, num_host=6, policy=self.policy, is_separate=self.is_separate)
+        self.copies = FakeCopies() if self.is_arriving else None
+        self.rig = Rig(num_device=4, num_host=6, policy=self.policy, is_separate=self.is_separate, copies=self.copies)
         self.manager = self.rig.manager
         assert self.rig.loader is not None
         self.loader = self.rig.loader
@@ -119,7 +122,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert (result.lora_slot is None) != (result.waits_for is None)
         if result.lora_slot is not None:
             self.references[adapter_id] += 1
-            self.rig.check_output(result.lora_slot, MODELS[DIGEST_OF[adapter_id]])
+            self.check_unless_arriving(result.lora_slot, adapter_id)
 
     @rule(adapter_ids=st.lists(ADAPTERS, min_size=1, max_size=4))
     def schedule(self, adapter_ids: list[int]) -> None:
@@ -209,7 +212,12 @@ class MemoryMachine(RuleBasedStateMachine):
     def slots_hold_what_they_say(self) -> None:
         for slot, adapter_id in enumerate(self.manager.lora_index_to_id[:4]):
             if adapter_id is not None:
-                self.rig.check_output(slot, MODELS[DIGEST_OF[adapter_id]])
+                self.check_unless_arriving(slot, adapter_id)
+
+    def check_unless_arriving(self, lora_slot: int, adapter_id: int) -> None:
+        """Looking as a step does would end the copy."""
+        if lora_slot not in self.manager._store.arriving:
+            self.rig.check_output(lora_slot, MODELS[DIGEST_OF[adapter_id]])
 
     def teardown(self) -> None:
         for adapter_id in self.references.elements():
@@ -235,6 +243,40 @@ class TwoMemoriesNoEviction(TwoMemories):
     policy = "none"
 
 
+class Arriving(MemoryMachine):
+    """Copies are done when the machine, a loader's thread or a step says so; weights are checked beside the steps."""
+
+    is_arriving = True
+
+    @rule(num_pieces=st.integers(1, 2))
+    def pieces_arrive(self, num_pieces: int) -> None:
+        assert self.copies is not None
+        self.copies.run(num_pieces)
+
+    @precondition(lambda self: self.references)
+    @rule(data=st.data())
+    def run_layers(self, data: st.DataObject) -> None:
+        """A step on what may be arriving: each layer is right when its gate opens."""
+        adapter_id = data.draw(st.sampled_from(sorted(self.references)))
+        weights = next(each for each in self.manager._store.weights.values() if adapter_id in each.adapters)
+        slot = weights.lora_slot
+        assert slot is not None
+        self.rig.check_output(slot, MODELS[DIGEST_OF[adapter_id]])
+
+    @rule(max_bytes=st.integers(1, 20_000))
+    def scrub(self, max_bytes: int) -> None:
+        assert self.manager.health.scrub(max_bytes) == {}
+        assert self.manager.health.take_faults() == {}
+
+    @rule()
+    def compact(self) -> None:
+        self.manager.compact(1 << 20, deadline_s=float("inf"))
+
+
+class ArrivingByCost(Arriving):
+    policy = "cost_aware"
+
+
 class OneMemoryByCost(MemoryMachine):
     policy = "cost_aware"
 
@@ -252,6 +294,10 @@ TestTwoMemories = TwoMemories.TestCase
 TestTwoMemories.settings = _SETTINGS
 TestTwoMemoriesNoEviction = TwoMemoriesNoEviction.TestCase
 TestTwoMemoriesNoEviction.settings = _SETTINGS
+TestArriving = Arriving.TestCase
+TestArriving.settings = _SETTINGS
+TestArrivingByCost = ArrivingByCost.TestCase
+TestArrivingByCost.settings = _SETTINGS
 TestOneMemoryByCost = OneMemoryByCost.TestCase
 TestOneMemoryByCost.settings = _SETTINGS
 TestTwoMemoriesByCost = TwoMemoriesByCost.TestCase

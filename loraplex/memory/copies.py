@@ -1,0 +1,135 @@
+"""Copies of weights between the host and a device, beside the steps.
+
+    CudaCopies          enqueued on a stream of their own, with an event for each piece; nobody's host thread waits
+    SynchronousCopies   any other device: done when the call returns
+
+Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a move or a
+KV block still touches is not overwritten, whoever gave it back. What a step launches after `hold_steps(i)` begins when piece i is
+there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from loraplex.memory.checksum import checksums
+
+
+class Arrival(Protocol):
+    """Copies under way, in order: piece i is there before piece i + 1."""
+
+    def hold_steps(self, index: int) -> None:
+        """What this thread launches from now on begins when piece `index` is there. The host does not wait."""
+        ...
+
+    def join(self) -> None:
+        """Wait until everything is there. Raises RuntimeError or OSError when a copy failed."""
+        ...
+
+
+class CopyEngine(Protocol):
+    """Thread-safe. `is_asynchronous`: `copy` only enqueues, so that its sources must stay as they are until `join` returns."""
+
+    is_asynchronous: bool
+
+    def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
+        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, in either direction between host and device.
+
+        Raises RuntimeError or OSError when that cannot be begun; nothing is under way then.
+        """
+        ...
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Within the device, in the order of the steps: those launched before find the old bytes in `target`, later ones the new."""
+        ...
+
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Of device memory that nobody writes meanwhile; returns when they are known."""
+        ...
+
+
+class _Arrived:
+    """The arrival of a copy that is done."""
+
+    def hold_steps(self, index: int) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+class SynchronousCopies:
+    """Everything is done in the thread that asks."""
+
+    is_asynchronous = False
+
+    def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return _Arrived()
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return checksums(pieces)
+
+
+class _CudaArrival:
+    def __init__(self, steps: Any, events: Sequence[Any]) -> None:
+        self._steps = steps
+        self._events = events
+
+    def hold_steps(self, index: int) -> None:
+        self._steps.wait_event(self._events[index])
+
+    def join(self) -> None:
+        if self._events:
+            self._events[-1].synchronize()
+
+
+class CudaCopies:
+    """On one stream for the life of the engine. Make it where the steps will be launched: its current stream is taken for theirs.
+
+    Host pieces should be page-locked: others are right too, but the call waits for them. cuda: the module, for tests.
+    """
+
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
+        self._steps = cuda.current_stream(device)
+        self._copies = cuda.Stream(device)
+        self._checks = cuda.Stream(device)
+        self._lock = threading.Lock()  # or the pieces of two copies would take turns
+
+    def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
+        events = []
+        with self._lock, self._cuda.stream(self._copies):
+            self._copies.wait_stream(self._steps)
+            try:
+                for source, target in zip(sources, targets, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    events.append(self._copies.record_event(self._cuda.Event(blocking=True)))
+            except RuntimeError:
+                self._copies.synchronize()
+                raise
+        return _CudaArrival(self._steps, events)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        with self._cuda.stream(self._steps):
+            target.copy_(source, non_blocking=True)
+
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        with self._cuda.stream(self._checks):
+            self._checks.wait_stream(self._steps)
+            return checksums(pieces)
+
+
+def copies_for(device: torch.device) -> CopyEngine:
+    """How bytes come to `device`."""
+    return CudaCopies(device) if device.type == "cuda" else SynchronousCopies()

@@ -1,0 +1,46 @@
+"""Host memory is page-locked as one block, or used as it is with a warning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loraplex.memory.arena import Arena
+from loraplex.memory.pinning import pin
+
+
+class FakeCuda:
+    """torch.cuda with a runtime that answers `status`."""
+
+    def __init__(self, status: int, error: Exception | None = None) -> None:
+        self.status, self.error = status, error
+        self.registered: list[tuple[int, int, int]] = []
+
+    def cudart(self) -> FakeCuda:
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered.append((address, nbytes, flags))
+        return self.status
+
+
+def test_all_of_it_is_locked_at_once() -> None:
+    memory, cuda = torch.empty(4096, dtype=torch.uint8), FakeCuda(0)
+    assert pin(memory, cuda)
+    assert cuda.registered == [(memory.data_ptr(), 4096, 0)]
+
+
+@pytest.mark.parametrize("cuda", [FakeCuda(2), FakeCuda(0, RuntimeError("no driver"))], ids=["refused", "no driver"])
+def test_what_cannot_be_locked_is_told(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    assert not pin(torch.empty(4096, dtype=torch.uint8), cuda)
+    assert "4096 bytes of host memory for adapters could not be page-locked" in caplog.text
+
+
+@pytest.mark.parametrize("is_possible", [False, True])
+def test_pages_that_are_locked_are_not_given_back(monkeypatch: pytest.MonkeyPatch, is_possible: bool) -> None:
+    monkeypatch.setattr("loraplex.memory.arena.pin", lambda memory: is_possible)
+    arena = Arena(1 << 16, 1 << 13, "cpu", is_pinned=True)
+    assert arena.is_pinned is is_possible
+    assert (arena.release_pages() == 0) is is_possible
