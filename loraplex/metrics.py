@@ -23,6 +23,7 @@ class EngineStats:
     adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
     num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
     running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
+    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
     """
 
     num_running: int = 0
@@ -52,6 +53,8 @@ class EngineStats:
     running_adapter_ids: tuple[int, ...] = ()
     waiting_adapter_ids: tuple[int, ...] = ()
     step_times: StepTimes = field(default_factory=StepTimes)
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -16,8 +16,8 @@ import torch
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
 from loraplex.engine.adapter_memory import build_manager
-from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.caretaker import Caretaker, make_caretaker
+from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
 from loraplex.engine.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.sampler import Sampler
@@ -194,7 +194,7 @@ class EngineCore:
     # ----------------------------------------------------------------------------------------------------- see and end
 
     def stats(self) -> EngineStats:
-        scheduler, blocks = self._scheduler, self._blocks
+        scheduler, blocks, graphs = self._scheduler, self._blocks, self._runner.graphs
         stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -211,8 +211,15 @@ class EngineCore:
             running_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.RUNNING))),
             waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
             step_times=self._step_times(),
+            graph_steps={} if graphs is None else graphs.graph_steps,
+            eager_steps={} if graphs is None else graphs.eager_steps,
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Captured decode steps; None where every step runs kernel by kernel."""
+        return self._runner.graphs
 
     def take_events(self) -> tuple[EngineEvent, ...]:
         """What happened since the last call, oldest first."""
@@ -291,7 +298,8 @@ def build_engine(
 ) -> EngineCore:
     """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
 
-    progress(what, done, total) is called while weights are read. With a profiler, kernels are measured one by one.
+    progress(what, done, total) is called while weights are read and graphs captured. With a profiler, kernels are measured one by one.
+    Graphs come last: they hold addresses of scratch memory, the arena and the slot table.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -303,6 +311,7 @@ def build_engine(
     backend = _backend(config, device, profiler)
     model = _load_model(config, path, model_config, dtype, backend, device, progress)
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    backend.reserve_workspace(config.max_num_batched_tokens)
     memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device)
     blocks = _build_blocks(config, memory)
     events = EventLog()
@@ -315,11 +324,12 @@ def build_engine(
         max_model_len=memory.max_model_len,
         aging_steps=1 if config.lora is None else config.lora.aging_steps,
     )
-    builder = BatchBuilder(blocks, config.max_num_seqs, device)
+    builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
+    if graphs is not None:
+        graphs.capture(None if progress is None else lambda done, total: progress("graphs", done, total))
     profiler = profiler or Profiler()
-    backend.reserve_workspace(config.max_num_batched_tokens)
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler)
-    caretaker = make_caretaker(config, backend, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
+    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler, graphs)
+    caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,

@@ -9,6 +9,7 @@ import torch
 
 from loraplex.core import BASE_SLOT, Request
 from loraplex.engine.batch import BatchBuilder, BuiltStep
+from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError
@@ -28,16 +29,23 @@ class StepHandle:
 
 
 class ModelRunner:
-    """The decoder with its KV memory and its sampler."""
+    """The decoder with its KV memory and its sampler. `graphs`: captured decode steps; None where every step runs kernel by kernel."""
 
     def __init__(
-        self, model: Decoder, kv: torch.Tensor, builder: BatchBuilder, sampler: Sampler, profiler: Profiler
+        self,
+        model: Decoder,
+        kv: torch.Tensor,
+        builder: BatchBuilder,
+        sampler: Sampler,
+        profiler: Profiler,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._builder = builder
         self._sampler = sampler
         self._profiler = profiler
+        self.graphs = graphs
 
     @property
     def kv_block_bytes(self) -> int:
@@ -47,6 +55,10 @@ class ModelRunner:
     def workspace_nbytes(self) -> int:
         return self._model.workspace_nbytes
 
+    def release_workspace(self) -> int:
+        """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""
+        return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
+
     def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the KV of blocks to other blocks, between two steps."""
         moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))
@@ -55,6 +67,8 @@ class ModelRunner:
     def measure_operators(self, is_on: bool) -> None:
         """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""
         self._model.measure_operators(self._add_operator if is_on else None)
+        if self.graphs is not None:
+            self.graphs.measure(is_on)
 
     def _add_operator(self, operator: str, seconds: float) -> None:
         self._profiler.add(PART_OF[operator], seconds)
@@ -65,15 +79,24 @@ class ModelRunner:
         if not plan.sequences:
             return StepHandle({})
         with self._profiler.part("build"):
-            step = self._builder.build(plan)
+            step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
         with self._profiler.part("forward"):
-            hidden = self._model.forward(step.batch, self._kv)
-            if len(step.batch.logits_indices) == 0:
-                return StepHandle({})
-            logits = self._model.compute_logits(hidden[step.batch.logits_indices])
+            logits = self._logits(step)
+        if logits is None:
+            return StepHandle({})
         with self._profiler.part("sample"):
             self._take_prompt_logprobs(step, logits)
             return StepHandle(self._sample(step, logits))
+
+    def _logits(self, step: BuiltStep) -> torch.Tensor | None:
+        """Float32, a row for each of the step's logits_indices but those of padding; by its graph if it has one. None: no rows."""
+        if step.padded_size is not None:
+            assert self.graphs is not None
+            return self.graphs.replay(step)
+        hidden = self._model.forward(step.batch, self._kv)
+        if len(step.batch.logits_indices) == 0:
+            return None
+        return self._model.compute_logits(hidden[step.batch.logits_indices])
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:

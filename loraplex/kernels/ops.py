@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -104,7 +105,23 @@ class KernelBackend(Protocol):
         ...
 
     def release_workspace(self) -> int:
-        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only."""
+        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only.
+
+        Never while CUDA graphs are held: they have its addresses.
+        """
+        ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan on the host."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Within it a step is captured: a call that has to read the host, or to wait for the device, raises EngineError."""
+        ...
+
+    def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
+        """Whether a captured step covers the adapters in these slots as they are now: their ranks, say."""
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:

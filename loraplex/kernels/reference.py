@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,16 @@ class StockWeights:
 
     def release_workspace(self) -> int:
         return 0
+
+    @property
+    def is_capturable(self) -> bool:
+        return False
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
+        return True
 
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}

@@ -185,6 +185,10 @@ class Decoder:
         """Scratch memory that is kept between steps."""
         return self._ops.workspace_nbytes
 
+    def release_workspace(self) -> int:
+        """Give it back, between steps; the next step makes what it needs. Returns the bytes."""
+        return self._ops.release_workspace()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""
         return self.lm_head.forward(hidden)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core import Request, SamplingParams
 from loraplex.engine.batch import BatchBuilder, LoRAMapping
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.engine.step_buffers import HostBuffers
 from loraplex.errors import InvalidRequestError
-from loraplex.kernels.plan import LoraSegment
+from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.kvcache.allocator import KVBlockAllocator
 
 BLOCK_SIZE = 8
@@ -85,7 +85,7 @@ class TestBatchBuilder:
             assert blocks.reserve(request.request_id, start + count)
             state = RequestState(request, index, list(prompt), num_computed_tokens=start, lora_slot=slot)
             sequences.append(ScheduledSequence(state, start, count, is_sampled=start + count == length))
-        return BatchBuilder(blocks, 8, torch.device("cpu")), SchedulePlan(1, tuple(sequences)), blocks
+        return BatchBuilder(blocks, HostBuffers(), LoraPlan(8), 8), SchedulePlan(1, tuple(sequences)), blocks
 
     def test_rows_are_in_adapter_order_base_first(self) -> None:
         builder, plan, _ = self.make((1, 10, 9, 1), (None, 12, 0, 12), (0, 9, 4, 3), (1, 4, 0, 4))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
+from loraplex.errors import EngineError
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 
@@ -29,9 +32,20 @@ class TritonBackend(TorchBackend):
         self.description = f"triton sm_{major}{minor}, {where}"
         self.fallbacks: Counter[str] = Counter()
         """Calls that stock torch ran, by operator and reason."""
+        self._is_capturing = False
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
 
     def _fall_back(self, operator: str, reason: str) -> None:
         key = f"{operator}: {reason}"
+        if self._is_capturing:
+            raise EngineError(f"a CUDA graph cannot hold what stock torch runs: {key}")
         if not self.fallbacks[key]:
             logger.warning("stock torch runs %s", key)
         self.fallbacks[key] += 1

@@ -1,0 +1,273 @@
+"""Decode steps as CUDA graphs: one launch instead of some hundreds.
+
+At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA kernel. A step is
+padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers (engine/step_buffers.py), the KV
+memory and the slot table, all at fixed addresses, and writes logits to one tensor that all graphs share. So adapters that come, go and
+move, and KV blocks that change hands, are never a reason to capture anew.
+
+Everything else runs kernel by kernel, and is counted by reason:
+
+    prefill        some sequence has several tokens, or is not sampled
+    batch_size     more sequences than the largest graph has rows
+    adapters       the backend's captured kernels do not cover an adapter of the step (its rank)
+    measured       operators are timed one by one (a profile of kernels)
+    not_captured   there are no graphs: the capture failed
+
+What graphs hold stays until the engine ends. Low-memory mode does not take it: the arena is memory of its own, which scratch memory given
+back would not make larger, and a replay would write to it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loraplex.config import EngineConfig
+from loraplex.core import BlockAllocator
+from loraplex.engine.batch import BatchBuilder, BuiltStep
+from loraplex.engine.diagnosis import PROMPT_TOKENS
+from loraplex.engine.graph_device import CapturedGraph, CudaGraphDevice, GraphDevice
+from loraplex.engine.memory_plan import MemoryPlan
+from loraplex.engine.schedule_plan import SchedulePlan
+from loraplex.engine.step_buffers import StepShape, make_step_buffers
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.plan import LoraPlan, SlotTable, StepBatch
+from loraplex.memory.loading import is_device_lost
+from loraplex.models.config import ModelConfig
+from loraplex.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+FINE_SIZES_TO = 256
+"""Up to this size there is a graph for every 8 rows, behind it for every 16."""
+
+ALLOWANCE_BYTES = 64 << 20
+ALLOWANCE_BYTES_PER_GRAPH = 16 << 20
+"""What cannot be told from shapes: cuBLAS's workspace of the capturing stream, scratch of split kernels, and what the driver keeps on the
+device of each graph. An allowance, not a measurement."""
+
+OnProgress = Callable[[int, int], None]
+"""(graphs captured, graphs in all)"""
+
+
+def graph_device_for(config: EngineConfig, backend: KernelBackend, device: torch.device) -> GraphDevice | None:
+    """None where steps always run kernel by kernel: no CUDA, enforce_eager, or kernels that read the host."""
+    if device.type != "cuda" or config.enforce_eager:
+        return None
+    if not backend.is_capturable:
+        logger.info("no CUDA graphs: %s kernels cannot be captured", backend.name)
+        return None
+    return CudaGraphDevice(device)
+
+
+def graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Rows of the graphs, ascending: 1, 2, 4, 8, 16, 24, ... up to max_num_seqs, or as cuda_graph_sizes says."""
+    if len(config.cuda_graph_sizes) > 1:
+        return tuple(sorted(set(config.cuda_graph_sizes)))
+    largest = config.cuda_graph_sizes[0] if config.cuda_graph_sizes else config.max_num_seqs
+    usual = (1, 2, 4, *range(8, FINE_SIZES_TO, 8), *range(FINE_SIZES_TO, largest, 16))
+    return (*(size for size in usual if size < largest), largest)
+
+
+def graph_bytes(config: EngineConfig, model_config: ModelConfig, itemsize: int) -> int:
+    """Device memory to leave free for graphs and the logits that they write. itemsize: bytes of an activation.
+
+    One memory pool serves all graphs, so it is as large as the largest needs: the widest tensors of a layer at once, and logits in two
+    dtypes.
+    """
+    sizes, model = graph_sizes(config), model_config
+    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    row = (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size + model.vocab_size) * itemsize
+    logits = 4 * model.vocab_size
+    num_graphs = len(sizes) * (1 if config.lora is None else 2)
+    return sizes[-1] * (row + 2 * logits) + ALLOWANCE_BYTES + num_graphs * ALLOWANCE_BYTES_PER_GRAPH
+
+
+def build_steps(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    model: Decoder,
+    backend: KernelBackend,
+    blocks: BlockAllocator,
+    table: SlotTable | None,
+) -> tuple[BatchBuilder, DecodeGraphs | None]:
+    """What turns a plan into tensors on the model's device, and the graphs over those tensors, not captured yet."""
+    device = memory.kv.device
+    graph_device = graph_device_for(config, backend, device)
+    table_width = -(-memory.max_model_len // config.block_size)
+    num_tokens = max(config.max_num_batched_tokens, PROMPT_TOKENS)  # a diagnosis is no smaller
+    largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
+    buffers = make_step_buffers(device, largest, graph_device is not None)
+    builder = BatchBuilder(blocks, buffers, LoraPlan(config.max_num_seqs, device), table_width)
+    if graph_device is None:
+        return builder, None
+    return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, graph_sizes(config))
+
+
+class _Key(NamedTuple):
+    size: int
+    has_adapters: bool
+
+
+class DecodeGraphs:
+    """The graphs of one model and one KV memory. `table` is None in an engine without LoRA.
+
+    graph_steps: replayed steps, `base` and `lora`; eager_steps: the others, by reason.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        backend: KernelBackend,
+        model: Decoder,
+        kv: Tensor,
+        builder: BatchBuilder,
+        table: SlotTable | None,
+        sizes: tuple[int, ...],
+    ) -> None:
+        self._device = device
+        self._backend = backend
+        self._model = model
+        self._kv = kv
+        self._builder = builder
+        self._table = table
+        self._sizes = sizes
+        self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=kv.device)
+        self._batches: dict[_Key, StepBatch] = {}
+        self._graphs: dict[_Key, CapturedGraph] = {}
+        self._is_measured = False
+        self._compared: Counter[str] | None = None
+        self._graph_steps: Counter[str] = Counter()
+        self._eager_steps: Counter[str] = Counter()
+
+    @property
+    def graph_steps(self) -> Mapping[str, int]:
+        return dict(self._graph_steps)
+
+    @property
+    def eager_steps(self) -> Mapping[str, int]:
+        return dict(self._eager_steps)
+
+    @property
+    def num_graphs(self) -> int:
+        """0 when the capture failed."""
+        return len(self._graphs)
+
+    # ------------------------------------------------------------------------------------------------------- capture
+
+    @torch.inference_mode()
+    def capture(self, on_progress: OnProgress | None = None) -> None:
+        """Capture all graphs, between two steps and once. When one cannot be, there are none: a warning says why, and steps run without."""
+        kinds = (False,) if self._table is None else (True, False)
+        keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
+        began_s = time.monotonic()
+        try:
+            with _no_collection(), self._backend.capturing():
+                for num_done, key in enumerate(keys, 1):
+                    self._graphs[key] = self._capture(key)
+                    if on_progress is not None:
+                        on_progress(num_done, len(keys))
+        except Exception as error:
+            self._graphs.clear()
+            self._batches.clear()
+            if is_device_lost(error):
+                raise
+            self._device.release()
+            logger.warning("no CUDA graphs, steps run kernel by kernel: %s: %s", type(error).__name__, error)
+            return
+        logger.info("captured %d CUDA graphs in %.1f s", len(keys), time.monotonic() - began_s)
+
+    def _capture(self, key: _Key) -> CapturedGraph:
+        batch = self._batches[key] = self._builder.blank(key.size, key.has_adapters)
+        return self._device.capture(lambda: self._run(batch))
+
+    def _run(self, batch: StepBatch) -> None:
+        """What is captured: token ids to logits of every row."""
+        logits = self._model.compute_logits(self._model.forward(batch, self._kv))
+        self._logits[: len(logits)].copy_(logits)
+
+    # -------------------------------------------------------------------------------------------------------- replay
+
+    def measure(self, is_on: bool) -> None:
+        """While on, no step is replayed: a replay calls no operator that could be timed."""
+        self._is_measured = is_on
+
+    def padded_size(self, plan: SchedulePlan) -> int | None:
+        """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
+        reason = self._reason_against(plan)
+        if reason is None:
+            return self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
+        self._eager_steps[reason] += 1
+        return None
+
+    def _reason_against(self, plan: SchedulePlan) -> str | None:
+        if not self._graphs:
+            return "not_captured"
+        if self._is_measured:
+            return "measured"
+        if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
+            return "prefill"
+        if len(plan.sequences) > self._sizes[-1]:
+            return "batch_size"
+        slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
+        if slots and (self._table is None or not self._backend.may_replay(slots, self._table)):
+            return "adapters"
+        return None
+
+    def replay(self, step: BuiltStep) -> Tensor:
+        """Logits float32 [sampled sequences, vocab] of the step that was built last, with its `padded_size`; good until the next replay."""
+        key = _key_of(step)
+        if self._compared is not None:
+            self._compare(key)
+        self._graphs[key].replay()
+        self._graph_steps["lora" if key.has_adapters else "base"] += 1
+        return self._logits[: len(step.sampled)]
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    @contextmanager
+    def compared(self) -> Iterator[Counter[str]]:
+        """Within it every replayed step runs kernel by kernel too, as it was captured: the counts of `equal` and `different` logits."""
+        self._compared = Counter()
+        try:
+            yield self._compared
+        finally:
+            self._compared = None
+
+    def _compare(self, key: _Key) -> None:
+        """Bit for bit, over all rows, padding too. The KV cache is written twice with the same."""
+        assert self._compared is not None
+        logits = self._logits[: key.size]
+        self._run(self._batches[key])
+        eager = logits.clone()
+        logits.fill_(torch.nan)
+        self._graphs[key].replay()
+        is_equal = torch.equal(eager.view(torch.int32), logits.view(torch.int32))
+        self._compared["equal" if is_equal else "different"] += 1
+
+
+def _key_of(step: BuiltStep) -> _Key:
+    assert step.padded_size is not None, "the step was not built for a graph"
+    return _Key(step.padded_size, step.batch.lora is not None)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector may free tensors at any time, which a capture cannot have."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
