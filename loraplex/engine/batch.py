@@ -6,6 +6,7 @@ Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -158,7 +159,7 @@ class BatchBuilder:
         lora = None
         if has_adapters:
             self._lora_plan.rewrite((), size)
-            lora = self._lora_plan.of_capture(size)
+            lora = _as_captured(self._lora_plan, size)
         return self._batch(self._buffers.upload(shape), lora, (1,) * size, ())
 
     def padded_shape(self, size: int) -> StepShape:
@@ -214,6 +215,17 @@ class BatchBuilder:
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
         self._lora_plan.rewrite(mapping.to_segments(), num_tokens)
         return self._lora_plan
+
+
+def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:
+    """The plan as a graph of so many rows has it: its buffers, all of their segments, and nothing of a step on the host.
+
+    It stays as it is when the plan is rewritten: a replay reads the buffers, and nothing else.
+    """
+    captured = copy.copy(plan)
+    captured.num_segments, captured.num_tokens = plan.capacity, num_tokens
+    captured.segments, captured.scratch = (), {}
+    return captured
 
 
 def _write_padding(arrays: StepArrays, num_tokens: int, num_sequences: int, num_logits: int) -> None:

@@ -3,7 +3,8 @@
 At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA kernel. A step is
 padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers (engine/step_buffers.py), the KV
 memory and the slot table, all at fixed addresses, and writes logits to one tensor that all graphs share. So adapters that come, go and
-move, and KV blocks that change hands, are never a reason to capture anew.
+move, and KV blocks that change hands, are no reason to capture anew. One thing is: kernels are made for ranks up to some bound
+(KernelBackend.capture_key). When an adapter of a larger rank is there, each graph with adapters is captured again before its next step.
 
 Everything else runs kernel by kernel, and is counted by reason:
 
@@ -11,7 +12,7 @@ Everything else runs kernel by kernel, and is counted by reason:
     batch_size     more sequences than the largest graph has rows
     adapters       the backend's captured kernels do not cover an adapter of the step (its rank)
     measured       operators are timed one by one (a profile of kernels)
-    not_captured   there are no graphs: the capture failed
+    not_captured   there is no graph: its capture failed
 
 What graphs hold stays until the engine ends. Low-memory mode does not take it: the arena is memory of its own, which scratch memory given
 back would not make larger, and a replay would write to it.
@@ -24,7 +25,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -118,6 +119,14 @@ class _Key(NamedTuple):
     has_adapters: bool
 
 
+class _Captured(NamedTuple):
+    """A graph, the step that it was captured of, and for which adapters (KernelBackend.capture_key; None without any)."""
+
+    graph: CapturedGraph
+    batch: StepBatch
+    made_for: Hashable
+
+
 class DecodeGraphs:
     """The graphs of one model and one KV memory. `table` is None in an engine without LoRA.
 
@@ -142,8 +151,7 @@ class DecodeGraphs:
         self._table = table
         self._sizes = sizes
         self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=kv.device)
-        self._batches: dict[_Key, StepBatch] = {}
-        self._graphs: dict[_Key, CapturedGraph] = {}
+        self._graphs: dict[_Key, _Captured] = {}
         self._is_measured = False
         self._compared: Counter[str] | None = None
         self._graph_steps: Counter[str] = Counter()
@@ -166,29 +174,42 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress | None = None) -> None:
-        """Capture all graphs, between two steps and once. When one cannot be, there are none: a warning says why, and steps run without."""
+        """Capture all graphs, once and before the first step. When one cannot be, there are none: a warning says why."""
         kinds = (False,) if self._table is None else (True, False)
         keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
         began_s = time.monotonic()
-        try:
-            with _no_collection(), self._backend.capturing():
-                for num_done, key in enumerate(keys, 1):
-                    self._graphs[key] = self._capture(key)
-                    if on_progress is not None:
-                        on_progress(num_done, len(keys))
-        except Exception as error:
-            self._graphs.clear()
-            self._batches.clear()
-            if is_device_lost(error):
-                raise
-            self._device.release()
-            logger.warning("no CUDA graphs, steps run kernel by kernel: %s: %s", type(error).__name__, error)
-            return
+        with _no_collection():
+            for num_done, key in enumerate(keys, 1):
+                if not self._try_capture(key):
+                    self._graphs.clear()
+                    self._device.release()
+                    return
+                if on_progress is not None:
+                    on_progress(num_done, len(keys))
         logger.info("captured %d CUDA graphs in %.1f s", len(keys), time.monotonic() - began_s)
 
-    def _capture(self, key: _Key) -> CapturedGraph:
-        batch = self._batches[key] = self._builder.blank(key.size, key.has_adapters)
-        return self._device.capture(lambda: self._run(batch))
+    def _try_capture(self, key: _Key) -> bool:
+        """False, and no such graph, when it cannot be captured."""
+        self._graphs.pop(key, None)
+        try:
+            batch = self._builder.blank(key.size, key.has_adapters)
+            with self._backend.capturing():
+                graph = self._device.capture(lambda: self._run(batch))
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            logger.warning(
+                "no CUDA graph for %d rows, their steps run kernel by kernel: %s: %s",
+                key.size,
+                type(error).__name__,
+                error,
+            )
+            return False
+        self._graphs[key] = _Captured(graph, batch, self._made_for(key.has_adapters))
+        return True
+
+    def _made_for(self, has_adapters: bool) -> Hashable:
+        return self._backend.capture_key(self._table) if has_adapters and self._table is not None else None
 
     def _run(self, batch: StepBatch) -> None:
         """What is captured: token ids to logits of every row."""
@@ -205,13 +226,15 @@ class DecodeGraphs:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
         reason = self._reason_against(plan)
         if reason is None:
-            return self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
+            size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
+            key = _Key(size, any(sequence.state.lora_slot is not None for sequence in plan.sequences))
+            if self._is_there(key):
+                return size
+            reason = "not_captured"
         self._eager_steps[reason] += 1
         return None
 
     def _reason_against(self, plan: SchedulePlan) -> str | None:
-        if not self._graphs:
-            return "not_captured"
         if self._is_measured:
             return "measured"
         if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
@@ -223,12 +246,22 @@ class DecodeGraphs:
             return "adapters"
         return None
 
+    def _is_there(self, key: _Key) -> bool:
+        """Whether there is such a graph for the adapters that are there now; it is captured again if it was made for others."""
+        captured = self._graphs.get(key)
+        if captured is None:
+            return False
+        if captured.made_for == self._made_for(key.has_adapters):
+            return True
+        logger.info("capturing the CUDA graph for %d rows again, for adapters %s", key.size, self._made_for(True))
+        return self._try_capture(key)
+
     def replay(self, step: BuiltStep) -> Tensor:
         """Logits float32 [sampled sequences, vocab] of the step that was built last, with its `padded_size`; good until the next replay."""
         key = _key_of(step)
         if self._compared is not None:
             self._compare(key)
-        self._graphs[key].replay()
+        self._graphs[key].graph.replay()
         self._graph_steps["lora" if key.has_adapters else "base"] += 1
         return self._logits[: len(step.sampled)]
 
@@ -247,10 +280,10 @@ class DecodeGraphs:
         """Bit for bit, over all rows, padding too. The KV cache is written twice with the same."""
         assert self._compared is not None
         logits = self._logits[: key.size]
-        self._run(self._batches[key])
+        self._run(self._graphs[key].batch)
         eager = logits.clone()
         logits.fill_(torch.nan)
-        self._graphs[key].replay()
+        self._graphs[key].graph.replay()
         is_equal = torch.equal(eager.view(torch.int32), logits.view(torch.int32))
         self._compared["equal" if is_equal else "different"] += 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -121,7 +121,12 @@ class KernelBackend(Protocol):
         ...
 
     def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
-        """Whether a captured step covers the adapters in these slots as they are now: their ranks, say."""
+        """Whether the kernels that a capture may use cover the adapters in these slots, as they are now."""
+        ...
+
+    def capture_key(self, table: SlotTable) -> Hashable:
+        """What those kernels are made for beside shapes: the ranks in this table, say. A step that was captured under another key does not
+        cover the table any more, and is captured anew."""
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:

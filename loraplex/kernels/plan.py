@@ -6,7 +6,6 @@ promoting, evicting or moving an adapter is a write to the table, and a plan mad
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,15 +97,6 @@ class LoraPlan:
             weights[i] = segment.weight
         self._ranges.copy_(torch.from_numpy(ranges))
         self.seg_weights.copy_(torch.from_numpy(weights))
-
-    def of_capture(self, num_tokens: int) -> LoraPlan:
-        """This plan as a graph of `num_tokens` rows is captured with it: the same buffers, all of their segments, and nothing on the host.
-
-        It stays as it is when this plan is rewritten: a replay reads the buffers, never what the host knows of a step.
-        """
-        plan = copy.copy(self)
-        plan.num_segments, plan.num_tokens, plan.segments, plan.scratch = self.capacity, num_tokens, (), {}
-        return plan
 
 
 def _check_segment(segment: LoraSegment, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +160,9 @@ class StockWeights:
 
     def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
         return True
+
+    def capture_key(self, table: SlotTable) -> Hashable:
+        return None
 
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}

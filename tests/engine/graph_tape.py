@@ -23,8 +23,13 @@ from loraplex.errors import EngineError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.torch_ops import TorchBackend
 
-RANK_CAPACITY = 8
-FORBIDDEN = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::is_nonzero")
+FORBIDDEN = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::lift_fresh",
+    "aten::is_nonzero",
+)
 """They read the device, or memory of the host that is gone at the replay."""
 
 
@@ -39,7 +44,7 @@ class TapeDevice:
     def capture(self, run: Callable[[], None]) -> TapeGraph:
         self.log.append("warm-up")
         run()
-        if self.log.count("capture") == self._fails_at:
+        if self.log.count("warm-up") - 1 == self._fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.log.append("capture")
         tape = _Tape()
@@ -117,13 +122,27 @@ def _storage(tensor: Tensor) -> int:
 
 
 class MaskedBackend(TorchBackend):
-    """Decode steps of float32 models, at adapters of rank RANK_CAPACITY and less; the rest is TorchBackend."""
+    """Decode steps of float32 models, with adapters of rank `max_rank` and less; the rest is TorchBackend.
+
+    Its kernels are made for the least power of two that covers the ranks that the table ever had.
+    """
 
     name = "masked"
     is_capturable = True
 
+    def __init__(self, max_rank: int = 64) -> None:
+        super().__init__()
+        self._max_rank = max_rank
+        self._rank_capacity = 1
+
     def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
-        return int(table.rank[:, list(lora_slots)].max()) <= RANK_CAPACITY
+        return int(table.rank[:, list(lora_slots)].max()) <= self._max_rank
+
+    def capture_key(self, table: SlotTable) -> int:
+        largest = int(table.rank.clamp(max=self._max_rank).max())
+        while self._rank_capacity < largest:
+            self._rank_capacity *= 2
+        return self._rank_capacity
 
     def prepare_linear(self, weight: Tensor, quantization: str | None = None) -> Tensor:
         return weight
@@ -145,7 +164,7 @@ class MaskedBackend(TorchBackend):
 
     def _delta(self, x: Tensor, out_features: int, table: SlotTable, row: int, slots: Tensor) -> Tensor:
         rank, width = table.rank[row][slots].long(), x.shape[1]
-        ranks = torch.arange(RANK_CAPACITY)
+        ranks = torch.arange(self.capture_key(table))
         is_there = ranks < rank[:, None]
         inner = ranks[:, None] * width + torch.arange(width)
         a = _gather(table, table.a_addr[row][slots], inner.expand(len(x), -1, -1), is_there[:, :, None])
@@ -164,7 +183,11 @@ class MaskedBackend(TorchBackend):
         block_size = kv_layer.shape[3]
         source = torch.where(kv_slot_mapping < 0, 0, torch.arange(len(q)))
         places = kv_slot_mapping[source].clamp(min=0)
-        block, offset, is_real = places // block_size, places % block_size, (kv_slot_mapping[source] >= 0)[:, None, None]
+        block, offset, is_real = (
+            places // block_size,
+            places % block_size,
+            (kv_slot_mapping[source] >= 0)[:, None, None],
+        )
         k = _rotated(k, cos, sin)[source]
         kv_layer[block, 0, :, offset] = torch.where(is_real, k, kv_layer[block, 0, :, offset])
         kv_layer[block, 1, :, offset] = torch.where(is_real, v[source], kv_layer[block, 1, :, offset])

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+from peft import LoraConfig
 
 from loraplex import LoRAConfig
 from loraplex.config import EngineConfig
 from loraplex.engine import decode_graphs
 from loraplex.engine import engine as engine_module
-from loraplex.engine.decode_graphs import DecodeGraphs, graph_bytes, graph_sizes
+from loraplex.engine.decode_graphs import DecodeGraphs, _Key, graph_bytes, graph_sizes
 from loraplex.engine.engine import build_engine
 from loraplex.engine.step_buffers import StagedBuffers
-from loraplex.errors import ConfigError
+from loraplex.errors import ConfigError, EngineError
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.models.config import ModelConfig
 from tests.engine.driver import Driver
-from tests.engine.graph_tape import MaskedBackend, TapeDevice
-from tests.engine.rules_bench import MAX_MODEL_LEN, Asked, Bench, loaded
+from tests.engine.graph_tape import MaskedBackend, TapeDevice, TapeGraph
+from tests.engine.rules_bench import MAX_MODEL_LEN, PROMPT_LENGTH, Asked, Bench, loaded
+from tests.engine.test_engine_properties import EngineMachine, World, world
+from tests.fixtures import TARGET_MODULES, GreedyCase, ModelZoo
+
+__all__ = ["world"]  # a fixture
 
 MakeDriver = Callable[..., Driver]
+
+
+@pytest.fixture(scope="module")
+def rank_64(zoo: ModelZoo, bench: Bench) -> tuple[Path, GreedyCase]:
+    """An adapter of a larger rank than those of the bench, and what it says to a prompt."""
+    config = LoraConfig(r=64, lora_alpha=32, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
+    path = zoo.adapter(bench.base, config, seed=50)
+    return path, zoo.fit_case(bench.base, path, length=PROMPT_LENGTH)
 
 
 @pytest.fixture
@@ -94,7 +112,9 @@ class TestSizes:
 
 
 class TestCapture:
-    def test_the_largest_first_with_adapters_and_without_and_progress_is_told(self, bench: Bench, make: MakeDriver) -> None:
+    def test_the_largest_first_with_adapters_and_without_and_progress_is_told(
+        self, bench: Bench, make: MakeDriver
+    ) -> None:
         device = TapeDevice()
         driver = make(device)
         assert device.log == ["warm-up", "capture"] * 8  # 6, 4, 2, 1
@@ -109,12 +129,14 @@ class TestCapture:
     def test_an_engine_without_lora_has_half_as_many(self, make: MakeDriver) -> None:
         assert graphs_of(make(is_lora_on=False)).num_graphs == 4
 
-    def test_kernels_of_the_host_are_not_captured(self, make: MakeDriver, bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def test_kernels_of_the_host_are_not_captured(
+        self, make: MakeDriver, bench: Bench, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Stock torch reads lengths on the host: there are none in a capture."""
         with caplog.at_level(logging.WARNING, logger="loraplex.engine.decode_graphs"):
             driver = make(backend=TorchBackend())
         assert graphs_of(driver).num_graphs == 0
-        assert "no CUDA graphs, steps run kernel by kernel" in caplog.text
+        assert "no CUDA graph for 6 rows, their steps run kernel by kernel" in caplog.text
         asked = Asked(driver, bench, "one")
         driver.finish()
         asked.check()
@@ -131,7 +153,7 @@ class TestCapture:
         driver.finish()
         asked.check()
         assert driver.stats.graph_steps == {}
-        assert driver.stats.eager_steps == {"not_captured": 16}
+        assert driver.stats.eager_steps == {"prefill": 1, "not_captured": 15}
 
     def test_without_cuda_or_with_enforce_eager_there_are_none(self) -> None:
         def device(name: str, backend: TorchBackend, **settings: Any) -> object:
@@ -157,3 +179,197 @@ class TestReplay:
         assert driver.stats.graph_steps == {kind: 15}
         assert driver.stats.eager_steps == {"prefill": 1}
         assert counts == {"equal": 15}
+
+    def test_adapters_that_come_go_and_move_are_not_captured_again(self, make: MakeDriver, bench: Bench) -> None:
+        device = TapeDevice()
+        driver = make(device, max_num_seqs=2)
+        with graphs_of(driver).compared() as counts:
+            Asked(driver, bench, "one")
+            driver.finish()  # graphs of one row are made for rank 8 now
+            num_captures = device.log.count("capture")
+            addresses = set()
+            for name in ("one", "two", "one", "three"):
+                asked = Asked(driver, bench, name)
+                driver.step(3)
+                addresses.add(int(driver.engine.adapters.table.a_addr[0].max()))
+                driver.finish()
+                asked.check()
+                driver.registry.evict(name)
+        assert device.log.count("capture") == num_captures
+        assert len(addresses) > 1
+        assert counts["different"] == 0
+        assert counts["equal"] == 5 * 15
+
+    def test_a_larger_rank_captures_again_one_size_at_a_time(
+        self, make: MakeDriver, bench: Bench, rank_64: tuple[Path, GreedyCase]
+    ) -> None:
+        device = TapeDevice()
+        driver = make(device, max_num_seqs=2)
+        path, case = rank_64
+        driver.registry.load("large", str(path))
+        small = Asked(driver, bench, "one")
+        driver.finish()
+        assert device.log.count("capture") == 4 + 1  # of 1 row with adapters, for rank 8
+        with graphs_of(driver).compared() as counts:
+            large = driver.submit(case.prompt_token_ids, "large", max_tokens=16)
+            driver.finish()
+            base = Asked(driver, bench, None)
+            driver.finish()
+        assert device.log.count("capture") == 6
+        small.check()
+        base.check()
+        assert driver.tokens(large) == case.output_token_ids[:16]
+        assert counts == {"equal": 30}
+
+    def test_a_capture_that_fails_later_costs_that_graph_alone(self, make: MakeDriver, bench: Bench) -> None:
+        driver = make(TapeDevice(fails_at=4), max_num_seqs=2)
+        one, base = Asked(driver, bench, "one"), Asked(driver, bench, None, num_tokens=4)
+        driver.finish()
+        one.check()
+        base.check()
+        assert driver.stats.eager_steps == {"prefill": 1, "not_captured": 3}
+        assert driver.stats.graph_steps == {"lora": 12}
+
+    def test_ranks_that_no_capture_covers_run_kernel_by_kernel(self, make: MakeDriver, bench: Bench) -> None:
+        driver = make(backend=MaskedBackend(max_rank=4))
+        one, base = Asked(driver, bench, "one"), Asked(driver, bench, None)
+        driver.finish()
+        one.check()
+        base.check()
+        assert driver.stats.eager_steps == {"prefill": 1, "adapters": 15}
+
+    def test_more_sequences_than_the_largest_graph(
+        self, make: MakeDriver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(decode_graphs, "graph_sizes", lambda _: (1, 2))
+        driver = make()
+        asked = [Asked(driver, bench, None, num_tokens=count) for count in (4, 8, 8)]
+        driver.finish()
+        for each in asked:
+            each.check()
+        assert driver.stats.eager_steps == {"prefill": 1, "batch_size": 3}
+        assert driver.stats.graph_steps == {"base": 4}
+
+    def test_prompts_in_chunks_and_prompt_logprobs_are_no_decode_steps(self, make: MakeDriver, bench: Bench) -> None:
+        driver = make(max_num_batched_tokens=7)
+        asked = Asked(driver, bench, "one", num_tokens=4)  # chunks of 7, 7 and 6
+        driver.finish()
+        asked.check()
+        assert driver.stats.eager_steps == {"prefill": 3}
+        request_id = driver.submit(bench.cases[None][0].prompt_token_ids, prompt_logprobs=1, max_tokens=3)
+        driver.finish()
+        assert len(driver.outputs[request_id].prompt_logprobs or ()) == PROMPT_LENGTH
+        assert driver.stats.graph_steps == {"lora": 3, "base": 2}
+
+    def test_while_operators_are_measured_nothing_is_replayed(self, make: MakeDriver, bench: Bench) -> None:
+        driver = make()
+        asked = Asked(driver, bench, "one")
+        driver.step(3)
+        driver.engine.start_profile()
+        driver.step(3)
+        driver.engine.stop_profile()
+        driver.finish()
+        asked.check()
+        assert driver.stats.eager_steps == {"prefill": 1, "measured": 3}
+        assert driver.stats.graph_steps == {"lora": 12}
+
+    def test_scratch_memory_stays_while_graphs_write_to_it(self, make: MakeDriver) -> None:
+        class Backend(MaskedBackend):
+            def release_workspace(self) -> int:
+                return 1 << 20
+
+        assert make(backend=Backend()).engine._runner.release_workspace() == 0
+        assert make(TapeDevice(fails_at=0), Backend()).engine._runner.release_workspace() == 1 << 20
+
+    def test_a_replay_gives_what_a_stale_buffer_could_not(self, make: MakeDriver, bench: Bench) -> None:
+        """`compared` does notice: a graph whose static tensors are another step's gives other logits."""
+        driver = make()
+        Asked(driver, bench, "one")
+        driver.step(2)
+        graphs = graphs_of(driver)
+        with graphs.compared() as counts:
+            captured = graphs._graphs[_Key(1, True)]
+            other = captured.graph
+            assert isinstance(other, TapeGraph)
+            other._calls = other._calls[:-8] + other._calls[-1:]  # the last product is missing
+            driver.finish()
+        assert counts["different"] > 0
+        driver.outputs.clear()
+
+
+# ------------------------------------------------------------------------------------------------------ whatever happens
+
+
+class GraphMachine(EngineMachine):
+    """Every rule of the engine's machine, over graphs: replayed steps equal eager ones, and requests say what they should."""
+
+    @initialize(is_prefix_caching=st.booleans(), num_device=st.integers(1, 2), aging_steps=st.sampled_from([2, 20]))
+    def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int) -> None:
+        EngineMachine.start(self, is_prefix_caching, num_device, aging_steps)
+        graphs = graphs_of(self.driver)
+        graphs._compared = Counter()
+        graphs._device.poisoned += staged(self.driver).host_blocks  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            graphs = graphs_of(self.driver)
+            super().teardown()
+            assert graphs._compared is not None
+            assert graphs._compared["different"] == 0
+
+
+def test_replays_equal_eager_steps_whatever_happens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "get_backend", lambda *_: MaskedBackend(max_rank=8))  # one adapter has 12
+    monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: TapeDevice())
+
+    class Machine(GraphMachine):
+        pass
+
+    Machine.world = world
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=10,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- the tape can be wrong
+
+
+class TestTheTape:
+    def replayed(self, run: Callable[[], None], device: TapeDevice | None = None) -> None:
+        (device or TapeDevice()).capture(run).replay()
+
+    def test_what_the_host_knew_at_the_capture_is_what_a_replay_has(self) -> None:
+        x, y, host = torch.ones(3), torch.zeros(3), {"factor": 2.0}
+        graph = TapeDevice().capture(lambda: y.copy_(x * host["factor"]))
+        host["factor"] = 5.0
+        x.fill_(3.0)
+        graph.replay()
+        assert y.tolist() == [6.0] * 3
+
+    def test_it_reads_static_tensors_as_they_are_now_and_views_of_them(self) -> None:
+        x, y = torch.zeros(4), torch.zeros(2)
+        graph = TapeDevice().capture(lambda: y.copy_(torch.cat([x[:1], x[2:3]]).mul_(2)))
+        x.copy_(torch.arange(4))
+        graph.replay()
+        assert y.tolist() == [0.0, 4.0]
+
+    def test_memory_that_is_poisoned_shows(self) -> None:
+        stale, y, device = torch.ones(3), torch.zeros(3), TapeDevice()
+        device.poisoned.append(stale.view(torch.uint8))
+        device.capture(lambda: y.copy_(stale + 1)).replay()
+        assert y.isnan().all()
+
+    @pytest.mark.parametrize(
+        "run",
+        [lambda: torch.ones(3).sum().item(), lambda: torch.ones(3).nonzero(), lambda: torch.tensor([1.0, 2.0])],
+        ids=["item", "nonzero", "from a list"],
+    )
+    def test_what_reads_the_host_or_waits_is_refused(self, run: Callable[[], None]) -> None:
+        with pytest.raises(EngineError, match="not permitted when a stream is capturing"):
+            TapeDevice().capture(run)
