@@ -203,8 +203,8 @@ class EngineSettings:
     enforce_eager: bool = setting(False, "never use CUDA graphs; a CPU has none (vLLM's name)")
     cuda_graph_sizes: tuple[int, ...] = setting(
         (),
-        "batch sizes of decode steps that are captured on a GPU; one number: 1, 2, 4 and steps of 8 up to it (vLLM's name; default: up to "
-        "max_num_seqs)",
+        "batch size of decode steps that is captured on a GPU; may be given several times; one alone: 1, 2, 4 and steps of 8 up to it "
+        "(vLLM's name; default: up to max_num_seqs)",
     )
     max_num_batched_tokens: int = setting(2048, "most tokens of one step; longer prompts are computed in chunks")
     max_waiting_requests: int = setting(4096, "requests beyond this many waiting ones are refused with 429")
