@@ -4,13 +4,13 @@ At start, for each of some batch sizes, a step of that many rows is captured twi
 padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers (engine/step_buffers.py), the KV
 memory and the slot table, all at fixed addresses, and writes logits to one tensor that all graphs share. So adapters that come, go and
 move, and KV blocks that change hands, are no reason to capture anew. One thing is: kernels are made for ranks up to some bound
-(KernelBackend.capture_key). When an adapter of a larger rank is there, each graph with adapters is captured again before its next step.
+(KernelBackend.rank_capacity), and a step with an adapter of a larger rank has its graph captured again for larger ones.
 
 Everything else runs kernel by kernel, and is counted by reason:
 
     prefill        some sequence has several tokens, or is not sampled
     batch_size     more sequences than the largest graph has rows
-    adapters       the backend's captured kernels do not cover an adapter of the step (its rank)
+    adapters       adapters are there that the backend's captured kernels do not cover
     measured       operators are timed one by one (a profile of kernels)
     not_captured   there is no graph: its capture failed
 
@@ -25,7 +25,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -111,7 +111,8 @@ def build_steps(
     builder = BatchBuilder(blocks, buffers, LoraPlan(config.max_num_seqs, device), table_width)
     if graph_device is None:
         return builder, None
-    return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, graph_sizes(config))
+    sizes, max_rank = graph_sizes(config), 0 if config.lora is None else config.lora.max_lora_rank or 0
+    return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, sizes, max_rank)
 
 
 class _Key(NamedTuple):
@@ -120,16 +121,17 @@ class _Key(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A graph, the step that it was captured of, and for which adapters (KernelBackend.capture_key; None without any)."""
+    """A graph, the step that it was captured of, and the largest rank that it covers."""
 
     graph: CapturedGraph
     batch: StepBatch
-    made_for: Hashable
+    rank_capacity: int
 
 
 class DecodeGraphs:
-    """The graphs of one model and one KV memory. `table` is None in an engine without LoRA.
+    """The graphs of one model and one KV memory. `table` is None in an engine without LoRA, and empty in one with it.
 
+    max_lora_rank: of adapters that will come; 0: not known, and graphs are captured again when it is larger than is usual.
     graph_steps: replayed steps, `base` and `lora`; eager_steps: the others, by reason.
     """
 
@@ -142,6 +144,7 @@ class DecodeGraphs:
         builder: BatchBuilder,
         table: SlotTable | None,
         sizes: tuple[int, ...],
+        max_lora_rank: int = 0,
     ) -> None:
         self._device = device
         self._backend = backend
@@ -153,6 +156,8 @@ class DecodeGraphs:
         self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=kv.device)
         self._graphs: dict[_Key, _Captured] = {}
         self._is_measured = False
+        if table is not None:
+            backend.expect_adapters(table, model.activation_dtype, max_lora_rank)
         self._compared: Counter[str] | None = None
         self._graph_steps: Counter[str] = Counter()
         self._eager_steps: Counter[str] = Counter()
@@ -205,11 +210,9 @@ class DecodeGraphs:
                 error,
             )
             return False
-        self._graphs[key] = _Captured(graph, batch, self._made_for(key.has_adapters))
+        capacity = self._backend.rank_capacity(self._table) if key.has_adapters and self._table is not None else 0
+        self._graphs[key] = _Captured(graph, batch, capacity)
         return True
-
-    def _made_for(self, has_adapters: bool) -> Hashable:
-        return self._backend.capture_key(self._table) if has_adapters and self._table is not None else None
 
     def _run(self, batch: StepBatch) -> None:
         """What is captured: token ids to logits of every row."""
@@ -224,37 +227,37 @@ class DecodeGraphs:
 
     def padded_size(self, plan: SchedulePlan) -> int | None:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
-        reason = self._reason_against(plan)
+        slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
+        reason = self._reason_against(plan, bool(slots))
         if reason is None:
             size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
-            key = _Key(size, any(sequence.state.lora_slot is not None for sequence in plan.sequences))
-            if self._is_there(key):
+            if self._is_there(_Key(size, bool(slots)), slots):
                 return size
             reason = "not_captured"
         self._eager_steps[reason] += 1
         return None
 
-    def _reason_against(self, plan: SchedulePlan) -> str | None:
+    def _reason_against(self, plan: SchedulePlan, has_adapters: bool) -> str | None:
         if self._is_measured:
             return "measured"
         if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
             return "prefill"
         if len(plan.sequences) > self._sizes[-1]:
             return "batch_size"
-        slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
-        if slots and (self._table is None or not self._backend.may_replay(slots, self._table)):
+        if has_adapters and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
         return None
 
-    def _is_there(self, key: _Key) -> bool:
-        """Whether there is such a graph for the adapters that are there now; it is captured again if it was made for others."""
+    def _is_there(self, key: _Key, slots: set[int]) -> bool:
+        """Whether there is such a graph, for the ranks in these slots; it is captured again when they are larger than it covers."""
         captured = self._graphs.get(key)
         if captured is None:
             return False
-        if captured.made_for == self._made_for(key.has_adapters):
+        rank = 0 if self._table is None or not slots else self._table.largest_rank(sorted(slots))
+        if rank <= captured.rank_capacity:
             return True
-        logger.info("capturing the CUDA graph for %d rows again, for adapters %s", key.size, self._made_for(True))
-        return self._try_capture(key)
+        logger.info("capturing the CUDA graph for %d rows again, for rank %d", key.size, rank)
+        return self._try_capture(key) and rank <= self._graphs[key].rank_capacity
 
     def replay(self, step: BuiltStep) -> Tensor:
         """Logits float32 [sampled sequences, vocab] of the step that was built last, with its `padded_size`; good until the next replay."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -120,13 +120,16 @@ class KernelBackend(Protocol):
         """Within it a step is captured: a call that has to read the host, or to wait for the device, raises EngineError."""
         ...
 
-    def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
-        """Whether the kernels that a capture may use cover the adapters in these slots, as they are now."""
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        """Adapters will be in this table, which is empty: captures cover them up to `max_rank`, or what is usual when it is 0."""
         ...
 
-    def capture_key(self, table: SlotTable) -> Hashable:
-        """What those kernels are made for beside shapes: the ranks in this table, say. A step that was captured under another key does not
-        cover the table any more, and is captured anew."""
+    def rank_capacity(self, table: SlotTable) -> int:
+        """Ranks up to which a capture made now covers adapters in this table."""
+        ...
+
+    def may_replay(self, table: SlotTable) -> bool:
+        """Whether what is in this table can be in a captured step at all, ranks apart."""
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:

@@ -299,6 +299,11 @@ class SlotTable:
         self._check_slot(lora_slot)
         return not self._placed[lora_slot]
 
+    def largest_rank(self, lora_slots: Sequence[int]) -> int:
+        """Of the adapters in these slots; 0 for none."""
+        ranks = self._host[3][:, list(lora_slots)]
+        return int(ranks.max()) if ranks.size else 0
+
     def views(self, row: int, lora_slot: int) -> SliceView | None:
         """The parts of one slice as tensors, for blocks of the stock layout; None when the adapter has nothing there."""
         first_row, slice_index = self._rows[row]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -158,11 +158,14 @@ class StockWeights:
     def capturing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
-        return True
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        """Nothing is captured."""
 
-    def capture_key(self, table: SlotTable) -> Hashable:
-        return None
+    def rank_capacity(self, table: SlotTable) -> int:
+        return 0
+
+    def may_replay(self, table: SlotTable) -> bool:
+        return False
 
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}

@@ -10,7 +10,7 @@ device, cannot be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -135,14 +135,17 @@ class MaskedBackend(TorchBackend):
         self._max_rank = max_rank
         self._rank_capacity = 1
 
-    def may_replay(self, lora_slots: Collection[int], table: SlotTable) -> bool:
-        return int(table.rank[:, list(lora_slots)].max()) <= self._max_rank
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        self._rank_capacity = max(1, max_rank)
 
-    def capture_key(self, table: SlotTable) -> int:
-        largest = int(table.rank.clamp(max=self._max_rank).max())
+    def rank_capacity(self, table: SlotTable) -> int:
+        largest = min(self._max_rank, table.largest_rank(range(table.capacity)))
         while self._rank_capacity < largest:
             self._rank_capacity *= 2
         return self._rank_capacity
+
+    def may_replay(self, table: SlotTable) -> bool:
+        return table.largest_rank(range(table.capacity)) <= self._max_rank
 
     def prepare_linear(self, weight: Tensor, quantization: str | None = None) -> Tensor:
         return weight
@@ -150,7 +153,7 @@ class MaskedBackend(TorchBackend):
     def add_lora(
         self, y: Tensor, x: Tensor, plan: LoraPlan, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
     ) -> None:
-        if plan.segments and not self.may_replay([segment.lora_slot for segment in plan.segments], table):
+        if plan.segments and not self.may_replay(table):
             return super().add_lora(y, x, plan, table, first_row, slices)
         assert len(x) == plan.num_tokens
         rows = torch.arange(len(x))[:, None]
@@ -164,7 +167,7 @@ class MaskedBackend(TorchBackend):
 
     def _delta(self, x: Tensor, out_features: int, table: SlotTable, row: int, slots: Tensor) -> Tensor:
         rank, width = table.rank[row][slots].long(), x.shape[1]
-        ranks = torch.arange(self.capture_key(table))
+        ranks = torch.arange(self.rank_capacity(table))
         is_there = ranks < rank[:, None]
         inner = ranks[:, None] * width + torch.arange(width)
         a = _gather(table, table.a_addr[row][slots], inner.expand(len(x), -1, -1), is_there[:, :, None])

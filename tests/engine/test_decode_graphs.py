@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -303,6 +303,8 @@ class TestReplay:
 class GraphMachine(EngineMachine):
     """Every rule of the engine's machine, over graphs: replayed steps equal eager ones, and requests say what they should."""
 
+    steps: ClassVar[Counter[str]]
+
     @initialize(is_prefix_caching=st.booleans(), num_device=st.integers(1, 2), aging_steps=st.sampled_from([2, 20]))
     def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int) -> None:
         EngineMachine.start(self, is_prefix_caching, num_device, aging_steps)
@@ -316,6 +318,7 @@ class GraphMachine(EngineMachine):
             super().teardown()
             assert graphs._compared is not None
             assert graphs._compared["different"] == 0
+            self.steps.update(graphs.graph_steps)
 
 
 def test_replays_equal_eager_steps_whatever_happens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +328,7 @@ def test_replays_equal_eager_steps_whatever_happens(world: World, monkeypatch: p
     class Machine(GraphMachine):
         pass
 
-    Machine.world = world
+    Machine.world, Machine.steps = world, Counter()
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -335,6 +338,7 @@ def test_replays_equal_eager_steps_whatever_happens(world: World, monkeypatch: p
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         ),
     )
+    assert min(Machine.steps["base"], Machine.steps["lora"]) > 20
 
 
 # -------------------------------------------------------------------------------------------------- the tape can be wrong
