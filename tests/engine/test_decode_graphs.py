@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
 from peft import LoraConfig
 
 from loraplex import LoRAConfig
@@ -22,16 +21,13 @@ from loraplex.engine import engine as engine_module
 from loraplex.engine.decode_graphs import DecodeGraphs, _Key, graph_bytes, graph_sizes
 from loraplex.engine.engine import build_engine
 from loraplex.engine.step_buffers import StagedBuffers
-from loraplex.errors import ConfigError, EngineError
+from loraplex.errors import ConfigError, EngineError, RequestAbortedError
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.models.config import ModelConfig
 from tests.engine.driver import Driver
 from tests.engine.graph_tape import MaskedBackend, TapeDevice, TapeGraph
-from tests.engine.rules_bench import MAX_MODEL_LEN, PROMPT_LENGTH, Asked, Bench, loaded
-from tests.engine.test_engine_properties import EngineMachine, World, world
+from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, NUM_TOKENS, PROMPT_LENGTH, Asked, Bench, loaded
 from tests.fixtures import TARGET_MODULES, GreedyCase, ModelZoo
-
-__all__ = ["world"]  # a fixture
 
 MakeDriver = Callable[..., Driver]
 
@@ -50,13 +46,17 @@ def make(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDriver]:
     drivers: list[Driver] = []
 
     def make(
-        device: TapeDevice | None = None, backend: TorchBackend | None = None, is_lora_on: bool = True, **settings: Any
+        device: TapeDevice | None = None,
+        backend: TorchBackend | None = None,
+        is_lora_on: bool = True,
+        lora: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> Driver:
         device = device or TapeDevice()
         monkeypatch.setattr(engine_module, "get_backend", lambda *_: backend or MaskedBackend())
         monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: device)
         settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 6, "kv_cache_memory_bytes": 1 << 20, **settings}
-        driver = Driver(bench.base, LoRAConfig(max_loras=8), is_lora_on=is_lora_on, **settings)
+        driver = Driver(bench.base, LoRAConfig(**{"max_loras": 8, **(lora or {})}), is_lora_on=is_lora_on, **settings)
         drivers.append(driver)
         device.poisoned += staged(driver).host_blocks
         return loaded(driver, bench) if is_lora_on else driver
@@ -300,45 +300,67 @@ class TestReplay:
 # ------------------------------------------------------------------------------------------------------ whatever happens
 
 
-class GraphMachine(EngineMachine):
-    """Every rule of the engine's machine, over graphs: replayed steps equal eager ones, and requests say what they should."""
-
-    steps: ClassVar[Counter[str]]
-
-    @initialize(is_prefix_caching=st.booleans(), num_device=st.integers(1, 2), aging_steps=st.sampled_from([2, 20]))
-    def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int) -> None:
-        EngineMachine.start(self, is_prefix_caching, num_device, aging_steps)
-        graphs = graphs_of(self.driver)
-        graphs._compared = Counter()
-        graphs._device.poisoned += staged(self.driver).host_blocks  # type: ignore[attr-defined]
-
-    def teardown(self) -> None:
-        if hasattr(self, "driver"):
-            graphs = graphs_of(self.driver)
-            super().teardown()
-            assert graphs._compared is not None
-            assert graphs._compared["different"] == 0
-            self.steps.update(graphs.graph_steps)
+ROUNDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from([None, None, None, *NAMES, "large"]), st.integers(1, NUM_TOKENS)),
+        st.tuples(st.just("step"), st.none(), st.integers(1, 6)),
+        st.tuples(st.just("evict"), st.sampled_from(NAMES), st.just(0)),
+        st.tuples(st.just("abort"), st.none(), st.integers(0, 5)),
+        st.tuples(st.just("compact"), st.none(), st.just(0)),
+    ),
+    min_size=6,
+    max_size=16,
+)
 
 
-def test_replays_equal_eager_steps_whatever_happens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "get_backend", lambda *_: MaskedBackend(max_rank=8))  # one adapter has 12
-    monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: TapeDevice())
+def test_replays_equal_eager_steps_whatever_happens(
+    make: MakeDriver, bench: Bench, rank_64: tuple[Path, GreedyCase]
+) -> None:
+    """Requests that come and go, of the base and of adapters that take each other's memory, on one engine for all examples.
 
-    class Machine(GraphMachine):
-        pass
+    Each answers as transformers + peft do, and each replay gives the bits of the step run kernel by kernel.
+    """
+    path, large_case = rank_64
+    lora = {"adapter_memory_bytes": 9 * bench.nbytes, "host_memory_bytes": 10 * bench.nbytes}  # "large" takes 8
+    driver = make(lora=lora, max_num_seqs=5, max_num_batched_tokens=32)
+    driver.registry.load("large", str(path))
+    asked: list[tuple[str, tuple[int, ...]]] = []
 
-    Machine.world, Machine.steps = world, Counter()
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-        ),
-    )
-    assert min(Machine.steps["base"], Machine.steps["lora"]) > 20
+    def ask(name: str | None, num_tokens: int) -> None:
+        case = large_case if name == "large" else bench.cases[None if name is None else bench.adapters[name]][0]
+        request_id = driver.submit(case.prompt_token_ids, name, max_tokens=num_tokens)
+        asked.append((request_id, case.output_token_ids[:num_tokens]))
+
+    def abort(which: int) -> None:
+        if driver.running_ids:
+            driver.abort(driver.running_ids[which % len(driver.running_ids)])
+
+    acts: dict[str, Callable[[Any, int], object]] = {
+        "ask": ask,
+        "step": lambda _, count: driver.step(count),
+        "evict": lambda name, _: driver.registry.evict(name),
+        "abort": lambda _, which: abort(which),
+        "compact": lambda _, __: driver.engine.adapters.compact(1 << 20, math.inf),
+    }
+
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(rounds=ROUNDS)
+    def play(rounds: list[tuple[str, str | None, int]]) -> None:
+        asked.clear()
+        for act, name, number in rounds:
+            acts[act](name, number)
+        driver.finish()
+        for request_id, tokens in asked:
+            if request_id in driver.outputs:
+                assert driver.tokens(request_id) == tokens
+            else:
+                assert isinstance(driver.errors[request_id], RequestAbortedError)
+
+    with graphs_of(driver).compared() as counts:
+        play()
+    assert counts["different"] == 0
+    steps = driver.stats.graph_steps
+    assert min(steps["base"], steps["lora"]) > 20
 
 
 # -------------------------------------------------------------------------------------------------- the tape can be wrong
