@@ -23,6 +23,7 @@ class TritonBackend(TorchBackend):
     """Triton kernels on one device."""
 
     name = "triton"
+    _is_capturing = False
 
     def __init__(self, device: torch.device, launcher: Launcher | None = None) -> None:
         """`launcher`: how kernels are run; by default on the device. Raises ConfigError where Triton cannot run."""
@@ -32,15 +33,6 @@ class TritonBackend(TorchBackend):
         self.description = f"triton sm_{major}{minor}, {where}"
         self.fallbacks: Counter[str] = Counter()
         """Calls that stock torch ran, by operator and reason."""
-        self._is_capturing = False
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        self._is_capturing = True
-        try:
-            yield
-        finally:
-            self._is_capturing = False
 
     def _fall_back(self, operator: str, reason: str) -> None:
         key = f"{operator}: {reason}"
@@ -49,3 +41,11 @@ class TritonBackend(TorchBackend):
         if not self.fallbacks[key]:
             logger.warning("stock torch runs %s", key)
         self.fallbacks[key] += 1
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
