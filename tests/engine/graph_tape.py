@@ -10,8 +10,8 @@ device, cannot be captured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ class TapeDevice:
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.log: list[str] = []
+        self.tape: Tape | None = None
+        """Of the capture that is under way."""
         self.poisoned: list[Tensor] = []
         self._fails_at = fails_at
 
@@ -47,16 +49,27 @@ class TapeDevice:
         if self.log.count("warm-up") - 1 == self._fails_at:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.log.append("capture")
-        tape = _Tape()
-        with tape:
-            run()
+        self.tape = tape = Tape()
+        try:
+            with tape:
+                run()
+        finally:
+            self.tape = None
         return TapeGraph(self, tape.calls)
 
     def release(self) -> None:
         self.log.append("release")
 
 
-class _Call:
+class Call(Protocol):
+    """`poison` what it gave; `run` it again."""
+
+    def poison(self) -> None: ...
+
+    def run(self) -> None: ...
+
+
+class _Operator:
     """One operator with its arguments, and what it gave; `is_in_place`: it wrote to its arguments."""
 
     def __init__(self, operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
@@ -81,21 +94,23 @@ class _Call:
                 tensor.copy_(value)
 
 
-class _Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):
+    """Calls in their order. What torch does not dispatch, a launch of a kernel say, is added by who does it."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().split(".")[0] in FORBIDDEN:
             raise EngineError(f"operation not permitted when a stream is capturing: {func.name()}")
         result = func(*args, **(kwargs or {}))
-        self.calls.append(_Call(func, args, kwargs or {}, result))
+        self.calls.append(_Operator(func, args, kwargs or {}, result))
         return result
 
 
 class TapeGraph:
-    def __init__(self, device: TapeDevice, calls: list[_Call]) -> None:
+    def __init__(self, device: TapeDevice, calls: list[Call]) -> None:
         self._device, self._calls = device, calls
 
     @torch.inference_mode()
@@ -118,7 +133,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage()._cdata
 
 
 class MaskedBackend(TorchBackend):
@@ -228,8 +243,3 @@ def _gather(table: SlotTable, address: Tensor, index: Tensor, is_there: Tensor) 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
-
-
-def poison_staging(device: TapeDevice, blocks: Iterable[Tensor]) -> None:
-    """Fill these at each replay: the host's copies of a step, which are on their way to the next."""
-    device.poisoned += blocks
