@@ -398,6 +398,8 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels and graphs are launched on this thread's device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

@@ -121,7 +121,7 @@ class StagedBuffers:
         nbytes = _places(shape).nbytes
         self.device_block[:nbytes].copy_(self.host_blocks[self._turn][:nbytes], non_blocking=True)
         if self._copied is not None:
-            self._copied[self._turn].record()
+            self._copied[self._turn].record(torch.cuda.current_stream(self.device_block.device))
         self._turn = (self._turn + 1) % NUM_TURNS
         tensors = self._tensors.get(shape)
         if tensors is None:
