@@ -207,6 +207,12 @@ class EngineSettings:
         None, "longest prompt plus output in tokens (default: what the model allows, at most 8192)"
     )
     max_num_seqs: int = setting(64, "most requests that run at once")
+    enforce_eager: bool = setting(False, "never use CUDA graphs; a CPU has none (vLLM's name)")
+    cuda_graph_sizes: tuple[int, ...] = setting(
+        (),
+        "batch size of decode steps that is captured on a GPU; may be given several times; one alone: 1, 2, 4 and steps of 8 up to it "
+        "(vLLM's name; default: up to max_num_seqs)",
+    )
     max_num_batched_tokens: int = setting(2048, "most tokens of one step; longer prompts are computed in chunks")
     max_waiting_requests: int = setting(4096, "requests beyond this many waiting ones are refused with 429")
     block_size: int = setting(16, "tokens of a KV block")
@@ -278,6 +284,14 @@ class EngineSettings:
         _require(
             self.max_model_len is None or self.max_model_len >= 2,
             f"max_model_len must be >= 2, got {self.max_model_len}",
+        )
+        _require(
+            not self.cuda_graph_sizes or (self.device.startswith("cuda") and not self.enforce_eager),
+            f"cuda_graph_sizes {self.cuda_graph_sizes} need a CUDA device, not {self.device!r}, and no enforce_eager; leave them out",
+        )
+        _require(
+            all(0 < size <= self.max_num_seqs for size in self.cuda_graph_sizes),
+            f"cuda_graph_sizes must be 1..max_num_seqs ({self.max_num_seqs}), got {self.cuda_graph_sizes}",
         )
         _require(self.monitor_interval_s > 0, f"monitor_interval_s must be > 0, got {self.monitor_interval_s}")
         _require(self.long_idle_s >= 0, f"long_idle_s must be >= 0, got {self.long_idle_s}")

@@ -24,6 +24,7 @@ class EngineStats:
     num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
     kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
     running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
+    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
     """
 
     num_running: int = 0
@@ -54,6 +55,8 @@ class EngineStats:
     running_adapter_ids: tuple[int, ...] = ()
     waiting_adapter_ids: tuple[int, ...] = ()
     step_times: StepTimes = field(default_factory=StepTimes)
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 class StartProgress:
-    """`update("weights", done, total)` draws or moves a bar of that name."""
+    """`update("weights", done, total)` draws or moves a bar of that name: weights, graphs, adapters."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
         columns = (
-            TextColumn("loading {task.description}"),
+            TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
@@ -35,5 +35,6 @@ class StartProgress:
 
     def update(self, what: str, done: int, total: int) -> None:
         if what not in self._bars:
-            self._bars[what] = self._progress.add_task(what, total=total)
+            verb = "capturing" if what == "graphs" else "loading"
+            self._bars[what] = self._progress.add_task(f"{verb} {what}", total=total)
         self._progress.update(self._bars[what], completed=done)

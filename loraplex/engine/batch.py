@@ -6,15 +6,16 @@ Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from loraplex.core import BASE_SLOT, BlockAllocator
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.engine.step_buffers import StepArrays, StepBuffers, StepShape, StepTensors
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, StepBatch
 
@@ -90,9 +91,10 @@ class PromptLogitRows:
 
 @dataclass(frozen=True, slots=True)
 class BuiltStep:
-    """A step as tensors. `sampled[i]` is drawn from logits row `sampled_rows[i]`.
+    """A step as tensors. `sampled[i]` is drawn from logits row `sampled_rows[i]`; rows behind all of them are padding.
 
     pending: (row of batch.token_ids, request) of tokens that the step in flight draws; they are 0 until they are taken from there.
+    padded_size: rows of a decode step that a captured graph may run, padding counted; None for any other step.
     """
 
     batch: StepBatch
@@ -100,73 +102,153 @@ class BuiltStep:
     sampled_rows: tuple[int, ...]
     prompt_rows: tuple[PromptLogitRows, ...]
     pending: tuple[tuple[int, RequestState], ...] = ()
+    padded_size: int | None = None
 
 
 class BatchBuilder:
-    """Builds the tensors of one step after the other; the LoRA plan's buffers are reused, so only the last step's is valid."""
+    """Builds the tensors of one step after the other, in buffers that are reused: only the last step's are valid.
 
-    def __init__(self, blocks: BlockAllocator, max_num_seqs: int, device: torch.device) -> None:
+    A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request.
+    """
+
+    def __init__(self, blocks: BlockAllocator, buffers: StepBuffers, lora_plan: LoraPlan, table_width: int) -> None:
         self._blocks = blocks
-        self._device = device
-        self._lora_plan = LoraPlan(max_num_seqs, device)
+        self._buffers = buffers
+        self._lora_plan = lora_plan
+        self._table_width = table_width
 
-    def build(self, plan: SchedulePlan) -> BuiltStep:
+    def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
+        """With `padded_size`, which only steps of sampled sequences with one token each may have, rows of padding follow.
+
+        A row of padding is a sequence of its own with one token 0 at position 0, no context, and a KV slot of -1: nothing is written for
+        it. Its logits mean nothing.
+        """
         sequences = sorted(plan.sequences, key=lambda sequence: _slot_of(sequence.state))
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
         query_lens = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64)
-        q_indptr = np.concatenate([[0], np.cumsum(query_lens)])
-        rows = np.repeat(np.arange(len(sequences)), query_lens)
-        positions = np.arange(q_indptr[-1]) - np.repeat(q_indptr[:-1] - starts, query_lens)
-        token_ids = np.concatenate([_tokens_of(sequence) for sequence in sequences])
-        sampled, sampled_rows, prompt_rows, logits_indices = _logits_rows(sequences, q_indptr.tolist())
-        batch = StepBatch(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(positions),
-            attention=self._attention_plan(sequences, starts + query_lens, query_lens, q_indptr, rows, positions),
-            lora=self._rewrite_lora_plan(sequences, query_lens),
-            logits_indices=self._tensor(logits_indices),
+        context_lens = starts + query_lens
+        num_blocks = -(-context_lens // self._blocks.block_size)
+        sampled, sampled_rows, prompt_rows, logits_rows = _logits_rows(sequences, query_lens.tolist())
+        num_tokens = int(query_lens.sum())
+        if padded_size is None:
+            shape = StepShape(num_tokens, len(sequences), int(num_blocks.max()), len(logits_rows))
+        else:
+            assert num_tokens == len(sequences) == len(sampled), "only decode steps are padded"
+            assert not prompt_rows, "a decode step has no logits of prompts"
+            shape = self.padded_shape(padded_size)
+        arrays = self._buffers.begin(shape)
+        _write_padding(arrays, num_tokens, len(sequences), len(logits_rows))
+        arrays.token_ids[:num_tokens] = np.concatenate([_tokens_of(sequence) for sequence in sequences])
+        arrays.logits_indices[: len(logits_rows)] = logits_rows
+        self._write_tables(arrays, sequences, context_lens, num_blocks)
+        self._write_positions(arrays, starts, query_lens)
+        padding = shape.num_sequences - len(sequences)
+        batch = self._batch(
+            self._buffers.upload(shape),
+            self._rewrite_lora_plan(sequences, query_lens, shape.num_tokens, padded_size is not None),
+            (*query_lens.tolist(), *(1,) * padding),
+            (*context_lens.tolist(), *(0,) * padding),
         )
-        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences, q_indptr[1:].tolist()))
+        pending = _pending(sequences, np.cumsum(query_lens).tolist())
+        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, pending, padded_size)
 
-    def _attention_plan(
+    def blank(self, size: int, has_adapters: bool) -> StepBatch:
+        """A decode step of `size` rows of padding, for a capture: its tensors are those of every later step of that size.
+
+        It has no lengths on the host, which would be those of the capture for ever: a kernel that reads them fails here.
+        """
+        shape = self.padded_shape(size)
+        _write_padding(self._buffers.begin(shape), 0, 0, 0)
+        lora = None
+        if has_adapters:
+            self._lora_plan.rewrite((), size, is_decode=True)
+            self._lora_plan.cut_tiles()
+            lora = _as_captured(self._lora_plan, size)
+        return self._batch(self._buffers.upload(shape), lora, (1,) * size, ())
+
+    def padded_shape(self, size: int) -> StepShape:
+        """Of a decode step that is padded to `size` rows."""
+        return StepShape(size, size, self._table_width, size)
+
+    def _batch(
         self,
+        tensors: StepTensors,
+        lora: LoraPlan | None,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+    ) -> StepBatch:
+        attention = AttentionPlan(
+            q_indptr=tensors.q_indptr,
+            context_lens=tensors.context_lens,
+            block_tables=tensors.block_tables,
+            kv_slot_mapping=tensors.kv_slot_mapping,
+            query_lens=query_lens,
+            context_lens_host=context_lens,
+            block_size=self._blocks.block_size,
+        )
+        return StepBatch(tensors.token_ids, tensors.positions, attention, lora, tensors.logits_indices)
+
+    def _write_tables(
+        self,
+        arrays: StepArrays,
         sequences: Sequence[ScheduledSequence],
         context_lens: NDArray[np.int64],
-        query_lens: NDArray[np.int64],
-        q_indptr: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> AttentionPlan:
+        num_blocks: NDArray[np.int64],
+    ) -> None:
+        arrays.context_lens[: len(sequences)] = context_lens
+        for row, (sequence, count) in enumerate(zip(sequences, num_blocks.tolist(), strict=True)):
+            arrays.block_tables[row, :count] = self._blocks.block_table(sequence.state.request.request_id)[:count]
+
+    def _write_positions(self, arrays: StepArrays, starts: NDArray[np.int64], query_lens: NDArray[np.int64]) -> None:
+        """Positions, and where in the KV cache they are; the block tables are written."""
         block_size = self._blocks.block_size
-        num_blocks = -(-context_lens // block_size)
-        block_tables = np.zeros((len(sequences), int(num_blocks.max())), dtype=np.int32)
-        for row, sequence in enumerate(sequences):
-            count = int(num_blocks[row])
-            block_tables[row, :count] = self._blocks.block_table(sequence.state.request.request_id)[:count]
-        kv_slots = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        return AttentionPlan(
-            q_indptr=self._tensor(q_indptr.astype(np.int32)),
-            context_lens=self._tensor(context_lens.astype(np.int32)),
-            block_tables=self._tensor(block_tables),
-            kv_slot_mapping=self._tensor(kv_slots),
-            query_lens=tuple(query_lens.tolist()),
-            context_lens_host=tuple(context_lens.tolist()),
-            block_size=block_size,
-        )
+        q_indptr = np.concatenate([[0], np.cumsum(query_lens)])
+        rows = np.repeat(np.arange(len(starts)), query_lens)
+        positions = np.arange(q_indptr[-1]) - np.repeat(q_indptr[:-1] - starts, query_lens)
+        blocks = arrays.block_tables[rows, positions // block_size].astype(np.int64)
+        arrays.q_indptr[: len(q_indptr)] = q_indptr
+        arrays.positions[: len(positions)] = positions
+        arrays.kv_slot_mapping[: len(positions)] = blocks * block_size + positions % block_size
 
     def _rewrite_lora_plan(
-        self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64]
+        self,
+        sequences: Sequence[ScheduledSequence],
+        query_lens: NDArray[np.int64],
+        num_tokens: int,
+        for_graph: bool,
     ) -> LoraPlan | None:
         lora_slots = [_slot_of(sequence.state) for sequence in sequences]
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
-        self._lora_plan.rewrite(mapping.to_segments(), len(mapping.index_mapping), is_decode=not mapping.is_prefill)
+        self._lora_plan.rewrite(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
+        if for_graph:
+            self._lora_plan.cut_tiles()  # a replay asks for nothing
         return self._lora_plan
 
-    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+
+def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:
+    """The plan as a graph of so many rows has it: its buffers, all of their segments, and nothing of a step on the host.
+
+    It stays as it is when the plan is rewritten: a replay reads the buffers, and nothing else.
+    """
+    captured = copy.copy(plan)
+    captured.num_segments, captured.num_tokens = plan.capacity, num_tokens
+    captured.segments, captured.scratch = (), {}
+    return captured
+
+
+def _write_padding(arrays: StepArrays, num_tokens: int, num_sequences: int, num_logits: int) -> None:
+    """What lies behind the real rows, and the block tables' entries past a context, where anything may have been."""
+    arrays.block_tables.fill(0)
+    if num_sequences == len(arrays.context_lens):
+        return
+    arrays.token_ids[num_tokens:] = 0
+    arrays.positions[num_tokens:] = 0
+    arrays.kv_slot_mapping[num_tokens:] = -1
+    arrays.context_lens[num_sequences:] = 0
+    arrays.q_indptr[num_sequences:] = np.arange(num_tokens, num_tokens + len(arrays.q_indptr) - num_sequences)
+    arrays.logits_indices[num_logits:] = np.arange(num_logits, len(arrays.logits_indices))
 
 
 def _slot_of(state: RequestState) -> int:
@@ -188,12 +270,13 @@ def _pending(sequences: Sequence[ScheduledSequence], row_ends: Sequence[int]) ->
 
 
 def _logits_rows(
-    sequences: Sequence[ScheduledSequence], q_indptr: Sequence[int]
-) -> tuple[tuple[ScheduledSequence, ...], tuple[int, ...], tuple[PromptLogitRows, ...], NDArray[np.int64]]:
+    sequences: Sequence[ScheduledSequence], query_lens: Sequence[int]
+) -> tuple[tuple[ScheduledSequence, ...], tuple[int, ...], tuple[PromptLogitRows, ...], list[int]]:
     """Which token rows need logits: the last one of each sampled sequence, and those whose prompt logprobs were asked."""
     sampled, sampled_rows, prompt_rows = [], [], []
     token_rows: list[int] = []
-    for sequence, first in zip(sequences, q_indptr, strict=False):
+    first = 0
+    for sequence, query_len in zip(sequences, query_lens, strict=True):
         state, start = sequence.state, sequence.start
         if state.request.sampling_params.prompt_logprobs is not None:
             # A row at position p predicts token p + 1; after a preemption some are known already.
@@ -207,5 +290,6 @@ def _logits_rows(
         if sequence.is_sampled:
             sampled.append(sequence)
             sampled_rows.append(len(token_rows))
-            token_rows.append(first + sequence.num_tokens - 1)
-    return tuple(sampled), tuple(sampled_rows), tuple(prompt_rows), np.array(token_rows, dtype=np.int64)
+            token_rows.append(first + query_len - 1)
+        first += query_len
+    return tuple(sampled), tuple(sampled_rows), tuple(prompt_rows), token_rows

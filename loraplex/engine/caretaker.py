@@ -30,7 +30,6 @@ from loraplex.errors import (
     LoraplexError,
 )
 from loraplex.events import EventLog
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.damage import damage_error
 from loraplex.memory.manager import LoRAModelManager
@@ -45,7 +44,6 @@ MAX_SCRUB_DELAY_S = 5.0
 
 def make_caretaker(
     config: EngineConfig,
-    backend: KernelBackend,
     adapters: LoRAModelManager | None,
     scheduler: Scheduler,
     blocks: KVBlockAllocator,
@@ -56,7 +54,7 @@ def make_caretaker(
     """The caretaker of an engine with these parts, on the real clock."""
     lora = config.lora or LoRAConfig()
     forecast = Forecast(time.monotonic) if adapters is not None and lora.enable_prediction else None
-    memory = EngineMemory(adapters, blocks, backend, scheduler, system_pressure, forecast, time.monotonic)
+    memory = EngineMemory(adapters, blocks, runner, scheduler, system_pressure, forecast, time.monotonic)
     thresholds = Thresholds(
         config.monitor_interval_s,
         config.high_pressure,

@@ -15,8 +15,8 @@ import torch
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
 from loraplex.engine.adapter_memory import build_manager
-from loraplex.engine.batch import BatchBuilder
 from loraplex.engine.caretaker import Caretaker, make_caretaker
+from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
 from loraplex.engine.device_memory import device_memory
 from loraplex.engine.memory_plan import MemoryPlan, plan_memory
 from loraplex.engine.model_runner import ModelRunner
@@ -167,7 +167,7 @@ class EngineCore:
     # ----------------------------------------------------------------------------------------------------- see and end
 
     def stats(self) -> EngineStats:
-        scheduler, blocks = self._scheduler, self._blocks
+        scheduler, blocks, graphs = self._scheduler, self._blocks, self._runner.graphs
         stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -185,8 +185,15 @@ class EngineCore:
             waiting_adapter_ids=tuple(sorted(scheduler.adapters_of(RequestStatus.WAITING))),
             kernel_fallbacks=self._runner.kernel_fallbacks,
             step_times=self._step_times(),
+            graph_steps={} if graphs is None else graphs.graph_steps,
+            eager_steps={} if graphs is None else graphs.eager_steps,
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        """Captured decode steps; None where every step runs kernel by kernel."""
+        return self._runner.graphs
 
     def take_events(self) -> tuple[EngineEvent, ...]:
         """What happened since the last call, oldest first."""
@@ -267,7 +274,8 @@ def build_engine(
 ) -> EngineCore:
     """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
 
-    progress(what, done, total) is called while weights are read. With a profiler, kernels are measured one by one.
+    progress(what, done, total) is called while weights are read and graphs captured. With a profiler, kernels are measured one by one.
+    Graphs come last: they hold addresses of scratch memory, the arena and the slot table.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -292,11 +300,14 @@ def build_engine(
         max_model_len=memory.max_model_len,
         aging_steps=1 if config.lora is None else config.lora.aging_steps,
     )
-    builder = BatchBuilder(blocks, config.max_num_seqs, device)
+    builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
+    if graphs is not None:
+        graphs.capture(None if progress is None else lambda done, total: progress("graphs", done, total))
     profiler = profiler or Profiler()
     steps = None if adapters is None else adapters.steps
-    runner = ModelRunner(model, memory.kv, builder, Sampler(model_config.vocab_size, backend), profiler, steps)
-    caretaker = make_caretaker(config, backend, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
+    sampler = Sampler(model_config.vocab_size, backend)
+    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
+    caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
@@ -368,6 +379,8 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels and graphs are launched on this thread's device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Protocol
 
 from loraplex.engine.forecast import Forecast
 from loraplex.engine.scheduler import Scheduler
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.monitor import MemoryLook
@@ -21,6 +21,15 @@ THROTTLED_SHARE = 4
 """In low-memory mode one in so many of the usual places of a batch is given out anew."""
 
 
+class Workspace(Protocol):
+    """Scratch memory that is kept between steps. `release_workspace` gives back what it can; returns the bytes."""
+
+    @property
+    def workspace_nbytes(self) -> int: ...
+
+    def release_workspace(self) -> int: ...
+
+
 class EngineMemory:
     """monitor.MonitoredMemory. `adapters` is None in an engine without LoRA; `forecast` is None when nothing is predicted."""
 
@@ -28,7 +37,7 @@ class EngineMemory:
         self,
         adapters: LoRAModelManager | None,
         blocks: KVBlockAllocator,
-        backend: KernelBackend,
+        workspace: Workspace,
         scheduler: Scheduler,
         system_pressure: Callable[[], float | None],
         forecast: Forecast | None,
@@ -36,7 +45,7 @@ class EngineMemory:
     ) -> None:
         self._adapters = adapters
         self._blocks = blocks
-        self._backend = backend
+        self._workspace = workspace
         self._scheduler = scheduler
         self._system_pressure = system_pressure
         self._forecast = forecast
@@ -45,7 +54,7 @@ class EngineMemory:
     def look(self) -> MemoryLook:
         pressure = {"kv": 1 - self._blocks.num_free_blocks / self._blocks.num_blocks}
         occupancy: dict[str, float] = {}
-        used_bytes: dict[str, int] = {"workspace": self._backend.workspace_nbytes}
+        used_bytes: dict[str, int] = {"workspace": self._workspace.workspace_nbytes}
         fragmentation = 0.0
         system = self._system_pressure()
         if system is not None:
@@ -76,7 +85,7 @@ class EngineMemory:
         return self._adapters.housekeeping.prefetch(self._forecast.due())
 
     def release_caches(self) -> int:
-        released = self._backend.release_workspace()
+        released = self._workspace.release_workspace()
         self._blocks.reset_cache()
         if self._adapters is not None:
             released += self._adapters.housekeeping.release_idle()

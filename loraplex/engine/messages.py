@@ -130,7 +130,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """A step of the start-up, for a progress bar: `done` of `total` (tensors)."""
+    """A step of the start-up, for a progress bar: `done` of `total` (bytes of weights, graphs)."""
 
     what: str
     done: int

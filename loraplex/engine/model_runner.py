@@ -10,10 +10,12 @@ import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
 from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
+from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.device_copies import upload
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, LoraplexError
+from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
 from loraplex.memory.arrivals import StepGate
 from loraplex.memory.steps import StepPreparation
@@ -89,7 +91,10 @@ class _LastTokens:
 
 
 class ModelRunner:
-    """The decoder with its KV memory and its sampler. adapters: None in an engine without LoRA."""
+    """The decoder with its KV memory and its sampler.
+
+    adapters: None in an engine without LoRA. graphs: captured decode steps; None where every step runs kernel by kernel.
+    """
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class ModelRunner:
         sampler: Sampler,
         profiler: Profiler,
         adapters: StepPreparation | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -107,6 +113,7 @@ class ModelRunner:
         self._profiler = profiler
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
         self._adapters = adapters
+        self.graphs = graphs
 
     @property
     def kv_block_bytes(self) -> int:
@@ -120,6 +127,10 @@ class ModelRunner:
     def kernel_fallbacks(self) -> Mapping[str, int]:
         return self._model.kernel_fallbacks
 
+    def release_workspace(self) -> int:
+        """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""
+        return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
+
     def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the KV of blocks to other blocks, between two steps."""
         moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))
@@ -128,6 +139,8 @@ class ModelRunner:
     def measure_operators(self, is_on: bool) -> None:
         """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""
         self._model.measure_operators(self._add_operator if is_on else None)
+        if self.graphs is not None:
+            self.graphs.measure(is_on)
 
     def _add_operator(self, operator: str, seconds: float) -> None:
         self._profiler.add(PART_OF[operator], seconds)
@@ -136,15 +149,13 @@ class ModelRunner:
     def launch(self, plan: SchedulePlan) -> StepHandle:
         """Run the plan, or have the device do so: nothing here waits for it. Tokens that the step before draws are taken from there."""
         with self._profiler.part("build"):
-            step = self._builder.build(plan)
-            self._take_pending(step)
             arriving = self._prepare(plan)
-            batch = step.batch if arriving is None else replace(step.batch, gate=arriving.gate)
+            step = self._builder.build(plan, self._padded_size(plan, arriving))
+            self._take_pending(step)
         with self._profiler.part("forward"):
-            hidden = self._model.forward(batch, self._kv)
-            if len(step.batch.logits_indices) == 0:
-                return StepHandle()
-            logits = self._model.compute_logits(hidden[step.batch.logits_indices])
+            logits = self._logits(step, arriving)
+        if logits is None:
+            return StepHandle()
         with self._profiler.part("sample"):
             return self._sample(step, logits, arriving)
 
@@ -157,14 +168,27 @@ class ModelRunner:
             rows, sources = upload(np.array(pairs, np.int64).T.copy(), token_ids.device)
             token_ids.index_copy_(0, rows, self._last.token_ids.index_select(0, sources))
 
+    def _padded_size(self, plan: SchedulePlan, arriving: _Arriving | None) -> int | None:
+        """The rows of the captured step that runs this one; None: kernel by kernel."""
+        return None if self.graphs is None else self.graphs.padded_size(plan, has_arriving=arriving is not None)
+
+    def _logits(self, step: BuiltStep, arriving: _Arriving | None) -> torch.Tensor | None:
+        """Float32, a row for each of the step's logits_indices but those of padding; by its graph if it has one. None: no rows."""
+        if step.padded_size is not None:
+            assert self.graphs is not None
+            return self.graphs.replay(step)
+        hidden = self._model.forward(_gated(step.batch, arriving), self._kv)
+        if len(step.batch.logits_indices) == 0:
+            return None
+        return self._model.compute_logits(hidden[step.batch.logits_indices])
+
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
         """The likeliest next token after each token of a prompt whose KV blocks are reserved; None when logits are not finite."""
         token_ids = list(request.prompt_token_ids)
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))
-        arriving = self._prepare(plan)
-        batch = replace(self._builder.build(plan).batch, gate=None if arriving is None else arriving.gate)
+        batch = _gated(self._builder.build(plan).batch, self._prepare(plan))
         logits = self._model.compute_logits(self._model.forward(batch, self._kv))
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
@@ -192,6 +216,10 @@ class ModelRunner:
         of_prompt = logits[rows.start : rows.start + len(rows.next_ids)]
         finish = self._sampler.launch_prompt_logprobs(of_prompt, rows.next_ids, count)
         return _PromptLogprobs(rows.state, len(rows.state.prompt_logprobs), finish)
+
+
+def _gated(batch: StepBatch, arriving: _Arriving | None) -> StepBatch:
+    return batch if arriving is None else replace(batch, gate=arriving.gate)
 
 
 def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:

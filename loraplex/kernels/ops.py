@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +114,31 @@ class KernelBackend(Protocol):
         ...
 
     def release_workspace(self) -> int:
-        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only."""
+        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only.
+
+        Never while CUDA graphs are held: they have its addresses.
+        """
+        ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan on the host."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Within it a step is captured: a call that has to read the host, or to wait for the device, raises EngineError."""
+        ...
+
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        """Adapters will be in this table, which is empty: captures cover them up to `max_rank`, or what is usual when it is 0."""
+        ...
+
+    def rank_capacity(self, table: SlotTable) -> int:
+        """Ranks up to which a capture made now covers adapters in this table."""
+        ...
+
+    def may_replay(self, table: SlotTable) -> bool:
+        """Whether what is in this table can be in a captured step at all, ranks apart."""
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,7 @@ promoting, evicting or moving an adapter is a write to the table, and a plan mad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -124,10 +124,13 @@ class LoraPlan:
         if self.device.type != "cpu":
             self.cut_tiles()
 
-    def upload(self, non_blocking: bool = False) -> None:
-        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory."""
+    def upload(self) -> None:
+        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. Nobody waits for it."""
         if self.buffer is not self.host:
-            self.buffer.copy_(self.host, non_blocking=non_blocking)
+            is_gpu = (
+                self.device.type == "cuda"
+            )  # from other than page-locked memory the copy would wait for the step in flight
+            self.buffer.copy_(self.host.pin_memory() if is_gpu else self.host, non_blocking=True)
 
     def cut_tiles(self) -> Tiles:
         """The tiles of this step, which are in `small_tiles` and `large_tiles` (on a device after the upload)."""
@@ -319,7 +322,7 @@ class SlotTable:
         for row, layout in enumerate(layouts, first_row):
             self._write(row, lora_slot, self._entry(block_offset, layout))
         present = [layout for layout in layouts if layout is not None]
-        self._note(max((x.rank for x in present), default=0), frozenset(x.dtype for x in present))
+        self.expect(max((x.rank for x in present), default=0), frozenset(x.dtype for x in present))
         self._mark(lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self.derived[lora_slot].pop(first_row, None)
@@ -358,7 +361,7 @@ class SlotTable:
         addresses = np.where(image.offsets == ABSENT, 0, self._base_addr + starts + image.offsets)
         for column, values in zip(self._host, (*addresses, *image.values), strict=True):
             column[image.rows, lora_slot] = values
-        self._note(image.max_rank, image.dtypes)
+        self.expect(image.max_rank, image.dtypes)
         self._mark(lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
 
@@ -409,9 +412,10 @@ class SlotTable:
         addresses = (0 if o == ABSENT else start + o for o in (layout.a_offset, layout.b_offset, layout.bias_offset))
         return (*addresses, layout.rank, layout.scale, DTYPE_CODES[layout.dtype])
 
-    def _note(self, max_rank: int, dtypes: frozenset[torch.dtype]) -> None:
+    def expect(self, max_rank: int, dtypes: Iterable[torch.dtype]) -> None:
+        """Blocks of such ranks and dtypes are here, or will be: captured steps are made for them."""
         self.max_rank = max(self.max_rank, max_rank)
-        self.block_dtypes |= dtypes
+        self.block_dtypes.update(dtypes)
 
     def _write(self, row: int, lora_slot: int, entry: tuple[int | float, ...]) -> None:
         for column, value in zip(self._host, entry, strict=True):

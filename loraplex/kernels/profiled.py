@@ -30,6 +30,8 @@ def profiled(backend: KernelBackend, profiler: Profiler) -> KernelBackend:
 class _Profiled:
     """Every attribute is the backend's; the operators are wrapped."""
 
+    is_capturable = False  # a replay calls none of them
+
     def __init__(self, backend: KernelBackend, profiler: Profiler) -> None:
         self._backend = backend
         self._profiler = profiler

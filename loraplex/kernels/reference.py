@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +157,22 @@ class StockWeights:
 
     def release_workspace(self) -> int:
         return 0
+
+    @property
+    def is_capturable(self) -> bool:
+        return False
+
+    def capturing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        """Nothing is captured."""
+
+    def rank_capacity(self, table: SlotTable) -> int:
+        return 0
+
+    def may_replay(self, table: SlotTable) -> bool:
+        return False
 
     def linear_tensors(self, weight: Any) -> dict[str, torch.Tensor]:
         return {"weight": weight}

@@ -192,6 +192,10 @@ class Decoder:
         """Calls of operators that stock torch ran because no kernel covered them, by operator and reason."""
         return dict(self._ops.fallbacks)
 
+    def release_workspace(self) -> int:
+        """Give it back, between steps; the next step makes what it needs. Returns the bytes."""
+        return self._ops.release_workspace()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""
         return self.lm_head.forward(hidden)

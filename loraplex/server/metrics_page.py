@@ -75,6 +75,10 @@ class MetricsPage:
         yield self._counters("loraplex:step_seconds", "Seconds in steps, by part.", "part", times.seconds)
         text = "Calls that stock torch ran because no kernel covered them, by operator and reason."
         yield self._counters("loraplex:kernel_fallbacks", text, "operator", stats.kernel_fallbacks)
+        text = "Decode steps that were replayed as CUDA graphs, with adapters and without."
+        yield self._counters("loraplex:graph_steps", text, "kind", stats.graph_steps)
+        text = "Steps that ran kernel by kernel beside CUDA graphs, by reason."
+        yield self._counters("loraplex:eager_steps", text, "reason", stats.eager_steps)
 
     def _adapter_families(self, stats: EngineStats, memory: MemoryReport) -> Iterator[Metric]:
         text = "Adapters loaded to host memory, by what asked for them."

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.core import Request, SamplingParams
 from loraplex.engine.batch import BatchBuilder, LoRAMapping
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
+from loraplex.engine.step_buffers import HostBuffers
 from loraplex.errors import InvalidRequestError
-from loraplex.kernels.plan import LoraSegment
+from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.kvcache.allocator import KVBlockAllocator
 
 BLOCK_SIZE = 8
+TABLE_WIDTH = 8
 
 
 class TestLoRAMapping:
@@ -85,7 +86,7 @@ class TestBatchBuilder:
             assert blocks.reserve(request.request_id, start + count)
             state = RequestState(request, index, list(prompt), num_computed_tokens=start, lora_slot=slot)
             sequences.append(ScheduledSequence(state, start, count, is_sampled=start + count == length))
-        return BatchBuilder(blocks, 8, torch.device("cpu")), SchedulePlan(1, tuple(sequences)), blocks
+        return BatchBuilder(blocks, HostBuffers(), LoraPlan(8), TABLE_WIDTH), SchedulePlan(1, tuple(sequences)), blocks
 
     def test_rows_are_in_adapter_order_base_first(self) -> None:
         builder, plan, _ = self.make((1, 10, 9, 1), (None, 12, 0, 12), (0, 9, 4, 3), (1, 4, 0, 4))
@@ -118,3 +119,62 @@ class TestBatchBuilder:
         step = builder.build(plan)
         assert step.sampled == ()
         assert step.batch.logits_indices.tolist() == []
+
+    def test_a_decode_step_is_padded(self) -> None:
+        """Rows of padding are sequences with one token and no context, whose KV goes nowhere."""
+        builder, plan, blocks = self.make((1, 10, 9, 1), (None, 12, 11, 1), (1, 4, 3, 1))
+        plain = builder.build(plan)
+        step = builder.build(plan, padded_size=5)
+        batch, attention = step.batch, step.batch.attention
+        assert batch.token_ids.tolist() == [*plain.batch.token_ids.tolist(), 0, 0]
+        assert batch.positions.tolist() == [11, 9, 3, 0, 0]
+        assert attention.q_indptr.tolist() == [0, 1, 2, 3, 4, 5]
+        assert attention.context_lens.tolist() == [12, 10, 4, 0, 0]
+        assert attention.kv_slot_mapping.tolist() == [*plain.batch.attention.kv_slot_mapping.tolist(), -1, -1]
+        assert attention.block_tables.shape == (5, TABLE_WIDTH)
+        for row, name in enumerate(("r1", "r0", "r2")):
+            table = list(blocks.block_table(name))
+            assert attention.block_tables[row].tolist() == table + [0] * (TABLE_WIDTH - len(table))
+        assert not attention.block_tables[3:].any()
+        assert (attention.query_lens, attention.context_lens_host) == ((1,) * 5, (12, 10, 4, 0, 0))
+        assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4]
+        assert batch.lora is not None
+        assert (batch.lora.segments, batch.lora.num_tokens) == ((LoraSegment(1, 3, 1),), 5)
+        assert (step.sampled_rows, step.padded_size) == ((0, 1, 2), 5)
+        assert [s.state.request.request_id for s in step.sampled] == ["r1", "r0", "r2"]
+
+    def test_a_full_batch_is_padded_by_its_block_tables_alone(self) -> None:
+        builder, plan, _ = self.make((None, 10, 9, 1), (None, 4, 3, 1))
+        batch = builder.build(plan, padded_size=2).batch
+        assert batch.attention.context_lens.tolist() == [10, 4]
+        assert batch.attention.block_tables.shape == (2, TABLE_WIDTH)
+        assert batch.lora is None
+
+    @pytest.mark.parametrize("sequence", [(None, 10, 0, 10), (None, 10, 4, 1)], ids=["a prompt", "not sampled"])
+    def test_other_steps_are_not_padded(self, sequence: tuple[None, int, int, int]) -> None:
+        builder, plan, _ = self.make(sequence)
+        with pytest.raises(AssertionError, match="only decode steps are padded"):
+            builder.build(plan, padded_size=16)
+
+    def test_a_blank_step_is_padding_and_tells_the_host_nothing(self) -> None:
+        builder, plan, _ = self.make((1, 10, 9, 1))
+        builder.build(plan)
+        batch = builder.blank(3, has_adapters=True)
+        assert batch.attention.kv_slot_mapping.tolist() == [-1, -1, -1]
+        assert batch.attention.context_lens.tolist() == [0, 0, 0]
+        assert batch.attention.q_indptr.tolist() == [0, 1, 2, 3]
+        assert batch.attention.context_lens_host == ()
+        assert batch.lora is not None
+        assert (batch.lora.segments, batch.lora.num_segments, batch.lora.num_tokens) == ((), 8, 3)
+        assert set(batch.lora.seg_slots.tolist()) == {-1}
+        assert builder.blank(3, has_adapters=False).lora is None
+
+    def test_a_captured_plan_reads_the_buffers_of_the_next_step_and_nothing_else_of_it(self) -> None:
+        builder, plan, _ = self.make((1, 10, 9, 1))
+        captured = builder.blank(2, has_adapters=True).lora
+        built = builder.build(plan, padded_size=2).batch.lora
+        assert captured is not None
+        assert built is not None
+        assert captured.seg_slots.data_ptr() == built.seg_slots.data_ptr()
+        assert captured.seg_slots[0] == 1
+        assert (captured.segments, captured.num_segments) == ((), 8)

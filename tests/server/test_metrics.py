@@ -100,7 +100,9 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("loraplex:adapter_pinned_bytes", None, 512),
         ("loraplex:steps_total", None, 100),
         ("loraplex:step_seconds_total", {"part": "forward"}, 2.5),
-        ("loraplex:kernel_fallbacks_total", {"operator": "add_lora: no such dtype"}, 15),
+        ("loraplex:kernel_fallbacks_total", {"operator": "add_lora: no such dtype"}, 17),
+        ("loraplex:graph_steps_total", {"kind": "lora"}, 15),
+        ("loraplex:eager_steps_total", {"reason": "prefill"}, 16),
     ],
 )
 def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expected: float) -> None:
@@ -125,8 +127,10 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         resident_bytes={"device": 1024},
         capacity_bytes={"device": 4096},
         pinned_bytes=512,
-        kernel_fallbacks={"add_lora: no such dtype": 15},
+        kernel_fallbacks={"add_lora: no such dtype": 17},
         step_times=StepTimes(100, {"schedule": 0.5, "forward": 2.5, "commit": 0.5}),
+        graph_steps={"lora": 15},
+        eager_steps={"prefill": 16},
     )
     found = parse(MetricsPage("base").render(stats, {}).decode())[name]
     expected_labels = {"model_name": "base", "engine": "0", **(label or {})}

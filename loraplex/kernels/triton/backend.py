@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from loraplex.core import LoraSlice
+from loraplex.errors import EngineError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.kernels.torch_ops import TorchBackend
@@ -30,6 +32,7 @@ class TritonBackend(GpuPacking, TorchBackend):
     """Triton kernels on one device."""
 
     name = "triton"
+    is_capturable = True
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         self._is_lora_fused = is_lora_fused
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._fallbacks: Counter[str] = Counter()
+        self._is_capturing = False
         self.lora_workspace = LoraWorkspace()
         self._attention_workspace = AttentionWorkspace()
 
@@ -62,6 +66,8 @@ class TritonBackend(GpuPacking, TorchBackend):
 
     def _fall_back(self, operator: str, reason: str) -> None:
         key = f"{operator}: {reason}"
+        if self._is_capturing:
+            raise EngineError(f"a CUDA graph cannot hold what stock torch runs: {key}")
         if not self._fallbacks[key]:
             logger.warning("stock torch runs %s", key)
         self._fallbacks[key] += 1
@@ -72,6 +78,22 @@ class TritonBackend(GpuPacking, TorchBackend):
 
     def release_workspace(self) -> int:
         return self.lora_workspace.release() + self._attention_workspace.release()
+
+    # -------------------------------------------------------------------------------------------------------------- graphs
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        table.expect(max_rank, (self.block_dtype or compute_dtype,))
+
+    def may_replay(self, table: SlotTable) -> bool:
+        return len(table.block_dtypes) == 1
 
     # ------------------------------------------------------------------------------------------------------------ adapters
 

@@ -1,0 +1,279 @@
+"""Decode steps as CUDA graphs: one launch instead of some hundreds.
+
+At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA kernel. A step is
+padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers (engine/step_buffers.py), the KV
+memory and the slot table, all at fixed addresses, and writes logits to one tensor that all graphs share. So adapters that come, go and
+move, and KV blocks that change hands, are no reason to capture anew. One thing is: kernels are made for ranks up to some bound
+(KernelBackend.rank_capacity), and a step with an adapter of a larger rank has its graph captured again for larger ones.
+
+Everything else runs kernel by kernel, and is counted by reason:
+
+    prefill        some sequence has several tokens, or is not sampled
+    batch_size     more sequences than the largest graph has rows
+    adapters       adapters are there that the backend's captured kernels do not cover
+    arriving       weights of some adapter are still on their way, and each layer waits for its own
+    measured       operators are timed one by one (a profile of kernels)
+    not_captured   there is no graph: its capture failed
+
+What graphs hold stays until the engine ends. Low-memory mode does not take it: the arena is memory of its own, which scratch memory given
+back would not make larger, and a replay would write to it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loraplex.config import EngineConfig
+from loraplex.core import BlockAllocator
+from loraplex.engine.batch import BatchBuilder, BuiltStep
+from loraplex.engine.diagnosis import PROMPT_TOKENS
+from loraplex.engine.graph_device import CapturedGraph, CudaGraphDevice, GraphDevice
+from loraplex.engine.graph_sizes import graph_sizes
+from loraplex.engine.memory_plan import MemoryPlan
+from loraplex.engine.schedule_plan import SchedulePlan
+from loraplex.engine.step_buffers import StepShape, make_step_buffers
+from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.plan import LoraPlan, SlotTable, StepBatch
+from loraplex.memory.loading import is_device_lost
+from loraplex.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+"""(graphs captured, graphs in all)"""
+
+
+def graph_device_for(config: EngineConfig, backend: KernelBackend, device: torch.device) -> GraphDevice | None:
+    """None where steps always run kernel by kernel: no CUDA, enforce_eager, or kernels that read the host."""
+    if device.type != "cuda" or config.enforce_eager:
+        return None
+    if not backend.is_capturable:
+        logger.info("no CUDA graphs: %s kernels cannot be captured", backend.name)
+        return None
+    return CudaGraphDevice(device)
+
+
+def build_steps(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    model: Decoder,
+    backend: KernelBackend,
+    blocks: BlockAllocator,
+    table: SlotTable | None,
+) -> tuple[BatchBuilder, DecodeGraphs | None]:
+    """What turns a plan into tensors on the model's device, and the graphs over those tensors, not captured yet."""
+    device = memory.kv.device
+    graph_device = graph_device_for(config, backend, device)
+    table_width = -(-memory.max_model_len // config.block_size)
+    num_tokens = max(config.max_num_batched_tokens, PROMPT_TOKENS)  # a diagnosis is no smaller
+    largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
+    buffers = make_step_buffers(device, largest, graph_device is not None)
+    builder = BatchBuilder(blocks, buffers, LoraPlan(config.max_num_seqs, device, num_tokens), table_width)
+    if graph_device is None:
+        return builder, None
+    sizes, max_rank = graph_sizes(config), 0 if config.lora is None else config.lora.max_lora_rank or 0
+    return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, sizes, max_rank)
+
+
+class _Key(NamedTuple):
+    size: int
+    has_adapters: bool
+
+
+class _Captured(NamedTuple):
+    """A graph, the step that it was captured of, and the largest rank that it covers."""
+
+    graph: CapturedGraph
+    batch: StepBatch
+    rank_capacity: int
+
+
+class DecodeGraphs:
+    """The graphs of one model and one KV memory. `table` is None in an engine without LoRA, and empty in one with it.
+
+    max_lora_rank: of adapters that will come; 0: not known, and graphs are captured again when it is larger than is usual.
+    graph_steps: replayed steps, `base` and `lora`; eager_steps: the others, by reason.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        backend: KernelBackend,
+        model: Decoder,
+        kv: Tensor,
+        builder: BatchBuilder,
+        table: SlotTable | None,
+        sizes: tuple[int, ...],
+        max_lora_rank: int = 0,
+    ) -> None:
+        self._device = device
+        self._backend = backend
+        self._model = model
+        self._kv = kv
+        self._builder = builder
+        self._table = table
+        self._sizes = sizes
+        self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=kv.device)
+        self._graphs: dict[_Key, _Captured] = {}
+        self._is_measured = False
+        if table is not None:
+            backend.expect_adapters(table, model.activation_dtype, max_lora_rank)
+        self._compared: Counter[str] | None = None
+        self._graph_steps: Counter[str] = Counter()
+        self._eager_steps: Counter[str] = Counter()
+
+    @property
+    def graph_steps(self) -> Mapping[str, int]:
+        return dict(self._graph_steps)
+
+    @property
+    def eager_steps(self) -> Mapping[str, int]:
+        return dict(self._eager_steps)
+
+    @property
+    def num_graphs(self) -> int:
+        """0 when the capture failed."""
+        return len(self._graphs)
+
+    # ------------------------------------------------------------------------------------------------------- capture
+
+    @torch.inference_mode()
+    def capture(self, on_progress: OnProgress | None = None) -> None:
+        """Capture all graphs, once and before the first step. When one cannot be, there are none: a warning says why."""
+        kinds = (False,) if self._table is None else (True, False)
+        keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
+        began_s = time.monotonic()
+        with _no_collection():
+            for num_done, key in enumerate(keys, 1):
+                if not self._try_capture(key):
+                    self._graphs.clear()
+                    self._device.release()
+                    return
+                if on_progress is not None:
+                    on_progress(num_done, len(keys))
+        logger.info("captured %d CUDA graphs in %.1f s", len(keys), time.monotonic() - began_s)
+
+    def _try_capture(self, key: _Key) -> bool:
+        """False, and no such graph, when it cannot be captured."""
+        self._graphs.pop(key, None)
+        try:
+            batch = self._builder.blank(key.size, key.has_adapters)
+            with self._backend.capturing():
+                graph = self._device.capture(lambda: self._run(batch))
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            logger.warning(
+                "no CUDA graph for %d rows, their steps run kernel by kernel: %s: %s",
+                key.size,
+                type(error).__name__,
+                error,
+            )
+            return False
+        capacity = self._backend.rank_capacity(self._table) if key.has_adapters and self._table is not None else 0
+        self._graphs[key] = _Captured(graph, batch, capacity)
+        return True
+
+    def _run(self, batch: StepBatch) -> None:
+        """What is captured: token ids to logits of every row."""
+        logits = self._model.compute_logits(self._model.forward(batch, self._kv))
+        self._logits[: len(logits)].copy_(logits)
+
+    # -------------------------------------------------------------------------------------------------------- replay
+
+    def measure(self, is_on: bool) -> None:
+        """While on, no step is replayed: a replay calls no operator that could be timed."""
+        self._is_measured = is_on
+
+    def padded_size(self, plan: SchedulePlan, has_arriving: bool = False) -> int | None:
+        """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
+        slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
+        reason = "arriving" if has_arriving else self._reason_against(plan, bool(slots))
+        if reason is None:
+            size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
+            if self._is_there(_Key(size, bool(slots)), slots):
+                return size
+            reason = "not_captured"
+        self._eager_steps[reason] += 1
+        return None
+
+    def _reason_against(self, plan: SchedulePlan, has_adapters: bool) -> str | None:
+        if self._is_measured:
+            return "measured"
+        if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
+            return "prefill"
+        if len(plan.sequences) > self._sizes[-1]:
+            return "batch_size"
+        if has_adapters and (self._table is None or not self._backend.may_replay(self._table)):
+            return "adapters"
+        return None
+
+    def _is_there(self, key: _Key, slots: set[int]) -> bool:
+        """Whether there is such a graph, for the ranks in these slots; it is captured again when they are larger than it covers."""
+        captured = self._graphs.get(key)
+        if captured is None:
+            return False
+        rank = 0 if self._table is None or not slots else self._table.largest_rank(sorted(slots))
+        if rank <= captured.rank_capacity:
+            return True
+        logger.info("capturing the CUDA graph for %d rows again, for rank %d", key.size, rank)
+        return self._try_capture(key) and rank <= self._graphs[key].rank_capacity
+
+    def replay(self, step: BuiltStep) -> Tensor:
+        """Logits float32 [sampled sequences, vocab] of the step that was built last, with its `padded_size`; good until the next replay."""
+        key = _key_of(step)
+        if self._compared is not None:
+            self._compare(key)
+        self._graphs[key].graph.replay()
+        self._graph_steps["lora" if key.has_adapters else "base"] += 1
+        return self._logits[: len(step.sampled)]
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    @contextmanager
+    def compared(self) -> Iterator[Counter[str]]:
+        """Within it every replayed step runs kernel by kernel too, as it was captured: the counts of `equal` and `different` logits."""
+        self._compared = Counter()
+        try:
+            yield self._compared
+        finally:
+            self._compared = None
+
+    def _compare(self, key: _Key) -> None:
+        """Bit for bit, over all rows, padding too. The KV cache is written twice with the same."""
+        assert self._compared is not None
+        logits = self._logits[: key.size]
+        self._run(self._graphs[key].batch)
+        eager = logits.clone()
+        logits.fill_(torch.nan)
+        self._graphs[key].graph.replay()
+        is_equal = torch.equal(eager.view(torch.int32), logits.view(torch.int32))
+        self._compared["equal" if is_equal else "different"] += 1
+
+
+def _key_of(step: BuiltStep) -> _Key:
+    assert step.padded_size is not None, "the step was not built for a graph"
+    return _Key(step.padded_size, step.batch.lora is not None)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector may free tensors at any time, which a capture cannot have."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
