@@ -10,7 +10,9 @@ from collections import Counter
 
 import torch
 
+from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.kernels.triton import nucleus
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 
 logger = logging.getLogger(__name__)
@@ -35,3 +37,12 @@ class TritonBackend(TorchBackend):
         if not self.fallbacks[key]:
             logger.warning("stock torch runs %s", key)
         self.fallbacks[key] += 1
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        gap = nucleus.keep_nucleus_gap(logits, weights)
+        if gap is not None:
+            self._fall_back("keep_nucleus", gap)
+            return super().keep_nucleus(logits, weights, wanted, rule)
+        return nucleus.keep_nucleus(self.launcher, logits, weights, wanted)
