@@ -6,6 +6,7 @@ Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -126,7 +127,7 @@ class BatchBuilder:
             lora=self._rewrite_lora_plan(sequences, query_lens),
             logits_indices=self._tensor(logits_indices),
         )
-        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences, q_indptr[1:].tolist()))
+        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, pending=_pending(sequences))
 
     def _attention_plan(
         self,
@@ -181,10 +182,11 @@ def _tokens_of(sequence: ScheduledSequence) -> NDArray[np.int64]:
     return token_ids
 
 
-def _pending(sequences: Sequence[ScheduledSequence], row_ends: Sequence[int]) -> tuple[tuple[int, RequestState], ...]:
+def _pending(sequences: Sequence[ScheduledSequence]) -> tuple[tuple[int, RequestState], ...]:
     """The last row of each sequence whose last token is not known yet."""
-    ends = zip(sequences, row_ends, strict=True)
-    return tuple((end - 1, each.state) for each, end in ends if each.end > len(each.state.token_ids))
+    ends = itertools.accumulate(sequence.num_tokens for sequence in sequences)
+    found = zip(sequences, ends, strict=True)
+    return tuple((end - 1, each.state) for each, end in found if each.end > len(each.state.token_ids))
 
 
 def _logits_rows(
