@@ -7,6 +7,7 @@ Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -149,8 +150,7 @@ class BatchBuilder:
             (*query_lens.tolist(), *(1,) * padding),
             (*context_lens.tolist(), *(0,) * padding),
         )
-        pending = _pending(sequences, np.cumsum(query_lens).tolist())
-        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, pending, padded_size)
+        return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences), padded_size)
 
     def blank(self, size: int, has_adapters: bool) -> StepBatch:
         """A decode step of `size` rows of padding, for a capture: its tensors are those of every later step of that size.
@@ -263,10 +263,11 @@ def _tokens_of(sequence: ScheduledSequence) -> NDArray[np.int64]:
     return token_ids
 
 
-def _pending(sequences: Sequence[ScheduledSequence], row_ends: Sequence[int]) -> tuple[tuple[int, RequestState], ...]:
+def _pending(sequences: Sequence[ScheduledSequence]) -> tuple[tuple[int, RequestState], ...]:
     """The last row of each sequence whose last token is not known yet."""
-    ends = zip(sequences, row_ends, strict=True)
-    return tuple((end - 1, each.state) for each, end in ends if each.end > len(each.state.token_ids))
+    ends = itertools.accumulate(sequence.num_tokens for sequence in sequences)
+    found = zip(sequences, ends, strict=True)
+    return tuple((end - 1, each.state) for each, end in found if each.end > len(each.state.token_ids))
 
 
 def _logits_rows(

@@ -101,6 +101,18 @@ class TestBatchBuilder:
         assert [s.state.request.request_id for s in step.sampled] == ["r1", "r0", "r3"]
         assert batch.logits_indices.tolist() == [11, 15, 19]
 
+    def test_a_token_that_is_being_drawn_is_0_and_named(self) -> None:
+        builder, plan, _ = self.make((1, 10, 10, 1), (None, 12, 0, 12), (0, 9, 9, 1))
+        step = builder.build(plan)
+        states = {sequence.state.request.request_id: sequence.state for sequence in plan.sequences}
+        assert step.pending == ((12, states["r2"]), (13, states["r0"]))
+        assert step.batch.token_ids.tolist() == [*range(100, 112), 0, 0]
+        assert step.batch.positions.tolist()[12:] == [9, 10]
+        states["r0"].token_ids.append(77)  # known by now
+        step = builder.build(plan)
+        assert step.pending == ((12, states["r2"]),)
+        assert step.batch.token_ids.tolist()[13] == 77
+
     def test_kv_slots_follow_the_block_tables(self) -> None:
         builder, plan, blocks = self.make((None, 20, 6, 5), (None, 3, 0, 3))
         batch = builder.build(plan).batch

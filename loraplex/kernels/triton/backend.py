@@ -17,8 +17,9 @@ from loraplex.core import LoraSlice
 from loraplex.errors import EngineError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
+from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
-from loraplex.kernels.triton import attention, glue
+from loraplex.kernels.triton import attention, glue, nucleus
 from loraplex.kernels.triton.attention import AttentionWorkspace
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 from loraplex.kernels.triton.linear import quantized_linear
@@ -194,3 +195,12 @@ class TritonBackend(GpuPacking, TorchBackend):
             return attention.paged_attention(self.launcher, q, kv_layer, plan, scale, sliding_window, workspace)
         self._fall_back("paged_attention", reason)
         return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        gap = nucleus.keep_nucleus_gap(logits, weights)
+        if gap is not None:
+            self._fall_back("keep_nucleus", gap)
+            return super().keep_nucleus(logits, weights, wanted, rule)
+        return nucleus.keep_nucleus(self.launcher, logits, weights, wanted)
