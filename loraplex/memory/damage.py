@@ -28,22 +28,21 @@ PATTERNS = (0x55, 0xAA)
 
 
 class DamageControl:
-    """Called with the store's lock held; `find` also without it, for weights with a job or a reader: they stay where they are."""
+    """Called with the store's lock held; `find` and `find_unless_fresh` also without it, for weights that are not at rest: they stay
+    where they are.
+    """
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
         self._faults: Counter[tuple[Tier, int]] = Counter()
 
-    def find_unless_fresh(self, weights: StoredWeights) -> list[Extent]:
-        """`find` on the host; [] for what was checked less than FRESH_S ago, as what was just read is."""
-        return [] if self.is_fresh(weights) else self.find(weights, Tier.HOST)
-
-    def is_fresh(self, weights: StoredWeights) -> bool:
-        """Whether its bytes were read or checked less than FRESH_S ago; if not, they are to be checked now."""
+    def find_unless_fresh(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
+        """`find`; [] for what was read or checked less than FRESH_S ago."""
         now_s = self._store.clock()
-        is_fresh = now_s - weights.checked_s < FRESH_S
-        weights.checked_s = weights.checked_s if is_fresh else now_s
-        return is_fresh
+        if now_s - weights.checked_s < FRESH_S:
+            return []
+        weights.checked_s = now_s
+        return self.find(weights, tier)
 
     def find(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
         """The extents of one tier that have changed since the load. [] where the weights are not."""

@@ -416,7 +416,7 @@ class LoRAModelManager:
         """The load that `add_adapter` waits for, and whether it has to run it itself."""
         weights = adapter.weights
         is_first = weights.layout is None
-        if weights.job is not None:
+        if weights.job is not None and not weights.is_on_device:
             return (weights.job if is_new or is_first else None), False
         if not is_new or weights.host is not None or weights.device is not None:
             return None, False

@@ -146,7 +146,7 @@ class Promoter:
         assert job.arriving is not None
         try:
             job.arriving.arrival.join()
-            is_damaged = not self._damage.is_fresh(weights) and bool(self._damage.find(weights, Tier.DEVICE))
+            is_damaged = bool(self._damage.find_unless_fresh(weights, Tier.DEVICE))
         except (RuntimeError, OSError) as error:
             with self._store.lock:
                 self._did_not_arrive(job, error)

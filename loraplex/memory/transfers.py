@@ -98,7 +98,7 @@ class Transfers:
 
     def _promote(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         if not self._store.copies.is_asynchronous:
-            damaged = self._damage.find_unless_fresh(weights)
+            damaged = self._damage.find_unless_fresh(weights, Tier.HOST)
             if damaged and weights.num_running == 0:
                 self._damage.discard(weights, Tier.HOST, damaged)
                 return self._start_load(weights, demand)
