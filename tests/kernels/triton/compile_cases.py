@@ -1,0 +1,145 @@
+"""What is compiled without a GPU: every operator of the Triton backend at the shapes of real models, in every dtype, decode and prefill.
+
+Tensors are allocated and never filled: no kernel runs. As few as cover each kernel's branches, since each takes half a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan
+from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, Shape
+from loraplex.kernels.ops import KernelBackend
+
+CPU = torch.device("cpu")
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FP32, FP16, BF16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(backend)` calls the operators. is_decode: of a decode step, where registers must not spill; 16-bit loads are wide there."""
+
+    name: str
+    dtype: torch.dtype
+    run: Callable[[KernelBackend], object]
+
+    @property
+    def is_decode(self) -> bool:
+        return "decode" in self.name
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------ LoRA
+
+
+def lora_case(shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int], ranks: Sequence[int]) -> Case:
+    """One row per entry of `slots`; adapter i of rank `ranks[i]`, in the dtype of the model."""
+    target = shape.target(linear)
+    is_decode = len(slots) <= 64
+    what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)} ranks={min(ranks)}-{max(ranks)}"
+
+    def run(backend: KernelBackend) -> None:
+        table = empty_table(backend, target, ranks, dtype)
+        x = _empty(len(slots), target.in_features, dtype=dtype)
+        y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
+        backend.add_lora(y, x, make_plan(slots, CPU), table, 0, target.slices)
+
+    return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}", dtype, run)
+
+
+def lora_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
+        yield lora_case(LLAMA_8B, "o", dtype, list(range(32)), [16] * 32)
+        yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
+        yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
+        yield lora_case(QWEN, "qkv", dtype, list(range(8)), [8] * 8)
+        yield lora_case(QWEN, "down", dtype, [0] * 512, [8])
+    yield lora_case(LLAMA_1B, "gate_up", BF16, [0] * 4 + [1] * 4, [256, 8])
+
+
+# ------------------------------------------------------------------------------------------------------ attention, norms
+
+
+def attention_case(
+    shape: Shape, dtype: torch.dtype, query_lens: Sequence[int], context_lens: Sequence[int], window: int | None = None
+) -> Case:
+    """A part of a step: rotary positions and the KV write, then attention."""
+    is_decode = set(query_lens) == {1}
+    what = f"{'decode' if is_decode else 'prefill'} B={len(query_lens)} context={max(context_lens)}"
+
+    def run(backend: KernelBackend) -> None:
+        plan, num_blocks = make_attention(query_lens, context_lens, CPU)
+        kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype)[:, 1]
+        rows, dim = sum(query_lens), shape.head_dim
+        qkv = _empty(rows, (shape.heads + 2 * shape.kv_heads) * dim, dtype=dtype)
+        q, k, v = (
+            t.view(rows, -1, dim)
+            for t in qkv.split([n * dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)], -1)
+        )
+        angles = _empty(rows, dim, dtype=dtype)
+        q = backend.rotary_write_kv(q, k, v, angles, angles, kv, plan.kv_slot_mapping)
+        backend.paged_attention(q, kv, plan, dim**-0.5, window)
+
+    suffix = "" if window is None else f" window={window}"
+    return Case(f"attention {shape.name} {_name(dtype)} {what}{suffix}", dtype, run)
+
+
+def attention_cases() -> Iterator[Case]:
+    for dtype, shape in itertools.product(DTYPES, (LLAMA_8B, LLAMA_1B)):
+        yield attention_case(shape, dtype, [1] * 32, [1000] * 32)
+        yield attention_case(shape, dtype, [512, 300, 1], [512, 2000, 700])
+    for shape in (QWEN, _with_heads(64, 8, 96), _with_heads(16, 8, 256)):
+        yield attention_case(shape, BF16, [1] * 4, [8000] * 4)
+        yield attention_case(shape, BF16, [600], [900])
+    yield attention_case(LLAMA_8B, BF16, [1] * 8, [5000] * 8, window=4096)
+    yield attention_case(LLAMA_8B, BF16, [2048], [2048], window=1024)
+
+
+def _with_heads(heads: int, kv_heads: int, head_dim: int) -> Shape:
+    return Shape(
+        f"{heads}/{kv_heads} heads of {head_dim}", heads * head_dim, 4096, heads, kv_heads, head_dim, 1, 256, True
+    )
+
+
+def glue_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
+    def run(backend: KernelBackend) -> None:
+        x, weight = _empty(rows, shape.hidden, dtype=dtype), _empty(shape.hidden, dtype=dtype)
+        backend.rms_norm(x, weight, 1e-5)
+        backend.add_rms_norm(x, _empty(rows, shape.hidden, dtype=dtype), weight, 1e-5)
+        backend.silu_mul(_empty(rows, 2 * shape.inner, dtype=dtype))
+
+    return Case(f"glue {shape.name} {_name(dtype)} {'decode' if rows <= 64 else 'prefill'} rows={rows}", dtype, run)
+
+
+def head_norm_case(dtype: torch.dtype) -> Case:
+    """The norms of q and k in Qwen3."""
+
+    def run(backend: KernelBackend) -> None:
+        backend.rms_norm(_empty(16, 32, 128, dtype=dtype), _empty(128, dtype=dtype), 1e-6)
+
+    return Case(f"glue heads {_name(dtype)} decode rows=16", dtype, run)
+
+
+def glue_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield glue_case(LLAMA_8B, dtype, 16)
+        yield glue_case(QWEN, dtype, 2048)
+        yield head_norm_case(dtype)
+
+
+CASES = (*lora_cases(), *attention_cases(), *glue_cases())
