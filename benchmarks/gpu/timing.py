@@ -113,12 +113,16 @@ def measure_ceilings(place: Place) -> Ceilings:
     """In a second or two; in the interpreter a made-up GPU's."""
     if place.is_interpreted:
         return Ceilings(4e12, 8e14)
+    return Ceilings(_copy_bandwidth(place), _matrix_rate(place))
+
+
+def _copy_bandwidth(place: Place) -> float:
     source = torch.empty(2 * 2**30, dtype=BF16, device=place.device).normal_()
     target = torch.empty_like(source)
-    copy = time_calls([lambda: target.copy_(source)], place).seconds
-    moved = 2.0 * source.nbytes
-    del source, target
+    return 2.0 * source.nbytes / time_calls([lambda: target.copy_(source)], place).seconds
+
+
+def _matrix_rate(place: Place) -> float:
     a, b = (torch.randn(8192, 8192, dtype=BF16, device=place.device) for _ in range(2))
     out = torch.empty_like(a)
-    product = time_calls([lambda: torch.mm(a, b, out=out)], place).seconds
-    return Ceilings(moved / copy, 2.0 * 8192**3 / product)
+    return 2.0 * 8192**3 / time_calls([lambda: torch.mm(a, b, out=out)], place).seconds
