@@ -130,9 +130,12 @@ def segments_of(slots: Sequence[int]) -> list[LoraSegment]:
     return segments
 
 
-def make_plan(slots: Sequence[int], device: torch.device, capacity: int | None = None) -> LoraPlan:
+def make_plan(
+    slots: Sequence[int], device: torch.device, is_decode: bool = False, capacity: int | None = None
+) -> LoraPlan:
+    """Of one row per entry of `slots`. is_decode: each row is a sequence of its own."""
     segments = segments_of(slots)
-    return LoraPlan.build(segments, len(slots), capacity or max(1, len(segments)), device)
+    return LoraPlan.build(segments, len(slots), capacity or max(1, len(segments)), device, is_decode)
 
 
 # ------------------------------------------------------------------------------------------------------------- sequences

@@ -27,6 +27,8 @@ from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, Shape, lora_bytes, m
 from benchmarks.gpu.timing import Call, copies_for
 from loraplex.core import LoraTarget
 
+MOST_DECODE_ROWS = 64
+
 Build = Callable[[], list[Call]]
 
 
@@ -67,7 +69,7 @@ def lora_case(place: Place, group: str, target: LoraTarget, rank: int, slots: Se
         targets = [make_target(f"copy{i}", target.in_features, outs) for i in range(copies)]
         packed = pack(place.backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
         table = make_table(targets, [[packed] * copies] * count, place.device)
-        plan = make_plan(slots, place.device)
+        plan = make_plan(slots, place.device, is_decode=rows <= MOST_DECODE_ROWS)
 
         def call(of: LoraTarget) -> Call:
             return lambda: place.backend.add_lora(y, x, plan, table, table.first_row(of.name), of.slices)

@@ -119,7 +119,7 @@ def lora_problem(
         pack(place.backend, target, draw_weights(target, rank, dtype, generator, has_bias), dtype) for rank in ranks
     ]
     table = make_table([target], [[one] for one in packed], place.device)
-    plan = make_plan(slots, place.device, capacity=len(slots) if is_decode else None)
+    plan = make_plan(slots, place.device, is_decode, capacity=len(slots) if is_decode else None)
     out = sum(s.out_features for s in target.slices)
     x, given = (
         torch.randn(len(slots), n, generator=generator).to(dtype).to(place.device) for n in (target.in_features, out)
@@ -135,7 +135,7 @@ def lora_problem(
         given[1:].copy_(torch.randn(given[1:].shape, generator=generator))
         count = len(slots) - len(slots) // 4
         fresh = [slots[0], *rng.integers(-1, len(ranks), count - 1).tolist()]
-        plan.rewrite(segments_of(fresh), len(slots))
+        plan.rewrite(segments_of(fresh), len(slots), is_decode)
 
     def expected() -> Tensors:
         return (expected_lora(given, x, plan.segments, [one.weights for one in packed], target.slices),)

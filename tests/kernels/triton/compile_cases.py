@@ -54,7 +54,7 @@ def lora_case(shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int
         table = empty_table(backend, target, ranks, dtype)
         x = _empty(len(slots), target.in_features, dtype=dtype)
         y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
-        backend.add_lora(y, x, make_plan(slots, CPU), table, 0, target.slices)
+        backend.add_lora(y, x, make_plan(slots, CPU, is_decode), table, 0, target.slices)
 
     return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}", dtype, run)
 
@@ -75,27 +75,44 @@ def lora_cases() -> Iterator[Case]:
 # ------------------------------------------------------------------------------------------------------ attention, norms
 
 
-def attention_case(
-    shape: Shape, dtype: torch.dtype, query_lens: Sequence[int], context_lens: Sequence[int], window: int | None = None
-) -> Case:
-    """A part of a step: rotary positions and the KV write, then attention."""
-    is_decode = set(query_lens) == {1}
-    what = f"{'decode' if is_decode else 'prefill'} B={len(query_lens)} context={max(context_lens)}"
+def rotary_case(shape: Shape, dtype: torch.dtype, rows: int, kv_dtype: torch.dtype | None = None) -> Case:
+    """Rotary positions and the KV write, of parts of one tensor as the decoder has them."""
 
     def run(backend: KernelBackend) -> None:
-        plan, num_blocks = make_attention(query_lens, context_lens, CPU)
-        kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=dtype)[:, 1]
-        rows, dim = sum(query_lens), shape.head_dim
+        plan, num_blocks = make_attention([rows], [rows], CPU)
+        kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
+        dim = shape.head_dim
         qkv = _empty(rows, (shape.heads + 2 * shape.kv_heads) * dim, dtype=dtype)
         q, k, v = (
             t.view(rows, -1, dim)
             for t in qkv.split([n * dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)], -1)
         )
         angles = _empty(rows, dim, dtype=dtype)
-        q = backend.rotary_write_kv(q, k, v, angles, angles, kv, plan.kv_slot_mapping)
-        backend.paged_attention(q, kv, plan, dim**-0.5, window)
+        backend.rotary_write_kv(q, k, v, angles, angles, kv, plan.kv_slot_mapping)
 
-    suffix = "" if window is None else f" window={window}"
+    what = f"{'decode' if rows <= 64 else 'prefill'} rows={rows}"
+    cache = "" if kv_dtype is None else f" cache {_name(kv_dtype)}"
+    return Case(f"rotary_write_kv {shape.name} {_name(dtype)} {what}{cache}", dtype, run)
+
+
+def attention_case(
+    shape: Shape,
+    dtype: torch.dtype,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    window: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> Case:
+    is_decode = set(query_lens) == {1}
+    what = f"{'decode' if is_decode else 'prefill'} B={len(query_lens)} context={max(context_lens)}"
+
+    def run(backend: KernelBackend) -> None:
+        plan, num_blocks = make_attention(query_lens, context_lens, CPU)
+        kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
+        q = _empty(sum(query_lens), shape.heads, shape.head_dim, dtype=dtype)
+        backend.paged_attention(q, kv, plan, shape.head_dim**-0.5, window)
+
+    suffix = ("" if window is None else f" window={window}") + ("" if kv_dtype is None else f" cache {_name(kv_dtype)}")
     return Case(f"attention {shape.name} {_name(dtype)} {what}{suffix}", dtype, run)
 
 
@@ -103,6 +120,10 @@ def attention_cases() -> Iterator[Case]:
     for dtype, shape in itertools.product(DTYPES, (LLAMA_8B, LLAMA_1B)):
         yield attention_case(shape, dtype, [1] * 32, [1000] * 32)
         yield attention_case(shape, dtype, [512, 300, 1], [512, 2000, 700])
+        yield rotary_case(shape, dtype, 32)
+    yield rotary_case(QWEN, BF16, 600)
+    yield rotary_case(LLAMA_8B, BF16, 1, kv_dtype=FP16)
+    yield attention_case(LLAMA_8B, BF16, [1] * 32, [1000] * 32, kv_dtype=FP16)
     for shape in (QWEN, _with_heads(64, 8, 96), _with_heads(16, 8, 256)):
         yield attention_case(shape, BF16, [1] * 4, [8000] * 4)
         yield attention_case(shape, BF16, [600], [900])

@@ -159,7 +159,7 @@ def all_kernels() -> set[str]:
 
 
 def compile_cases(arch: int, cases: Sequence[Case]) -> Iterator[Compiled | str]:
-    """What each case compiled that none before did; a text where stock torch would run instead."""
+    """What each case compiled that none before did; a text where stock torch would run instead, or a kernel does not compile."""
     launcher = CompilingLauncher(arch)
     backend = CompilingBackend(torch.device("cpu"), launcher)
     for case in cases:
@@ -170,6 +170,8 @@ def compile_cases(arch: int, cases: Sequence[Case]) -> Iterator[Compiled | str]:
                 case.run(backend)
         except FellBackError as error:
             yield f"{case.name}: stock torch runs {error}"
+        except triton.CompilationError as error:
+            yield f"{case.name}: {error}"
         yield from launcher.compiled[before:]
 
 
@@ -179,15 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--match", default="", help="only cases whose name has this text")
     args = parser.parse_args(arguments)
     counted: Counter[str] = Counter()
-    fell_back = []
+    failed = []
     for found in compile_cases(args.arch, [case for case in CASES if args.match in case.name]):
         if isinstance(found, str):
-            fell_back.append(found)
+            failed.append(found)
             continue
         counted[found.kernel] += 1
         print(json.dumps(asdict(found)), flush=True)
     missing = sorted(all_kernels() - set(counted))
-    print(json.dumps({"arch": args.arch, "compiled": dict(counted), "never": missing, "fell_back": fell_back}))
+    print(json.dumps({"arch": args.arch, "compiled": dict(counted), "never": missing, "failed": failed}))
     return 0
 
 
