@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,30 +56,35 @@ def _randn(place: Place, *shape: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------------ LoRA
 
 
-def lora_case(place: Place, group: str, target: LoraTarget, rank: int, slots: Sequence[int], label: str) -> Case:
-    """One row per entry of `slots`, all adapters of one rank."""
+def lora_case(
+    place: Place, group: str, target: LoraTarget, rank: int, slots: Sequence[int], label: str, **options: Any
+) -> Case:
+    """One row per entry of `slots`, all adapters of one rank. options: of the backend; with them there are no peers."""
     dtype, count, rows = dtype_of(place), max(slots) + 1, len(slots)
     outs = [s.out_features for s in target.slices]
-    weight_bytes = count * lora_bytes(target, rank, dtype.itemsize)
+    itemsize = options.get("block_dtype", dtype).itemsize
+    weight_bytes = count * lora_bytes(target, rank, itemsize)
     moved = weight_bytes + rows * (target.in_features + 2 * sum(outs)) * dtype.itemsize
     operations = sum(2.0 * rows * rank * (target.in_features + out) for out in outs)
     copies = copies_for(weight_bytes, place)
-    x, y = _randn(place, rows, target.in_features), _randn(place, rows, sum(outs))
 
     def build() -> list[Call]:
+        backend = place.lora_backend(**options) if options else place.backend
         targets = [make_target(f"copy{i}", target.in_features, outs) for i in range(copies)]
-        packed = pack(place.backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
+        packed = pack(backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
         table = make_table(targets, [[packed] * copies] * count, place.device)
         plan = make_plan(slots, place.device, is_decode=rows <= MOST_DECODE_ROWS)
+        x, y = _randn(place, rows, target.in_features), _randn(place, rows, sum(outs))
 
         def call(of: LoraTarget) -> Call:
-            return lambda: place.backend.add_lora(y, x, plan, table, table.first_row(of.name), of.slices)
+            return lambda: backend.add_lora(y, x, plan, table, table.first_row(of.name), of.slices)
 
         return [call(of) for of in targets]
 
-    stacked = _Stacked(place, target, rank, slots, copies, x, y)
+    stacked = _Stacked(place, target, rank, slots, copies)
     name = f"{target.in_features}x{'+'.join(map(str, outs))} r{rank} {label}"
-    return Case(group, name, moved, operations, build, {"bmm": stacked.bmm, "grouped": stacked.grouped})
+    peers = {} if options else {"bmm": stacked.bmm, "grouped": stacked.grouped}
+    return Case(group, name, moved, operations, build, peers)
 
 
 class _Stacked:
@@ -91,11 +97,13 @@ class _Stacked:
         rank: int,
         slots: Sequence[int],
         copies: int,
-        x: torch.Tensor,
-        y: torch.Tensor,
     ) -> None:
-        self._place, self._target, self._rank, self._copies = place, target, rank, copies
-        self._slots, self._x, self._y = slots, x, y
+        self._place, self._target, self._rank, self._copies, self._slots = place, target, rank, copies, slots
+
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, y)"""
+        width = sum(s.out_features for s in self._target.slices)
+        return tuple(_randn(self._place, len(self._slots), n) for n in (self._target.in_features, width))
 
     def _weights(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, int, int]]]:
         """Of each copy: A [slots, rank, in], B [slots, out, rank] and the columns of each slice."""
@@ -115,14 +123,15 @@ class _Stacked:
         """A batched product of each row with its adapter; rows that share one make copies of it first."""
         rows = torch.tensor(self._slots, device=self._place.device)
         is_distinct = len(set(self._slots)) == len(self._slots)
+        x, y = self._rows()
 
         def call(slices: Sequence[tuple[torch.Tensor, torch.Tensor, int, int]]) -> Call:
             def run() -> None:
                 for a, b, offset, width in slices:
                     if not is_distinct:
                         a, b = a[rows], b[rows]
-                    delta = torch.bmm(torch.bmm(self._x[:, None], a.mT), b.mT)
-                    self._y.narrow(1, offset, width).add_(delta[:, 0])
+                    delta = torch.bmm(torch.bmm(x[:, None], a.mT), b.mT)
+                    y.narrow(1, offset, width).add_(delta[:, 0])
 
             return run
 
@@ -131,13 +140,14 @@ class _Stacked:
     def grouped(self) -> list[Call]:
         """torch._grouped_mm over runs of rows of one adapter."""
         ends = np.cumsum(np.bincount(self._slots))
+        x, y = self._rows()
         ends_on_device = torch.tensor(ends, dtype=torch.int32, device=self._place.device)
 
         def call(slices: Sequence[tuple[torch.Tensor, torch.Tensor, int, int]]) -> Call:
             def run() -> None:
                 for a, b, offset, width in slices:
-                    shrunk = torch._grouped_mm(self._x, a.mT, offs=ends_on_device)
-                    self._y.narrow(1, offset, width).add_(torch._grouped_mm(shrunk, b.mT, offs=ends_on_device))
+                    shrunk = torch._grouped_mm(x, a.mT, offs=ends_on_device)
+                    y.narrow(1, offset, width).add_(torch._grouped_mm(shrunk, b.mT, offs=ends_on_device))
 
             return run
 
@@ -148,6 +158,8 @@ def lora_cases(place: Place) -> Iterator[Case]:
     """Punica's grid on 4096x4096, some of it on the other linears of an 8B model, then prompts."""
     if place.is_interpreted:
         yield lora_case(place, "LoRA decode", TINY.target("qkv"), 8, [0, 1, 2], "T=3 distinct")
+        yield lora_case(place, "LoRA decode, int8 blocks", TINY.target("o"), 8, [0, 1], "T=2", block_dtype=torch.int8)
+        yield lora_case(place, "LoRA decode, two launches", TINY.target("o"), 8, [0, 1], "T=2", is_lora_fused=False)
         yield lora_case(place, "LoRA prefill", TINY.target("down"), 16, [0] * 20 + [1] * 4, "T=24 x2")
         return
     rng = np.random.default_rng(0)
@@ -164,11 +176,24 @@ def lora_cases(place: Place) -> Iterator[Case]:
         yield lora_case(
             place, f"LoRA decode, {linear}", LLAMA_8B.target(linear), rank, slots, f"T={batch} {popularity}"
         )
+    yield from lora_variant_cases(place)
     for linear, rank, num_adapters, rows in itertools.product(
         ("o", "qkv", "gate_up", "down"), (64, 128), (1, 4), (2048, 8192)
     ):
         slots = sorted(i % num_adapters for i in range(rows))
         yield lora_case(place, "LoRA prefill", LLAMA_8B.target(linear), rank, slots, f"T={rows} x{num_adapters}")
+
+
+def lora_variant_cases(place: Place) -> Iterator[Case]:
+    """Eight-bit blocks, and one launch against two at the same shapes."""
+    for label, options in (
+        ("int8 blocks", {"block_dtype": torch.int8}),
+        ("one launch", {"is_lora_fused": True}),
+        ("two launches", {"is_lora_fused": False}),
+    ):
+        for linear, rank, batch in itertools.product(("o", "qkv", "gate_up", "down"), (16, 64), (1, 8, 32)):
+            target, slots = LLAMA_8B.target(linear), list(range(batch))
+            yield lora_case(place, f"LoRA decode, {label}", target, rank, slots, f"T={batch} distinct", **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- attention

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +104,11 @@ def _same(a: Tensors, b: Tensors) -> bool:
 # ------------------------------------------------------------------------------------------------------------------ LoRA
 
 
+OPTION_NAMES = {
+    ("block_dtype", torch.int8): "int8 blocks", ("is_lora_fused", True): "one launch", ("is_lora_fused", False): "two launches",
+}  # fmt: skip
+
+
 def lora_problem(
     place: Place,
     target: LoraTarget,
@@ -112,12 +118,12 @@ def lora_problem(
     is_decode: bool,
     has_bias: bool = False,
     seed: int = 0,
+    **options: Any,
 ) -> Problem:
-    """One adapter per rank; one row per entry of `slots`."""
+    """One adapter per rank; one row per entry of `slots`. options: of the backend, as Place.lora_backend takes them."""
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
-    packed = [
-        pack(place.backend, target, draw_weights(target, rank, dtype, generator, has_bias), dtype) for rank in ranks
-    ]
+    backend = place.lora_backend(**options) if options else place.backend
+    packed = [pack(backend, target, draw_weights(target, rank, dtype, generator, has_bias), dtype) for rank in ranks]
     table = make_table([target], [[one] for one in packed], place.device)
     plan = make_plan(slots, place.device, is_decode, capacity=len(slots) if is_decode else None)
     out = sum(s.out_features for s in target.slices)
@@ -127,7 +133,7 @@ def lora_problem(
 
     def run() -> Tensors:
         y = given.clone()
-        place.backend.add_lora(y, x, plan, table, 0, target.slices)
+        backend.add_lora(y, x, plan, table, 0, target.slices)
         return (y,)
 
     def redraw() -> None:
@@ -143,7 +149,8 @@ def lora_problem(
     outs = "+".join(str(s.out_features) for s in target.slices)
     spread = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)}-{max(ranks)}"
     what = f"{'decode' if is_decode else 'prefill'} {target.in_features}x{outs} T={len(slots)} r{spread} x{len(ranks)}"
-    name = f"{what}{' bias' if has_bias else ''} {dtype_name(dtype)}"
+    chosen = "".join(f", {OPTION_NAMES[option]}" for option in options.items())
+    name = f"{what}{' bias' if has_bias else ''} {dtype_name(dtype)}{chosen}"
     return Problem("add_lora", name, dtype, run, expected, redraw if is_decode else None)
 
 
@@ -161,12 +168,21 @@ def lora_problems(place: Place, is_small: bool) -> Iterator[Problem]:
             slots = draw_slots(POPULARITIES[number % 4], batches[number % len(batches)], rng)
             ranks = [every_rank[i % len(every_rank)] for i in range(max(slots) + 1)]
             yield lora_problem(place, target, dtype, ranks, slots, True, has_bias=number == 1, seed=seed)
+    for dtype, options in itertools.product(
+        place.dtypes,
+        ({"block_dtype": torch.int8, "is_lora_fused": True}, {"block_dtype": torch.int8, "is_lora_fused": False},
+         {"is_lora_fused": True}, {"is_lora_fused": False}),
+    ):  # fmt: skip
+        target = (TINY if is_small else LLAMA_8B).target("qkv")
+        slots = draw_slots("uniform", max(batches) // 2 + 1, np.random.default_rng(7))
+        yield lora_problem(place, target, dtype, every_rank * 8, slots, True, True, next(seeds), **options)
     for dtype in place.dtypes:
         target = (TINY if is_small else LLAMA_8B).target("qkv")
         sizes = (3, 17) if is_small else (700, 1, 1900)
         slots = [-1, *(slot for slot, size in enumerate(sizes) for _ in range(size))]
         ranks = (4, 24) if is_small else (64, 256, 5)
         yield lora_problem(place, target, dtype, ranks, slots, False, seed=next(seeds))
+        yield lora_problem(place, target, dtype, ranks, slots, False, True, next(seeds), block_dtype=torch.int8)
         odd = make_target("odd", 72, (40, 24)) if is_small else make_target("odd", 1000, (520, 72))
         yield lora_problem(place, odd, dtype, [5, 1], [0, 0, 1], True, has_bias=True, seed=next(seeds))
 

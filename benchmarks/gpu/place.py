@@ -33,6 +33,12 @@ class Place:
     def is_interpreted(self) -> bool:
         return self.device.type != "cuda"
 
+    def lora_backend(self, **options: Any) -> KernelBackend:
+        """Another one here; options of TritonBackend: block_dtype, is_lora_fused."""
+        from loraplex.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(self.device, **options)
+
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Those that kernels have here; the interpreter gets bfloat16 wrong."""

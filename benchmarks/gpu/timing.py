@@ -21,7 +21,7 @@ Call = Callable[[], object]
 MIN_CALLS = 24
 """Of a graph: the time from one replay to the next is shared by so many."""
 
-MAX_COPIES = 512
+MAX_COPIES = 1200
 MIN_REPLAYS, MAX_REPLAYS = 7, 200
 
 

@@ -6,8 +6,9 @@ Tensors are allocated and never filled: no kernel runs. As few as cover each ker
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,15 +23,12 @@ DTYPES = (FP32, FP16, BF16)
 
 @dataclass(frozen=True)
 class Case:
-    """`run(backend)` calls the operators. is_decode: of a decode step, where registers must not spill; 16-bit loads are wide there."""
+    """`run(backend)` calls the operators of a backend that was made with `options`."""
 
     name: str
     dtype: torch.dtype
     run: Callable[[KernelBackend], object]
-
-    @property
-    def is_decode(self) -> bool:
-        return "decode" in self.name
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -44,8 +42,10 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------------ LoRA
 
 
-def lora_case(shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int], ranks: Sequence[int]) -> Case:
-    """One row per entry of `slots`; adapter i of rank `ranks[i]`, in the dtype of the model."""
+def lora_case(
+    shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int], ranks: Sequence[int], **options: Any
+) -> Case:
+    """One row per entry of `slots`; adapter i of rank `ranks[i]`."""
     target = shape.target(linear)
     is_decode = len(slots) <= 64
     what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)} ranks={min(ranks)}-{max(ranks)}"
@@ -56,19 +56,25 @@ def lora_case(shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int
         y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
         backend.add_lora(y, x, make_plan(slots, CPU, is_decode), table, 0, target.slices)
 
-    return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}", dtype, run)
+    chosen = "".join(f" {name}={value}" for name, value in options.items())
+    return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}{chosen}", dtype, run, options)
 
 
 def lora_cases() -> Iterator[Case]:
+    distinct = list(range(32))
     for dtype in DTYPES:
         yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
-        yield lora_case(LLAMA_8B, "o", dtype, list(range(32)), [16] * 32)
         yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
+        yield lora_case(LLAMA_8B, "qkv", dtype, distinct, [16] * 32, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "qkv", dtype, distinct, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "o", dtype, distinct, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
+        yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
+    for dtype in (FP16, BF16):
         yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
         yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
-        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
-        yield lora_case(QWEN, "qkv", dtype, list(range(8)), [8] * 8)
-        yield lora_case(QWEN, "down", dtype, [0] * 512, [8])
+    yield lora_case(QWEN, "qkv", BF16, list(range(8)), [8] * 8)
+    yield lora_case(QWEN, "down", BF16, [0] * 512, [8])
     yield lora_case(LLAMA_1B, "gate_up", BF16, [0] * 4 + [1] * 4, [256, 8])
 
 

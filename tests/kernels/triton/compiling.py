@@ -161,8 +161,8 @@ def all_kernels() -> set[str]:
 def compile_cases(arch: int, cases: Sequence[Case]) -> Iterator[Compiled | str]:
     """What each case compiled that none before did; a text where stock torch would run instead, or a kernel does not compile."""
     launcher = CompilingLauncher(arch)
-    backend = CompilingBackend(torch.device("cpu"), launcher)
     for case in cases:
+        backend = CompilingBackend(torch.device("cpu"), launcher, **case.options)
         before = len(launcher.compiled)
         launcher.case = case.name
         try:
@@ -171,8 +171,15 @@ def compile_cases(arch: int, cases: Sequence[Case]) -> Iterator[Compiled | str]:
         except FellBackError as error:
             yield f"{case.name}: stock torch runs {error}"
         except triton.CompilationError as error:
-            yield f"{case.name}: {error}"
+            yield f"{case.name}: {_root(error)}"
         yield from launcher.compiled[before:]
+
+
+def _root(error: BaseException) -> str:
+    """Of an error in a function that a kernel calls: that function's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
