@@ -23,7 +23,7 @@ import torch
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.engine_loads import INTERPRETED, ON_A_GPU, Sizes, cold, decode, mixed
-from benchmarks.gpu.place import Place, add_arguments, find_place, save, show
+from benchmarks.gpu.place import Place, Sheet, add_arguments, find_place, finish
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, SHAPES, TINY, Shape
 from benchmarks.gpu.timing import Ceilings, measure_ceilings
 from loraplex.core import LoRARequest
@@ -271,9 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     count = 3 if place.is_interpreted else args.adapters
                     rows += bench(shape, variant, place, ceilings, folder, count, deadline)
     title = f"{place.title}\ncopy {ceilings.bandwidth / 1e12:.2f} TB/s{' (made up)' if place.is_interpreted else ''}"
-    figures = {"title": place.title, "ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
-    save(args.json, "engine", figures)
-    show(title, HEADINGS, [cells(row) for row in rows], num_texts=3)
+    sheet = Sheet(HEADINGS, [cells(row) for row in rows], num_texts=3)
+    finish(args.json, "engine", title, sheet, {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]})
     return int(any(row.load == "start" and "Error" in row.note for row in rows))
 
 

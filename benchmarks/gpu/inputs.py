@@ -130,12 +130,11 @@ def segments_of(slots: Sequence[int]) -> list[LoraSegment]:
     return segments
 
 
-def make_plan(
-    slots: Sequence[int], device: torch.device, is_decode: bool = False, capacity: int | None = None
-) -> LoraPlan:
-    """Of one row per entry of `slots`. is_decode: each row is a sequence of its own."""
+def make_plan(slots: Sequence[int], device: torch.device, is_decode: bool = False) -> LoraPlan:
+    """Of one row per entry of `slots`. is_decode: each row is a sequence of its own, and the plan has room for as many segments."""
     segments = segments_of(slots)
-    return LoraPlan.build(segments, len(slots), capacity or max(1, len(segments)), device, is_decode)
+    capacity = len(slots) if is_decode else max(1, len(segments))
+    return LoraPlan.build(segments, len(slots), capacity, device, is_decode)
 
 
 # ------------------------------------------------------------------------------------------------------------- sequences

@@ -28,8 +28,6 @@ from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, Shape, lora_bytes, m
 from benchmarks.gpu.timing import Call, copies_for
 from loraplex.core import LoraTarget
 
-MOST_DECODE_ROWS = 64
-
 Build = Callable[[], list[Call]]
 
 
@@ -73,7 +71,7 @@ def lora_case(
         targets = [make_target(f"copy{i}", target.in_features, outs) for i in range(copies)]
         packed = pack(backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
         table = make_table(targets, [[packed] * copies] * count, place.device)
-        plan = make_plan(slots, place.device, is_decode=rows <= MOST_DECODE_ROWS)
+        plan = make_plan(slots, place.device, is_decode="decode" in group)
         x, y = _randn(place, rows, target.in_features), _randn(place, rows, sum(outs))
 
         def call(of: LoraTarget) -> Call:

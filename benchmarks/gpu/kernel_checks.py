@@ -7,14 +7,14 @@ ones. `redraw` gives all rows but the first other inputs and fewer rows, as the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu.exact import LIMITS, expected_lora, poisoned_allocations, replayed, row_error, same_bits
+from benchmarks.gpu.exact import LIMITS, Tensors, expected_lora, poisoned_allocations, replayed, row_error, same_bits
 from benchmarks.gpu.inputs import (
     BLOCK_SIZE,
     POISON,
@@ -32,8 +32,6 @@ from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, make_target
 from loraplex.core import LoraTarget
 from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
-
-Tensors = tuple[torch.Tensor, ...]
 
 EXACT = ReferenceBackend()
 """In float64 where its inputs are."""
@@ -82,7 +80,7 @@ def _check_decode(
     problem: Problem, redraw: Callable[[], None], place: Place, first: Tensors, limit: float
 ) -> list[str]:
     wrong = []
-    after = replayed(problem.run, redraw, place.device)
+    after = replayed(problem.run, redraw, place)
     eager = problem.run()
     if not _same(after, eager):
         wrong.append("a graph's replay differs from eager")
@@ -125,7 +123,7 @@ def lora_problem(
     backend = place.lora_backend(**options) if options else place.backend
     packed = [pack(backend, target, draw_weights(target, rank, dtype, generator, has_bias), dtype) for rank in ranks]
     table = make_table([target], [[one] for one in packed], place.device)
-    plan = make_plan(slots, place.device, is_decode, capacity=len(slots) if is_decode else None)
+    plan = make_plan(slots, place.device, is_decode)
     out = sum(s.out_features for s in target.slices)
     x, given = (
         torch.randn(len(slots), n, generator=generator).to(dtype).to(place.device) for n in (target.in_features, out)
@@ -366,7 +364,36 @@ def _glue_problems(
         yield Problem("glue", f"{name} {size}", dtype, run, expected)
 
 
-def all_problems(place: Place, is_small: bool) -> Iterator[Problem]:
-    yield from lora_problems(place, is_small)
-    yield from attention_problems(place, is_small)
-    yield from glue_problems(place, is_small)
+# ------------------------------------------------------------------------------------------------------ quantised linears
+
+
+def linear_problems(place: Place, is_small: bool) -> Iterator[Problem]:
+    """Linears in every form that the backend has, as the reference says what these numbers are."""
+    sizes = ((3, 128, 48),) if is_small else ((1, 4096, 6144), (33, 896, 1152), (600, 2048, 2048))
+    for dtype, quantization, (rows, num_in, out) in itertools.product(place.dtypes, place.backend.quantizations, sizes):
+        if quantization == "fp8" and (place.is_interpreted or dtype == FP32):
+            continue  # a CPU has no such product
+        yield _linear_problem(place, dtype, quantization, rows, num_in, out)
+
+
+def _linear_problem(place: Place, dtype: torch.dtype, quantization: str, rows: int, num_in: int, out: int) -> Problem:
+    generator = torch.Generator().manual_seed(rows)
+    weight = (torch.randn(out, num_in, generator=generator) / num_in**0.5).to(dtype).to(place.device)
+    x = torch.randn(rows, num_in, generator=generator).to(dtype).to(place.device)
+    prepared = place.backend.prepare_linear(weight, quantization)
+    specified = EXACT.prepare_linear(weight, quantization)
+
+    def redraw() -> None:
+        x[1:].copy_(torch.randn(x[1:].shape, generator=generator))
+
+    return Problem(
+        "linear", f"{quantization} {num_in}x{out} T={rows} {dtype_name(dtype)}", dtype,
+        lambda: (place.backend.linear(x, prepared),),
+        lambda: (EXACT.linear(x.float() if quantization == "fp8" else x.double(), specified),),
+        redraw if rows <= 64 else None,
+    )  # fmt: skip
+
+
+PROBLEMS: Mapping[str, Callable[[Place, bool], Iterator[Problem]]] = {
+    "lora": lora_problems, "attention": attention_problems, "glue": glue_problems, "linear": linear_problems,
+}  # fmt: skip

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.kernel_cases import GROUPS, Build, Case
-from benchmarks.gpu.place import Place, add_arguments, find_place, save, show
+from benchmarks.gpu.place import Place, Sheet, add_arguments, find_place, finish
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
 HEADINGS = (
@@ -118,9 +118,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if time.monotonic() > deadline:
                 break
             timed.append(time_case(case, place, ceilings, args.seconds))
-    figures = {"title": place.title, "ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed]}
-    save(args.json, "kernels", {**figures, "num_left_out": len(chosen) - len(timed)})
-    show(title_of(place, ceilings), HEADINGS, [cells(one, ceilings) for one in timed], num_texts=2)
+    figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed]}
+    sheet = Sheet(HEADINGS, [cells(one, ceilings) for one in timed], num_texts=2)
+    finish(
+        args.json, "kernels", title_of(place, ceilings), sheet, {**figures, "num_left_out": len(chosen) - len(timed)}
+    )
     if len(timed) < len(chosen):
         print(f"{len(chosen) - len(timed)} cases were left out when --budget was spent")
     return int(any(one.error for one in timed))

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class Place:
-    """A device and its Triton kernels."""
+    """A device and its Triton kernels. may_capture: whether CUDA graphs can be made here."""
 
     device: torch.device
     backend: KernelBackend
+    may_capture: bool
 
     @property
     def is_interpreted(self) -> bool:
@@ -78,7 +79,7 @@ def find_place(is_interpreted: bool) -> Place:
         raise SystemExit("there is no CUDA device here; --interpret tries this script out on a CPU")
     device = torch.device("cpu" if is_interpreted else "cuda")
     try:
-        return Place(device, get_backend("triton", device))
+        return Place(device, get_backend("triton", device), may_capture=not is_interpreted)
     except ConfigError as error:
         raise SystemExit(str(error)) from error
 
@@ -87,24 +88,37 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {FP32: "fp32", FP16: "fp16", BF16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def save(path: Path | None, name: str, figures: Mapping[str, Any]) -> None:
-    """To `path`, else to NAME.json in the folder that $OUT names, else nowhere."""
+def finish(path: Path | None, name: str, title: str, table: Sheet, figures: Mapping[str, Any]) -> None:
+    """Write everything to `path`, else to NAME.json in the folder that $OUT names, else nowhere; then print the table."""
     if path is None and os.environ.get("OUT"):
         path = Path(os.environ["OUT"]) / f"{name}.json"
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=1))
+        path.write_text(json.dumps({"title": title, "table": asdict(table), **figures}, indent=1))
+    table.show(title)
 
 
-def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 1) -> None:
-    """A table; the first `num_texts` columns are texts, the others numbers. A change of the first column begins a section."""
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < num_texts else "right", overflow="fold")
-    previous = rows[0][0] if rows else ""
-    for row in rows:
-        if row[0] != previous:
-            table.add_section()
-        previous = row[0]
-        table.add_row(*row)
-    wide_console().print(table)
+@dataclass(frozen=True)
+class Sheet:
+    """A table of texts. The first `num_texts` columns are texts, the others numbers."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_texts: int = 1
+
+    def show(self, title: str) -> None:
+        """A change of the first column begins a section."""
+        table = Table(title=title, title_justify="left")
+        for number, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if number < self.num_texts else "right", overflow="fold")
+        previous = self.rows[0][0] if self.rows else ""
+        for row in self.rows:
+            if row[0] != previous:
+                table.add_section()
+            previous = row[0]
+            table.add_row(*row)
+        wide_console().print(table)
+
+    def markdown(self) -> str:
+        rules = [("---", "---:")[number >= self.num_texts] for number in range(len(self.headings))]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rules, *self.rows))
