@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.engine_checks import engine_findings, sampler_findings
 from benchmarks.gpu.kernel_checks import PROBLEMS, Finding, check
-from benchmarks.gpu.place import Place, Sheet, add_arguments, find_place, finish
+from benchmarks.gpu.place import Output, Place, Sheet, add_arguments, find_place
 
 OTHERS: Mapping[str, Callable[[Place, bool], Iterator[Finding]]] = {
     "sampler": sampler_findings, "engine": engine_findings,
@@ -111,14 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     is_small = args.small or place.is_interpreted
     groups = [group for group in args.only if not (place.is_interpreted and group == SANITIZER)]
-    found = list(findings(place, groups, args.match, is_small, started + args.budget))
-    fallbacks = dict(getattr(place.backend, "fallbacks", {}))
-    figures = {
-        "seconds": time.monotonic() - started,
-        "fallbacks": fallbacks,
-        "findings": [asdict(one) for one in found],
-    }
-    finish(args.json, "check", place.title, Sheet(HEADINGS, [cells(one) for one in found], num_texts=3), figures)
+    output, found = Output(args.json, "check", place.title), list[Finding]()
+
+    def sheet() -> Sheet:
+        return Sheet(HEADINGS, [cells(one) for one in found], num_texts=3)
+
+    def figures() -> dict[str, Any]:
+        return {
+            "seconds": time.monotonic() - started,
+            "fallbacks": fallbacks,
+            "findings": [asdict(one) for one in found],
+        }
+
+    fallbacks: dict[str, int] = {}
+    for one in findings(place, groups, args.match, is_small, started + args.budget):
+        found.append(one)
+        fallbacks = dict(getattr(place.backend, "fallbacks", {}))
+        output.keep(sheet(), figures())
+    output.finish(sheet(), figures())
     num_failed = sum(one.is_ok is False for one in found)
     for reason, count in fallbacks.items():
         print(f"stock torch ran {reason} ({count} times)")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ import torch
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.engine_loads import INTERPRETED, ON_A_GPU, Sizes, cold, decode, mixed
-from benchmarks.gpu.place import Place, Sheet, add_arguments, find_place, finish
+from benchmarks.gpu.place import Output, Place, Sheet, add_arguments, find_place
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, SHAPES, TINY, Shape
 from benchmarks.gpu.timing import Ceilings, measure_ceilings
 from loraplex.core import LoRARequest
@@ -172,10 +173,10 @@ class Bench:
 TARGETED = ("default", "int8 blocks")
 
 
-def settings_of(shape: Shape, variant: str, place: Place) -> dict[str, Any]:
+def settings_of(variant: str, place: Place, lora_backend: str) -> dict[str, Any]:
     common = {
         "load_format": "dummy",
-        "lora_backend": "triton",
+        "lora_backend": lora_backend,
         "device": place.device.type,
         "enable_prefix_caching": False,
         "enable_prediction": False,
@@ -199,13 +200,20 @@ def settings_of(shape: Shape, variant: str, place: Place) -> dict[str, Any]:
 
 
 def bench(
-    shape: Shape, variant: str, place: Place, ceilings: Ceilings, folder: Path, count: int, deadline: float
+    shape: Shape,
+    variant: str,
+    place: Place,
+    ceilings: Ceilings,
+    folder: Path,
+    count: int,
+    deadline: float,
+    lora_backend: str,
 ) -> Iterator[Row]:
     """The rows of one engine. One that does not start is a row that says why."""
     requests = write_or_find(shape, count, folder)
     began = time.monotonic()
     try:
-        llm = LLM(str(shape.write(folder / shape.name / "base")), **settings_of(shape, variant, place))
+        llm = LLM(str(shape.write(folder / shape.name / "base")), **settings_of(variant, place, lora_backend))
     except (LoraplexError, torch.cuda.OutOfMemoryError) as error:
         yield Row(shape.name, variant, "start", note=f"{type(error).__name__}: {error}")
         return
@@ -264,15 +272,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = [TINY] if place.is_interpreted else [SHAPES[name] for name in args.models]
     rows: list[Row] = []
     ceilings = measure_ceilings(place)
-    with scratch_folder() as folder:
-        for variant in args.variants:
-            for shape in models:
-                if time.monotonic() < deadline:
-                    count = 3 if place.is_interpreted else args.adapters
-                    rows += bench(shape, variant, place, ceilings, folder, count, deadline)
     title = f"{place.title}\ncopy {ceilings.bandwidth / 1e12:.2f} TB/s{' (made up)' if place.is_interpreted else ''}"
-    sheet = Sheet(HEADINGS, [cells(row) for row in rows], num_texts=3)
-    finish(args.json, "engine", title, sheet, {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]})
+    output = Output(args.json, "engine", title)
+
+    def state() -> tuple[Sheet, dict[str, Any]]:
+        figures = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+        return Sheet(HEADINGS, [cells(row) for row in rows], num_texts=3), figures
+
+    with scratch_folder() as folder:
+        for variant, shape in itertools.product(args.variants, models):
+            if time.monotonic() < deadline:
+                count = 3 if place.is_interpreted else args.adapters
+                for row in bench(shape, variant, place, ceilings, folder, count, deadline, args.lora_backend):
+                    rows.append(row)
+                    output.keep(*state())
+    output.finish(*state())
     return int(any(row.load == "start" and "Error" in row.note for row in rows))
 
 
@@ -284,6 +298,7 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument(
         "--variants", type=listed_of(tuple(VARIANTS)), default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}"
     )
+    new.add_argument("--lora-backend", default="triton", help="torch: stock torch, to compare with (default: triton)")
     new.add_argument("--adapters", type=int, default=64, help="as many of rank 16 (default: 64)")
     new.add_argument("--budget", type=seconds, default=450.0, help="seconds after which no load begins (default: 450)")
     return new

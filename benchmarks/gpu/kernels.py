@@ -15,12 +15,13 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.kernel_cases import GROUPS, Build, Case
-from benchmarks.gpu.place import Place, Sheet, add_arguments, find_place, finish
+from benchmarks.gpu.place import Output, Place, Sheet, add_arguments, find_place
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
 HEADINGS = (
@@ -110,19 +111,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     place = find_place(args.interpret)
     deadline = time.monotonic() + args.budget
+    timed: list[Timed] = []
     with torch.inference_mode():
         ceilings = measure_ceilings(place)
+        output = Output(args.json, "kernels", title_of(place, ceilings))
         chosen = [case for group in args.only for case in GROUPS[group](place) if args.match in case.name]
-        timed = []
+
+        def state() -> tuple[Sheet, dict[str, Any]]:
+            figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed]}
+            rows = [cells(one, ceilings) for one in timed]
+            return Sheet(HEADINGS, rows, num_texts=2), {**figures, "num_left_out": len(chosen) - len(timed)}
+
         for case in chosen:
             if time.monotonic() > deadline:
                 break
             timed.append(time_case(case, place, ceilings, args.seconds))
-    figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed]}
-    sheet = Sheet(HEADINGS, [cells(one, ceilings) for one in timed], num_texts=2)
-    finish(
-        args.json, "kernels", title_of(place, ceilings), sheet, {**figures, "num_left_out": len(chosen) - len(timed)}
-    )
+            output.keep(*state())
+    output.finish(*state())
     if len(timed) < len(chosen):
         print(f"{len(chosen) - len(timed)} cases were left out when --budget was spent")
     return int(any(one.error for one in timed))

@@ -19,6 +19,8 @@ from benchmarks.report import wide_console
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import KernelBackend, get_backend
 
+KEEP_EVERY_S = 5.0
+
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -88,16 +90,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {FP32: "fp32", FP16: "fp16", BF16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def finish(path: Path | None, name: str, title: str, table: Sheet, figures: Mapping[str, Any]) -> None:
-    """Write everything to `path`, else to NAME.json in the folder that $OUT names, else nowhere; then print the table."""
-    if path is None and os.environ.get("OUT"):
-        path = Path(os.environ["OUT"]) / f"{name}.json"
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"title": title, "table": asdict(table), **figures}, indent=1))
-    table.show(title)
-
-
 @dataclass(frozen=True)
 class Sheet:
     """A table of texts. The first `num_texts` columns are texts, the others numbers."""
@@ -122,3 +114,27 @@ class Sheet:
     def markdown(self) -> str:
         rules = [("---", "---:")[number >= self.num_texts] for number in range(len(self.headings))]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rules, *self.rows))
+
+
+class Output:
+    """Where the figures of a script go while it runs: a run that is broken off leaves what it had found."""
+
+    def __init__(self, path: Path | None, name: str, title: str) -> None:
+        """`path`, else NAME.json in the folder that $OUT names, else nowhere."""
+        if path is None and os.environ.get("OUT"):
+            path = Path(os.environ["OUT"]) / f"{name}.json"
+        self._path = path
+        self._title = title
+        self._written = -KEEP_EVERY_S
+
+    def keep(self, sheet: Sheet, figures: Mapping[str, Any], is_last: bool = False) -> None:
+        """Write everything, if the last time was a while ago."""
+        if self._path is None or not (is_last or time.monotonic() - self._written > KEEP_EVERY_S):
+            return
+        self._written = time.monotonic()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"title": self._title, "table": asdict(sheet), **figures}, indent=1))
+
+    def finish(self, sheet: Sheet, figures: Mapping[str, Any]) -> None:
+        self.keep(sheet, figures, is_last=True)
+        sheet.show(self._title)
