@@ -389,9 +389,16 @@ def _linear_problem(place: Place, dtype: torch.dtype, quantization: str, rows: i
     return Problem(
         "linear", f"{quantization} {num_in}x{out} T={rows} {dtype_name(dtype)}", dtype,
         lambda: (place.backend.linear(x, prepared),),
-        lambda: (EXACT.linear(x.float() if quantization == "fp8" else x.double(), specified),),
+        lambda: (_expected_linear(x, specified, quantization),),
         redraw if rows <= 64 else None,
     )  # fmt: skip
+
+
+def _expected_linear(x: torch.Tensor, weight: Any, quantization: str) -> torch.Tensor:
+    """The reference rounds activations too: for fp8 as the kernels do, for int8 as the CPU's kernels alone do."""
+    if quantization == "int8":
+        return x.double() @ (weight.q.double() * weight.scale.double()[:, None]).T
+    return EXACT.linear(x.float() if quantization == "fp8" else x.double(), weight)
 
 
 PROBLEMS: Mapping[str, Callable[[Place, bool], Iterator[Problem]]] = {

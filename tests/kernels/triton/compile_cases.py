@@ -14,7 +14,9 @@ import torch
 
 from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, Shape
-from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.quantized_linear import QuantizedWeight
+from loraplex.kernels.triton.backend import TritonBackend
+from loraplex.kernels.triton.linear import dequantize, round_rows, skinny_linear
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -27,7 +29,7 @@ class Case:
 
     name: str
     dtype: torch.dtype
-    run: Callable[[KernelBackend], object]
+    run: Callable[[TritonBackend], object]
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,7 +52,7 @@ def lora_case(
     is_decode = len(slots) <= 64
     what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)} ranks={min(ranks)}-{max(ranks)}"
 
-    def run(backend: KernelBackend) -> None:
+    def run(backend: TritonBackend) -> None:
         table = empty_table(backend, target, ranks, dtype)
         x = _empty(len(slots), target.in_features, dtype=dtype)
         y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
@@ -84,7 +86,7 @@ def lora_cases() -> Iterator[Case]:
 def rotary_case(shape: Shape, dtype: torch.dtype, rows: int, kv_dtype: torch.dtype | None = None) -> Case:
     """Rotary positions and the KV write, of parts of one tensor as the decoder has them."""
 
-    def run(backend: KernelBackend) -> None:
+    def run(backend: TritonBackend) -> None:
         plan, num_blocks = make_attention([rows], [rows], CPU)
         kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
         dim = shape.head_dim
@@ -112,7 +114,7 @@ def attention_case(
     is_decode = set(query_lens) == {1}
     what = f"{'decode' if is_decode else 'prefill'} B={len(query_lens)} context={max(context_lens)}"
 
-    def run(backend: KernelBackend) -> None:
+    def run(backend: TritonBackend) -> None:
         plan, num_blocks = make_attention(query_lens, context_lens, CPU)
         kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
         q = _empty(sum(query_lens), shape.heads, shape.head_dim, dtype=dtype)
@@ -144,7 +146,7 @@ def _with_heads(heads: int, kv_heads: int, head_dim: int) -> Shape:
 
 
 def glue_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
-    def run(backend: KernelBackend) -> None:
+    def run(backend: TritonBackend) -> None:
         x, weight = _empty(rows, shape.hidden, dtype=dtype), _empty(shape.hidden, dtype=dtype)
         backend.rms_norm(x, weight, 1e-5)
         backend.add_rms_norm(x, _empty(rows, shape.hidden, dtype=dtype), weight, 1e-5)
@@ -156,7 +158,7 @@ def glue_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
 def head_norm_case(dtype: torch.dtype) -> Case:
     """The norms of q and k in Qwen3."""
 
-    def run(backend: KernelBackend) -> None:
+    def run(backend: TritonBackend) -> None:
         backend.rms_norm(_empty(16, 32, 128, dtype=dtype), _empty(128, dtype=dtype), 1e-6)
 
     return Case(f"glue heads {_name(dtype)} decode rows=16", dtype, run)
@@ -169,4 +171,42 @@ def glue_cases() -> Iterator[Case]:
         yield head_norm_case(dtype)
 
 
-CASES = (*lora_cases(), *attention_cases(), *glue_cases())
+# --------------------------------------------------------------------------------------------------- quantised linears
+
+
+def linear_case(quantization: str, dtype: torch.dtype, rows: int, num_in: int = 4096, out: int = 6144) -> Case:
+    """int8 and int4 for few rows; for many, int4 is dequantised."""
+    q_shape, q_dtype = ((out, num_in), torch.int8) if quantization == "int8" else ((out, num_in // 2), torch.uint8)
+    scale_shape, scale_dtype = ((out,), FP32) if quantization == "int8" else ((out, num_in // 128), dtype)
+
+    def run(backend: TritonBackend) -> None:
+        weight = QuantizedWeight(_empty(*q_shape, dtype=q_dtype), _empty(*scale_shape, dtype=scale_dtype), out, num_in)
+        if rows <= 64:
+            skinny_linear(backend.launcher, _empty(rows, num_in, dtype=dtype), weight, _empty(out, dtype=dtype))
+        else:
+            dequantize(backend.launcher, weight, 0, _empty(out, num_in, dtype=dtype))
+
+    what = f"{'decode' if rows <= 64 else 'prefill'} rows={rows}"
+    return Case(f"linear {quantization} {num_in}x{out} {_name(dtype)} {what}", dtype, run)
+
+
+def rounding_case(dtype: torch.dtype) -> Case:
+    """Activations in float8."""
+    return Case(
+        f"linear fp8 {_name(dtype)} decode", dtype,
+        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)),
+    )  # fmt: skip
+
+
+def linear_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield linear_case("int8", dtype, 16)
+        yield linear_case("int4", dtype, 16)
+        yield linear_case("int4", dtype, 2048)
+        yield rounding_case(dtype)
+    for quantization in ("int8", "int4"):
+        yield linear_case(quantization, BF16, 64)
+        yield linear_case(quantization, BF16, 1, 4864, 896)
+
+
+CASES = (*lora_cases(), *attention_cases(), *glue_cases(), *linear_cases())
