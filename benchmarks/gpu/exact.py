@@ -1,0 +1,97 @@
+"""What kernels should compute, in float64, and how far a result is from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from benchmarks.gpu.place import BF16, FP16, FP32, Place
+from loraplex.core import LoraSlice
+from loraplex.kernels.plan import LoraSegment, SliceWeights
+
+Tensors = tuple[torch.Tensor, ...]
+
+LIMITS = {FP32: 1e-5, FP16: 2e-3, BF16: 1.5e-2}
+"""Largest relative error of a row, by the dtype of the result: rounding once costs up to 6e-8, 5e-4, 4e-3 of a number; tf32 gives 3e-4."""
+
+
+def row_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """max over rows of |out - expected| / |expected|; infinite where a number is not finite. Rows are the first dimension."""
+    out, expected = out.double().flatten(1), expected.double().flatten(1)
+    if out.numel() == 0:
+        return 0.0
+    if not bool(out.isfinite().all()):
+        return float("inf")
+    distance = (out - expected).norm(dim=1)
+    return float((distance / expected.norm(dim=1).clamp_min(1e-30)).where(distance > 0, 0.0).max())
+
+
+def expected_lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    segments: Sequence[LoraSegment],
+    adapters: Sequence[Sequence[SliceWeights | None]],
+    slices: Sequence[LoraSlice],
+) -> torch.Tensor:
+    """y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias) in float64."""
+    out, x = y.double(), x.double()
+    for segment in segments:
+        rows = slice(segment.start, segment.end)
+        for s, weights in zip(slices, adapters[segment.lora_slot], strict=True):
+            if weights is None:
+                continue
+            delta = torch.zeros_like(out[rows, s.out_offset : s.out_offset + s.out_features])
+            if weights.lora_a is not None and weights.lora_b is not None:
+                a, b = (t.to(y.device).double() for t in (weights.lora_a, weights.lora_b))
+                delta += weights.scaling * (x[rows] @ a.T) @ b.T
+            if weights.bias is not None:
+                delta += weights.bias.to(y.device).double()
+            out[rows, s.out_offset : s.out_offset + s.out_features] += segment.weight * delta
+    return out
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN included."""
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Every tensor that is allocated and not filled holds NaN or the largest integer: what a kernel does not write shows."""
+    was_on, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # operators that have no deterministic form
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=only_warns)
+
+
+def replayed(call: Callable[[], Tensors], change: Callable[[], None], place: Place) -> Tensors:
+    """`call` captured in a graph, then `change` done to what it reads, then the graph replayed: what `call` gives now.
+
+    Where there are no graphs it is called once more instead.
+    """
+    if not place.may_capture:
+        change()
+        return call()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    change()
+    graph.replay()
+    torch.cuda.synchronize()
+    return tuple(t.clone() for t in out)

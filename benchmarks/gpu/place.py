@@ -1,0 +1,140 @@
+"""Where a script runs: on a GPU, or tried out in Triton's interpreter on a CPU; and what it leaves behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.report import wide_console
+from loraplex.errors import ConfigError
+from loraplex.kernels.ops import KernelBackend, get_backend
+
+KEEP_EVERY_S = 5.0
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device and its Triton kernels. may_capture: whether CUDA graphs can be made here."""
+
+    device: torch.device
+    backend: KernelBackend
+    may_capture: bool
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.device.type != "cuda"
+
+    def lora_backend(self, **options: Any) -> KernelBackend:
+        """Another one here; options of TritonBackend: block_dtype, is_lora_fused."""
+        from loraplex.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(self.device, **options)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those that kernels have here; the interpreter gets bfloat16 wrong."""
+        return (FP32, FP16) if self.is_interpreted else (FP32, FP16, BF16)
+
+    @property
+    def title(self) -> str:
+        """What the figures depend on."""
+        import triton
+
+        where = "Triton's interpreter: no figure here means anything"
+        if not self.is_interpreted:
+            found = torch.cuda.get_device_properties(self.device)
+            where = f"{found.name}, {found.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+        versions = f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}"
+        return f"{where}; {versions}; {time.strftime('%Y-%m-%d %H:%M')}"
+
+    def synchronize(self) -> None:
+        if not self.is_interpreted:
+            torch.cuda.synchronize(self.device)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interpret", action="store_true", help="try the script out on a CPU, in Triton's interpreter, at tiny sizes"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures here (default: a file in $OUT, if that is set)"
+    )
+
+
+def find_place(is_interpreted: bool) -> Place:
+    """Ends the program, in a line, where there is nothing to run on."""
+    if is_interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+    elif not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device here; --interpret tries this script out on a CPU")
+    device = torch.device("cpu" if is_interpreted else "cuda")
+    try:
+        return Place(device, get_backend("triton", device), may_capture=not is_interpreted)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {FP32: "fp32", FP16: "fp16", BF16: "bf16"}.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of texts. The first `num_texts` columns are texts, the others numbers."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_texts: int = 1
+
+    def show(self, title: str) -> None:
+        """A change of the first column begins a section."""
+        table = Table(title=title, title_justify="left")
+        for number, heading in enumerate(self.headings):
+            table.add_column(heading, justify="left" if number < self.num_texts else "right", overflow="fold")
+        previous = self.rows[0][0] if self.rows else ""
+        for row in self.rows:
+            if row[0] != previous:
+                table.add_section()
+            previous = row[0]
+            table.add_row(*row)
+        wide_console().print(table)
+
+    def markdown(self) -> str:
+        rules = [("---", "---:")[number >= self.num_texts] for number in range(len(self.headings))]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.headings, rules, *self.rows))
+
+
+class Output:
+    """Where the figures of a script go while it runs: a run that is broken off leaves what it had found."""
+
+    def __init__(self, path: Path | None, name: str, title: str) -> None:
+        """`path`, else NAME.json in the folder that $OUT names, else nowhere."""
+        if path is None and os.environ.get("OUT"):
+            path = Path(os.environ["OUT"]) / f"{name}.json"
+        self._path = path
+        self._title = title
+        self._written = -KEEP_EVERY_S
+
+    def keep(self, sheet: Sheet, figures: Mapping[str, Any], is_last: bool = False) -> None:
+        """Write everything, if the last time was a while ago."""
+        if self._path is None or not (is_last or time.monotonic() - self._written > KEEP_EVERY_S):
+            return
+        self._written = time.monotonic()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps({"title": self._title, "table": asdict(sheet), **figures}, indent=1))
+
+    def finish(self, sheet: Sheet, figures: Mapping[str, Any]) -> None:
+        self.keep(sheet, figures, is_last=True)
+        sheet.show(self._title)

@@ -1,0 +1,261 @@
+"""The GPU scripts without a GPU: what they count and judge, and each once in Triton's interpreter. No figure is checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as driver
+from benchmarks.gpu import check, engine, kernels
+from benchmarks.gpu.adapters import write_adapters
+from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
+from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
+from benchmarks.gpu.kernel_checks import Finding, Problem
+from benchmarks.gpu.kernel_checks import check as check_problem
+from benchmarks.gpu.place import FP32, Place, Sheet
+from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, lora_bytes
+from benchmarks.gpu.timing import Ceilings
+from loraplex.adapters.inspect import inspect_adapter
+from loraplex.kernels.plan import LoraSegment, SliceWeights
+from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.models.config import ModelConfig
+
+CPU = torch.device("cpu")
+PLACE = Place(CPU, TorchBackend(), may_capture=False)
+
+
+# --------------------------------------------------------------------------------------------------------- what is counted
+
+
+def test_shapes_are_those_of_the_models() -> None:
+    assert LLAMA_8B.weight_numbers() == 7_504_658_432  # 8.03 billion without the embedding and the norms
+    assert LLAMA_1B.weight_numbers() == pytest.approx(1.236e9, rel=1e-3)
+    assert LLAMA_8B.adapter_numbers(16) == 41_943_040
+    assert LLAMA_8B.kv_numbers() * 2 == 128 * 1024
+    assert lora_bytes(LLAMA_8B.target("o"), 16, 2) == 2 * 16 * 8192
+    assert [s.out_features for s in QWEN.target("qkv").slices] == [896, 128, 128]
+
+
+@pytest.mark.parametrize("shape", [LLAMA_8B, LLAMA_1B, QWEN, TINY], ids=lambda shape: shape.name)
+def test_the_engine_takes_their_configs(shape: object, tmp_path: Path) -> None:
+    config = ModelConfig.from_dir(shape.write(tmp_path))  # type: ignore[attr-defined]
+    assert config.hidden_size == shape.hidden  # type: ignore[attr-defined]
+    assert config.head_dim == shape.head_dim  # type: ignore[attr-defined]
+
+
+def test_floors_are_the_larger_of_bytes_and_operations() -> None:
+    ceilings = Ceilings(bandwidth=100.0, matrix_rate=1000.0)
+    assert ceilings.floor_s(50, 100) == 0.5
+    assert ceilings.floor_s(50, 2000) == 2.0
+
+
+def test_popularities() -> None:
+    rng = np.random.default_rng(0)
+    assert draw_slots("distinct", 5, rng) == [0, 1, 2, 3, 4]
+    assert draw_slots("identical", 3, rng) == [0, 0, 0]
+    assert set(draw_slots("uniform", 64, rng)) == set(range(8))
+    skewed = draw_slots("skewed", 64, rng)
+    assert sorted(set(skewed)) == list(range(max(skewed) + 1))
+    assert skewed.count(0) > 16
+    assert segments_of([0, 0, -1, 2]) == [LoraSegment(0, 2, 0), LoraSegment(3, 4, 2)]
+
+
+def test_sequences_lie_in_their_blocks() -> None:
+    plan, num_blocks = make_attention([2, 1, 1], [18, 0, 5], CPU, rng=np.random.default_rng(1))
+    assert num_blocks == 4
+    slots = plan.kv_slot_mapping.tolist()
+    tables = plan.block_tables.tolist()
+    assert slots == [tables[0][1] * 16, tables[0][1] * 16 + 1, -1, tables[2][0] * 16 + 4]
+    assert plan.q_indptr.tolist() == [0, 2, 3, 4]
+
+
+def test_written_adapters_are_valid_and_differ(tmp_path: Path) -> None:
+    requests = write_adapters(TINY, 2, 4, tmp_path)
+    assert all(inspect_adapter(request.lora_path).is_honoured for request in requests)
+    contents = [Path(request.lora_path, "adapter_model.safetensors").read_bytes() for request in requests]
+    assert contents[0] != contents[1]
+
+
+# ---------------------------------------------------------------------------------------------------------- what is judged
+
+
+def test_a_row_error_is_of_the_worst_row() -> None:
+    expected = torch.ones(100, 4)
+    out = expected.clone()
+    assert row_error(out, expected) == 0.0
+    out[7, 1] = 1.2
+    assert row_error(out, expected) == pytest.approx(0.1)
+    out[3, 0] = float("nan")
+    assert row_error(out, expected) == float("inf")
+    assert row_error(torch.zeros(2, 3), torch.zeros(2, 3)) == 0.0
+    assert row_error(torch.ones(2, 3), torch.zeros(2, 3)) > 1
+
+
+def test_allocations_are_poisoned_only_there() -> None:
+    with poisoned_allocations():
+        assert torch.empty(3).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_lora_formula() -> None:
+    target = TINY.target("o")
+    weights = SliceWeights(torch.ones(1, 64), torch.full((64, 1), 2.0), torch.full((64,), 3.0), 0.5)
+    y = expected_lora(torch.zeros(3, 64), torch.ones(3, 64), [LoraSegment(1, 2, 0, 10.0)], [(weights,)], target.slices)
+    assert y[1].tolist() == [10.0 * (0.5 * 64 * 2 + 3)] * 64
+    assert y[[0, 2]].abs().sum() == 0
+
+
+def problem(run: Callable[[torch.Tensor], torch.Tensor]) -> Problem:
+    """Twice x, by `run`."""
+    x = torch.arange(6.0).view(3, 2) + 1
+
+    def redraw() -> None:
+        x[1:] += 1
+
+    return Problem("g", "double", FP32, lambda: (run(x),), lambda: (2 * x.double(),), redraw)
+
+
+def test_a_right_kernel_is_ok() -> None:
+    assert check_problem(problem(lambda x: 2 * x), PLACE) == Finding("g", "double", True, "", 0.0, 1e-5)
+
+
+def half_written(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    out[:, 0] = 2 * x[:, 0]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("run", "note"),
+    [
+        (lambda x: 2 * x + 1e-3, "wrong numbers"),
+        (half_written, "wrong numbers"),
+        (lambda x: 2 * x + 2e-6 * torch.rand(()), "two runs differ"),
+        (lambda x: 2 * x * (1 + 1e-6 * x[1:2, :1]), "a row depends on its neighbours"),
+    ],
+)
+def test_a_wrong_kernel_is_found(run: Callable[[torch.Tensor], torch.Tensor], note: str) -> None:
+    torch.manual_seed(0)
+    found = check_problem(problem(run), PLACE)
+    assert found.is_ok is False
+    assert note in found.note
+
+
+def test_a_replay_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that goes on reading what was there when it was captured."""
+    import benchmarks.gpu.kernel_checks as module
+
+    def stale(call: Callable[[], object], change: Callable[[], None], place: Place) -> object:
+        out = call()
+        change()
+        return out
+
+    monkeypatch.setattr(module, "replayed", stale)
+    found = check_problem(problem(lambda x: 2 * x), PLACE)
+    assert found.note == "a graph's replay differs from eager"
+
+
+def test_same_bits_tells_zeros_apart() -> None:
+    assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_a_check_that_raises_is_a_finding() -> None:
+    def run() -> Finding:
+        raise RuntimeError("does not compile\nat line 3")
+
+    assert check._guarded("g", "n", run) == Finding("g", "n", False, "RuntimeError: does not compile")
+
+
+def test_the_sanitizer_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert check.sanitized().is_ok is None
+
+
+def test_without_a_gpu_it_is_said_in_a_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="no CUDA device here"):
+        kernels.main([])
+
+
+def test_targets_are_of_the_large_shape() -> None:
+    row = engine.Row("Llama-3-8B", "default", "decode")
+    bench = engine.Bench(None, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)  # type: ignore[arg-type]
+    assert bench._judged(row, 0.85, 0.85).verdict == "ok"
+    assert bench._judged(row, 0.84, 0.85).verdict == "MISSED"
+    assert bench._judged(row, 0.06, 0.05, is_at_least=False).verdict == "MISSED"
+    assert replace(bench, shape=LLAMA_1B)._judged(row, 0.1, 0.85).verdict == ""
+    assert replace(bench, variant="eager")._judged(row, 0.1, 0.85).verdict == ""
+
+
+def test_a_sheet_as_markdown() -> None:
+    sheet = Sheet(("a", "b"), [("x", "1")], num_texts=1)
+    assert sheet.markdown() == "| a | b |\n| --- | ---: |\n| x | 1 |"
+
+
+# ------------------------------------------------------------------------------------------------------------- each once
+
+
+def figures(path: Path) -> dict[str, list[dict[str, object]]]:
+    return dict(json.loads(path.read_text()))
+
+
+def test_check_runs(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "check.json"
+    arguments = ["--interpret", "--only", "lora,attention,glue,linear,sampler", "--match", "fp32", "--json", str(out)]
+    assert check.main(arguments) == 0
+    found = figures(out)["findings"]
+    assert {one["group"] for one in found} >= {"add_lora", "attention", "glue", "sampler"}
+    assert all(one["is_ok"] for one in found)
+
+
+def test_kernels_run(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "kernels.json"
+    assert kernels.main(["--interpret", "--json", str(out)]) == 0
+    timed = figures(out)["timed"]
+    assert all(one["us"] is not None for one in timed)
+    assert timed[0]["peers"]["bmm"] > 0  # type: ignore[index]
+
+
+def test_the_engine_runs(tmp_path: Path) -> None:
+    """With stock torch: a whole engine takes minutes in the interpreter."""
+    pytest.importorskip("triton")
+    out = tmp_path / "engine.json"
+    assert engine.main(["--interpret", "--lora-backend", "torch", "--variants", "default", "--json", str(out)]) == 0
+    rows = figures(out)["rows"]
+    loads = [row["load"] for row in rows]
+    assert loads[:3] == ["start", "decode, 2 base", "decode, 2 on 1 adapter"]
+    assert rows[2]["base_ratio"] is not None
+    assert any("cold adapters" in str(load) for load in loads)
+
+
+def test_one_command_leaves_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_part(name: str, budget_s: float, limit_s: float, folder: Path, is_interpreted: bool) -> str:
+        assert budget_s < limit_s
+        (folder / f"{name}.log").write_text("began\nfell")
+        if name == "engine":
+            return "exit code 1"
+        rows = [["g", "n r16 x", "FAILED" if name == "check" else "1"]]
+        table = {"headings": ["a", "b", "c"], "rows": rows, "num_texts": 2}
+        (folder / f"{name}.json").write_text(json.dumps({"title": f"of {name}", "table": table, "seconds": 1.0}))
+        return ""
+
+    monkeypatch.setattr(driver, "run_part", run_part)
+    assert driver.main(["--out", str(tmp_path), "--budget", "100"]) == 1
+    page = (tmp_path / "gpu.md").read_text()
+    assert "## engine: exit code 1" in page
+    assert "| g | n r16 x | 1 |" in page
+    shown = capsys.readouterr().out
+    assert "1 checks, 1 failed" in shown
+    assert shown.endswith("== engine: exit code 1\nbegan\nfell\n")

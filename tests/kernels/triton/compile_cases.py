@@ -1,0 +1,212 @@
+"""What is compiled without a GPU: every operator of the Triton backend at the shapes of real models, in every dtype, decode and prefill.
+
+Tensors are allocated and never filled: no kernel runs. As few as cover each kernel's branches, since each takes half a second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.inputs import BLOCK_SIZE, empty_table, make_attention, make_plan
+from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, Shape
+from loraplex.kernels.quantized_linear import QuantizedWeight
+from loraplex.kernels.triton.backend import TritonBackend
+from loraplex.kernels.triton.linear import dequantize, round_rows, skinny_linear
+
+CPU = torch.device("cpu")
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+DTYPES = (FP32, FP16, BF16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`run(backend)` calls the operators of a backend that was made with `options`."""
+
+    name: str
+    dtype: torch.dtype
+    run: Callable[[TritonBackend], object]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------ LoRA
+
+
+def lora_case(
+    shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int], ranks: Sequence[int], **options: Any
+) -> Case:
+    """One row per entry of `slots`; adapter i of rank `ranks[i]`."""
+    target = shape.target(linear)
+    is_decode = len(slots) <= 64
+    what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)} ranks={min(ranks)}-{max(ranks)}"
+
+    def run(backend: TritonBackend) -> None:
+        table = empty_table(backend, target, ranks, dtype)
+        x = _empty(len(slots), target.in_features, dtype=dtype)
+        y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
+        backend.add_lora(y, x, make_plan(slots, CPU, is_decode), table, 0, target.slices)
+
+    chosen = "".join(f" {name}={value}" for name, value in options.items())
+    return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}{chosen}", dtype, run, options)
+
+
+def lora_cases() -> Iterator[Case]:
+    distinct = list(range(32))
+    for dtype in DTYPES:
+        yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
+        yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
+        yield lora_case(LLAMA_8B, "qkv", dtype, distinct, [16] * 32, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "qkv", dtype, distinct, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "o", dtype, distinct, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
+        yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
+    for dtype in (FP16, BF16):
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
+        yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
+    yield lora_case(QWEN, "qkv", BF16, list(range(8)), [8] * 8)
+    yield lora_case(QWEN, "down", BF16, [0] * 512, [8])
+    yield lora_case(LLAMA_1B, "gate_up", BF16, [0] * 4 + [1] * 4, [256, 8])
+
+
+# ------------------------------------------------------------------------------------------------------ attention, norms
+
+
+def rotary_case(shape: Shape, dtype: torch.dtype, rows: int, kv_dtype: torch.dtype | None = None) -> Case:
+    """Rotary positions and the KV write, of parts of one tensor as the decoder has them."""
+
+    def run(backend: TritonBackend) -> None:
+        plan, num_blocks = make_attention([rows], [rows], CPU)
+        kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
+        dim = shape.head_dim
+        qkv = _empty(rows, (shape.heads + 2 * shape.kv_heads) * dim, dtype=dtype)
+        q, k, v = (
+            t.view(rows, -1, dim)
+            for t in qkv.split([n * dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)], -1)
+        )
+        angles = _empty(rows, dim, dtype=dtype)
+        backend.rotary_write_kv(q, k, v, angles, angles, kv, plan.kv_slot_mapping)
+
+    what = f"{'decode' if rows <= 64 else 'prefill'} rows={rows}"
+    cache = "" if kv_dtype is None else f" cache {_name(kv_dtype)}"
+    return Case(f"rotary_write_kv {shape.name} {_name(dtype)} {what}{cache}", dtype, run)
+
+
+def attention_case(
+    shape: Shape,
+    dtype: torch.dtype,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    window: int | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> Case:
+    is_decode = set(query_lens) == {1}
+    what = f"{'decode' if is_decode else 'prefill'} B={len(query_lens)} context={max(context_lens)}"
+
+    def run(backend: TritonBackend) -> None:
+        plan, num_blocks = make_attention(query_lens, context_lens, CPU)
+        kv = _empty(num_blocks, 2, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=kv_dtype or dtype)[:, 1]
+        q = _empty(sum(query_lens), shape.heads, shape.head_dim, dtype=dtype)
+        backend.paged_attention(q, kv, plan, shape.head_dim**-0.5, window)
+
+    suffix = ("" if window is None else f" window={window}") + ("" if kv_dtype is None else f" cache {_name(kv_dtype)}")
+    return Case(f"attention {shape.name} {_name(dtype)} {what}{suffix}", dtype, run)
+
+
+def attention_cases() -> Iterator[Case]:
+    for dtype, shape in itertools.product(DTYPES, (LLAMA_8B, LLAMA_1B)):
+        yield attention_case(shape, dtype, [1] * 32, [1000] * 32)
+        yield attention_case(shape, dtype, [512, 300, 1], [512, 2000, 700])
+        yield rotary_case(shape, dtype, 32)
+    yield rotary_case(QWEN, BF16, 600)
+    yield rotary_case(LLAMA_8B, BF16, 1, kv_dtype=FP16)
+    yield attention_case(LLAMA_8B, BF16, [1] * 32, [1000] * 32, kv_dtype=FP16)
+    for shape in (QWEN, _with_heads(64, 8, 96), _with_heads(16, 8, 256)):
+        yield attention_case(shape, BF16, [1] * 4, [8000] * 4)
+        yield attention_case(shape, BF16, [600], [900])
+    yield attention_case(LLAMA_8B, BF16, [1] * 8, [5000] * 8, window=4096)
+    yield attention_case(LLAMA_8B, BF16, [2048], [2048], window=1024)
+
+
+def _with_heads(heads: int, kv_heads: int, head_dim: int) -> Shape:
+    return Shape(
+        f"{heads}/{kv_heads} heads of {head_dim}", heads * head_dim, 4096, heads, kv_heads, head_dim, 1, 256, True
+    )
+
+
+def glue_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
+    def run(backend: TritonBackend) -> None:
+        x, weight = _empty(rows, shape.hidden, dtype=dtype), _empty(shape.hidden, dtype=dtype)
+        backend.rms_norm(x, weight, 1e-5)
+        backend.add_rms_norm(x, _empty(rows, shape.hidden, dtype=dtype), weight, 1e-5)
+        backend.silu_mul(_empty(rows, 2 * shape.inner, dtype=dtype))
+
+    return Case(f"glue {shape.name} {_name(dtype)} {'decode' if rows <= 64 else 'prefill'} rows={rows}", dtype, run)
+
+
+def head_norm_case(dtype: torch.dtype) -> Case:
+    """The norms of q and k in Qwen3."""
+
+    def run(backend: TritonBackend) -> None:
+        backend.rms_norm(_empty(16, 32, 128, dtype=dtype), _empty(128, dtype=dtype), 1e-6)
+
+    return Case(f"glue heads {_name(dtype)} decode rows=16", dtype, run)
+
+
+def glue_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield glue_case(LLAMA_8B, dtype, 16)
+        yield glue_case(QWEN, dtype, 2048)
+        yield head_norm_case(dtype)
+
+
+# --------------------------------------------------------------------------------------------------- quantised linears
+
+
+def linear_case(quantization: str, dtype: torch.dtype, rows: int, num_in: int = 4096, out: int = 6144) -> Case:
+    """int8 and int4 for few rows; for many, int4 is dequantised."""
+    q_shape, q_dtype = ((out, num_in), torch.int8) if quantization == "int8" else ((out, num_in // 2), torch.uint8)
+    scale_shape, scale_dtype = ((out,), FP32) if quantization == "int8" else ((out, num_in // 128), dtype)
+
+    def run(backend: TritonBackend) -> None:
+        weight = QuantizedWeight(_empty(*q_shape, dtype=q_dtype), _empty(*scale_shape, dtype=scale_dtype), out, num_in)
+        if rows <= 64:
+            skinny_linear(backend.launcher, _empty(rows, num_in, dtype=dtype), weight, _empty(out, dtype=dtype))
+        else:
+            dequantize(backend.launcher, weight, 0, _empty(out, num_in, dtype=dtype))
+
+    what = f"{'decode' if rows <= 64 else 'prefill'} rows={rows}"
+    return Case(f"linear {quantization} {num_in}x{out} {_name(dtype)} {what}", dtype, run)
+
+
+def rounding_case(dtype: torch.dtype) -> Case:
+    """Activations in float8."""
+    return Case(
+        f"linear fp8 {_name(dtype)} decode", dtype,
+        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)),
+    )  # fmt: skip
+
+
+def linear_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield linear_case("int8", dtype, 16)
+        yield linear_case("int4", dtype, 16)
+        yield linear_case("int4", dtype, 2048)
+        yield rounding_case(dtype)
+    for quantization in ("int8", "int4"):
+        yield linear_case(quantization, BF16, 64)
+        yield linear_case(quantization, BF16, 1, 4864, 896)
+
+
+CASES = (*lora_cases(), *attention_cases(), *glue_cases(), *linear_cases())
