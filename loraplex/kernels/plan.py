@@ -383,6 +383,7 @@ class SlotTable:
         layout = None if placed is None else placed.layouts[slice_index]
         if placed is None or layout is None:
             return None
+        assert layout.dtype.is_floating_point, "a block of eight bits is read by its own kernels alone"
         target = self._by_first_row[first_row]
         in_features, out_features = target.in_features, target.slices[slice_index].out_features
         return SliceView(
