@@ -117,8 +117,9 @@ class LoraPlan:
         ranges = self._host[: 4 * self.capacity].reshape(4, self.capacity)
         ranges[:] = 0
         ranges[2] = BASE_SLOT
-        for i, segment in enumerate(segments):
-            ranges[:3, i] = segment.start, segment.end, segment.lora_slot
+        ranges[0, : len(segments)] = [s.start for s in segments]
+        ranges[1, : len(segments)] = [s.end for s in segments]
+        ranges[2, : len(segments)] = [s.lora_slot for s in segments]
         ranges[3, : len(segments)] = np.array([s.weight for s in segments], np.float32).view(np.int32)
         self.tiles = None
         if self.device.type != "cpu":
@@ -390,6 +391,7 @@ class SlotTable:
         layout = None if placed is None else placed.layouts[slice_index]
         if placed is None or layout is None:
             return None
+        assert layout.dtype.is_floating_point, "a block of eight bits is read by its own kernels alone"
         target = self._by_first_row[first_row]
         in_features, out_features = target.in_features, target.slices[slice_index].out_features
         return SliceView(

@@ -96,8 +96,12 @@ def _cut(
     most_rows: int,
 ) -> NDArray[np.int32]:
     """Tiles of the wanted intervals. slots, weights: of the members of all intervals, chains[i] of them for interval i."""
-    first_member = np.cumsum(chains) - chains
     wanted = np.flatnonzero(is_wanted)
+    if not len(wanted):
+        return NO_TILES.small
+    if len(wanted) == len(slots) and lengths.max() <= most_rows:  # as in most decode steps: a tile for each
+        return np.stack([starts, lengths, slots, chains, weights])
+    first_member = np.cumsum(chains) - chains
     interval, part = _repeated(wanted, -(-lengths[wanted] // most_rows))
     piece, member = _repeated(np.arange(len(interval)), chains[interval])
     interval, part = interval[piece], part[piece]

@@ -232,7 +232,10 @@ def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LargeBlocks:
-    """Sizes of the blocks of large tiles, of which there are `num_tiles`. `dot` is the dtype of the products."""
+    """Sizes of the blocks of large tiles, of which there are `num_tiles`. `dot` is the dtype of the products.
+
+    The expand is bound by y: its blocks are such that two programs have registers on one multiprocessor (128 a thread and eight warps).
+    """
 
     dot: torch.dtype
     block_j: int
@@ -266,7 +269,7 @@ class LargeBlocks:
             dot=dot,
             block_j=block_j,
             block_k=block_k,
-            block_n=64 if is_wide else 128,
+            block_n=64,
             block_r=min(capacity, 32 if is_wide else 64),
             splits=triton.cdiv(in_features, split_k),
             split_k=split_k,

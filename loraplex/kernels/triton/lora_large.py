@@ -5,8 +5,9 @@
     expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias
 
 s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is by tile, so the
-grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's is rank r of slice i, where j = r + sum of the
-ranks of the slices before i: true ranks, so a slice that an adapter lacks takes no part.
+grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's, and of a row of s, is rank r of slice i, where
+j = r + sum of the ranks of the slices before i, each rounded up to 8 so that vectors stay aligned: a slice that an adapter lacks takes no
+part.
 """
 
 from __future__ import annotations
@@ -47,16 +48,21 @@ def shrink_large_kernel(
     entry = first_row * num_slots + tl.maximum(slot, 0)
     j = tl.program_id(0) * BLOCK_J + tl.arange(0, BLOCK_J)
     index, before = tl.zeros((BLOCK_J,), tl.int32), tl.zeros((BLOCK_J,), tl.int32)
-    total = 0
+    rank, total = tl.zeros((BLOCK_J,), tl.int32), 0
     for i in tl.static_range(NUM_SLICES):
-        index, before = tl.where(j >= total, i, index), tl.where(j >= total, total, before)
-        total += tl.minimum(tl.load(ranks + entry + i * num_slots), RANK_CAPACITY)
+        of_slice, is_behind = tl.minimum(tl.load(ranks + entry + i * num_slots), RANK_CAPACITY), j >= total
+        index, before, rank = (
+            tl.where(is_behind, i, index),
+            tl.where(is_behind, total, before),
+            tl.where(is_behind, of_slice, rank),
+        )
+        total += (of_slice + 7) // 8 * 8
     if (slot >= 0) & (tl.program_id(0) * BLOCK_J < total):
-        entries, r, is_lane = entry + index * num_slots, j - before, j < total
+        entries, r = entry + index * num_slots, j - before
+        is_lane = r < rank
         address = tl.load(a_addr + entries, mask=is_lane, other=0)
         factor = weight * tl.load(scales + entries, mask=is_lane, other=0)
         if tl.int8 == BLOCK:
-            rank = tl.minimum(tl.load(ranks + entries, mask=is_lane, other=0), RANK_CAPACITY)
             scale_at = address + (rank.to(tl.int64) * IN + 63) // 64 * 64
             factor *= tl.load(scale_at.to(tl.pointer_type(tl.float32)) + r, mask=is_lane, other=0)
         k_first = tl.program_id(1) * SPLIT_K
@@ -64,19 +70,23 @@ def shrink_large_kernel(
         m = tl.arange(0, BLOCK_M)
         is_row = m < rows
         a = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16) + r * IN
-        x_at = x + (start + m).to(tl.int64)[:, None] * x_stride + k[None, :]
+        x_at = x + start.to(tl.int64) * x_stride + ((m * x_stride)[:, None] + k[None, :])
         a_at = a[:, None] + k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_J), tl.float32)
         for k0 in range(k_first, tl.minimum(k_first + SPLIT_K, IN), BLOCK_K):
-            in_range = k0 + k < IN
-            x_block = tl.load(x_at + k0, mask=is_row[:, None] & in_range[None, :], other=0)
-            a_block = tl.load(a_at + k0, mask=is_lane[:, None] & in_range[None, :], other=0)
+            if IN % BLOCK_K == 0:
+                x_block = tl.load(x_at + k0, mask=is_row[:, None], other=0)
+                a_block = tl.load(a_at + k0, mask=is_lane[:, None], other=0)
+            else:
+                in_range = k0 + k < IN
+                x_block = tl.load(x_at + k0, mask=is_row[:, None] & in_range[None, :], other=0)
+                a_block = tl.load(a_at + k0, mask=is_lane[:, None] & in_range[None, :], other=0)
             acc = tl.dot(x_block.to(DOT), tl.trans(a_block.to(DOT)), acc, input_precision="ieee")
         acc *= factor[None, :]
-        out = s + tl.program_id(1).to(tl.int64) * s_split_stride
-        out += ((tile * BLOCK_M + m).to(tl.int64) * (NUM_SLICES * RANK_CAPACITY))[:, None]
-        out += (index * RANK_CAPACITY + r)[None, :]
-        tl.store(out, acc.to(s.dtype.element_ty), mask=is_row[:, None] & is_lane[None, :])
+        num_lanes: tl.constexpr = NUM_SLICES * RANK_CAPACITY
+        out = s + tl.program_id(1).to(tl.int64) * s_split_stride + tile.to(tl.int64) * (BLOCK_M * num_lanes)
+        at = out + ((m * num_lanes)[:, None] + j[None, :])
+        tl.store(at, acc.to(s.dtype.element_ty), mask=is_row[:, None] & (j < total)[None, :])
 
 
 @triton.jit
@@ -139,7 +149,8 @@ def expand_large_kernel(
     start = tl.load(tiles + tile)
     rows = tl.load(tiles + tile_room + tile)
     m = tl.arange(0, BLOCK_M)
-    n = (chunk - first) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_N)
+    n = (chunk - first) * BLOCK_N + column
     is_row, in_width = m < rows, n < width
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     touched = 0
@@ -153,18 +164,24 @@ def expand_large_kernel(
         if rank > 0:
             touched = 1
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
-            s_at = s + ((member * BLOCK_M + m).to(tl.int64) * NUM_SLICES + index) * RANK_CAPACITY
-            # The same twice: with a rank of whole vectors, the compiler knows that rows of B are loaded in vectors.
+            lane = 0
+            for i in tl.static_range(NUM_SLICES):
+                of_slice = tl.minimum(tl.load(ranks + first_row * num_slots + i * num_slots + slot), RANK_CAPACITY)
+                lane += tl.where(i < index, (of_slice + 7) // 8 * 8, 0)
+            s_at = s + (member * BLOCK_M + m).to(tl.int64) * (NUM_SLICES * RANK_CAPACITY) + lane
+            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each element has an address
+            # of its own, and a large block of them would take the registers that all ranks need.
             if rank % 8 == 0:
                 rank8 = rank // 8 * 8
                 acc = _dot_ranks(acc, s_at, b + n * rank8, is_row, in_width, rank8, DOT, BLOCK_R)
             else:
-                acc = _dot_ranks(acc, s_at, b + n * rank, is_row, in_width, rank, DOT, BLOCK_R)
+                acc = _dot_ranks(acc, s_at, b + n * rank, is_row, in_width, rank, DOT, 16)
         if bias_address != 0:
             touched = 1
             bias = tl.multiple_of(bias_address.to(tl.pointer_type(BIAS)), 16)
             acc += (weight * tl.load(bias + n, mask=in_width, other=0).to(tl.float32))[None, :]
     if touched != 0:
-        at = y + (start + m).to(tl.int64)[:, None] * y_stride + (offset + n)[None, :]
+        y_tile = y + start.to(tl.int64) * y_stride + offset + (chunk - first) * BLOCK_N
+        at = y_tile + ((m * y_stride)[:, None] + column[None, :])
         mask = is_row[:, None] & in_width[None, :]
         tl.store(at, (tl.load(at, mask=mask, other=0).to(tl.float32) + acc).to(y.dtype.element_ty), mask=mask)

@@ -228,7 +228,8 @@ def _expand(
         if rank > 0:
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
             touched = 1
-            # The same twice: with a rank of whole vectors, the compiler knows that rows of B are loaded in vectors.
+            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each element has an address
+            # of its own, and a large block of them would take the registers that all ranks need.
             if rank % 8 == 0:
                 acc0, acc1, acc2, acc3 = _add_member(
                     acc0, acc1, acc2, acc3, s, b, n, in_width, rank // 8 * 8, rows, factor, counter, num_chunks,
@@ -237,7 +238,7 @@ def _expand(
             else:
                 acc0, acc1, acc2, acc3 = _add_member(
                     acc0, acc1, acc2, acc3, s, b, n, in_width, rank, rows, factor, counter, num_chunks,
-                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_R, WAITS,
+                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, 16, WAITS,
                 )  # fmt: skip
         if bias_address != 0:
             touched = 1
