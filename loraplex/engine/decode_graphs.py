@@ -123,7 +123,7 @@ class DecodeGraphs:
         self._builder = builder
         self._table = table
         self._sizes = sizes
-        self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=kv.device)
+        self._logits = torch.empty(0, dtype=torch.float32)
         self._graphs: dict[_Key, _Captured] = {}
         self._is_measured = False
         if table is not None:
@@ -153,24 +153,27 @@ class DecodeGraphs:
         kinds = (False,) if self._table is None else (True, False)
         keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
         began_s = time.monotonic()
-        with _no_collection():
-            for num_done, key in enumerate(keys, 1):
-                if not self._try_capture(key):
-                    self._graphs.clear()
-                    self._device.release()
-                    return
-                if on_progress is not None:
-                    on_progress(num_done, len(keys))
+        gc.collect()
+        for num_done, key in enumerate(keys, 1):
+            if not self._try_capture(key):
+                self._graphs.clear()
+                self._device.release()
+                return
+            if on_progress is not None:
+                on_progress(num_done, len(keys))
         logger.info("captured %d CUDA graphs in %.1f s", len(keys), time.monotonic() - began_s)
 
     def _try_capture(self, key: _Key) -> bool:
-        """False, and no such graph, when it cannot be captured."""
-        self._graphs.pop(key, None)
+        """False, and no such graph, when it cannot be captured. One that was there, and may be running, is kept until then."""
         try:
+            if not len(self._logits):
+                shape = self._sizes[-1], self._model.config.vocab_size
+                self._logits = torch.zeros(shape, dtype=torch.float32, device=self._kv.device)
             batch = self._builder.blank(key.size, key.has_adapters)
-            with self._backend.capturing():
+            with _no_collection(), self._backend.capturing():
                 graph = self._device.capture(lambda: self._run(batch))
         except Exception as error:
+            self._graphs.pop(key, None)
             if is_device_lost(error):
                 raise
             logger.warning(
@@ -269,7 +272,6 @@ def _key_of(step: BuiltStep) -> _Key:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Python's collector may free tensors at any time, which a capture cannot have."""
-    gc.collect()
     was_on = gc.isenabled()
     gc.disable()
     try:
