@@ -426,6 +426,10 @@ class LayerGate(Protocol):
         """Kernels launched from now on begin when what the step reads of this decoder layer is there. The host does not wait."""
         ...
 
+    def wait_for_all(self) -> None:
+        """The same for every layer: for a step that is replayed as a whole."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -443,7 +447,7 @@ class StepBatch:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the step waits for layers, so that it cannot be replayed as a whole."""
+        """Whether the step has to wait: layer by layer, or for all of them before it is replayed as a whole."""
         return self.gate is not None
 
 

@@ -197,6 +197,15 @@ def test_it_is_usable_at_once_and_each_layer_is_right_when_its_gate_opens(rig: R
     rig.check_output(slot, model)
 
 
+def test_a_step_that_is_replayed_waits_for_all_of_it(rig: Rig) -> None:
+    rig.add(1, 2)
+    slots = [acquire(rig, 1), acquire(rig, 2)]
+    gate = rig.manager.steps.prepare(slots)
+    assert gate is not None
+    gate.wait_for_all()
+    assert all(arrival.is_done for arrival in arrivals(rig))
+
+
 def test_a_layer_without_weights_is_not_waited_for() -> None:
     rig = Rig(copies=FakeCopies())
     model = make_model("d1")
