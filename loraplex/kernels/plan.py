@@ -252,7 +252,8 @@ class SlotTable:
     They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
 
     On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings it to the
-    tensors, in the order of the kernels: a step in flight sees none of it, the next one all.
+    tensors, in the order of the kernels: a step in flight sees none of it, the next one all. Nobody else calls it: an engine does
+    before each launch (memory/steps.py), other users of a table do before their kernels.
     """
 
     def __init__(
@@ -513,6 +514,10 @@ class LayerGate(Protocol):
         """Kernels launched from now on begin when what the step reads of this decoder layer is there. The host does not wait."""
         ...
 
+    def wait_for_all(self) -> None:
+        """The same for every layer: for a step that is replayed as a whole."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -530,7 +535,7 @@ class StepBatch:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the step waits for layers, so that it cannot be replayed as a whole."""
+        """Whether the step has to wait: layer by layer, or for all of them before it is replayed as a whole."""
         return self.gate is not None
 
 

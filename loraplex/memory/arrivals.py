@@ -40,6 +40,12 @@ class StepGate:
             if piece is not None:
                 each.arrival.hold_steps(piece)
 
+    def wait_for_all(self) -> None:
+        """Kernels launched from now on begin when all of these adapters are there."""
+        for each in self._arriving.values():
+            if each.piece_of_layer:
+                each.arrival.hold_steps(max(each.piece_of_layer.values()))
+
     def errors(self) -> Mapping[int, LoraplexError]:
         """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is nobody's."""
         return {slot: each.error for slot, each in self._arriving.items() if each.error is not None}

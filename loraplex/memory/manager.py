@@ -361,7 +361,7 @@ class LoRAModelManager:
         with self._lock:
             for each in self._store.weights.values():
                 if each.is_on_device and each.lora_slot is not None:
-                    index_to_id[each.lora_slot] = next(iter(each.adapters))
+                    index_to_id[each.lora_slot] = next(iter(each.adapters), None)
         return index_to_id
 
     def digest_of(self, adapter_id: int) -> str:

@@ -124,7 +124,7 @@ class Room:
     def is_coming(self, wanted: StoredWeights) -> bool:
         """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
         others = (each for each in self._weights.values() if each is not wanted)
-        return self._retired.nbytes > 0 or any(each.job is not None and each.host is not None for each in others)
+        return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
 
     def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
@@ -196,6 +196,12 @@ def _holds(cache: Budget, weights: StoredWeights) -> bool:
 def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
     """A pin holds the device's copy; the host's is spare where the device has its own memory."""
     return cache is device or device.pool is None
+
+
+def _is_soon_at_rest(weights: StoredWeights) -> bool:
+    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
+    job = weights.job
+    return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
 
 
 def _can_give_way(weights: StoredWeights) -> bool:

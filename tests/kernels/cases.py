@@ -119,6 +119,7 @@ def make_table(
         layouts = backend.pack(weights, compute_dtype, buffer[cursor : cursor + size])
         table.set_block(target.name, lora_slot, cursor, layouts)
         cursor += size + 192
+    table.flush()
     return table
 
 

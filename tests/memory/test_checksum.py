@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.memory.checksum import ROW_WORDS, checksum
+from loraplex.memory.checksum import ROW_WORDS, _checksums_by_torch, checksum, checksums
 
 ROW_BYTES = 8 * ROW_WORDS
 LENGTHS = st.integers(0, 5 * ROW_BYTES // 64).map(lambda lines: 64 * lines)
@@ -96,3 +96,11 @@ def test_nothing_has_a_number() -> None:
 def test_other_tensors_are_refused(data: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         checksum(data)
+
+
+def test_many_pieces_are_one_transfer_and_the_same_numbers() -> None:
+    """As on a device: all sums are made before any is brought to the host."""
+    pieces = [noise(nbytes, seed) for seed, nbytes in enumerate((64, 3 * ROW_BYTES, 0, 5 * ROW_BYTES + 128))]
+    assert _checksums_by_torch(pieces) == checksums(pieces) == tuple(checksum(piece) for piece in pieces)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        _checksums_by_torch([noise(64), noise(63)])

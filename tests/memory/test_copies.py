@@ -197,6 +197,15 @@ def test_it_is_usable_at_once_and_each_layer_is_right_when_its_gate_opens(rig: R
     rig.check_output(slot, model)
 
 
+def test_a_step_that_is_replayed_waits_for_all_of_it(rig: Rig) -> None:
+    rig.add(1, 2)
+    slots = [acquire(rig, 1), acquire(rig, 2)]
+    gate = rig.manager.steps.prepare(slots)
+    assert gate is not None
+    gate.wait_for_all()
+    assert all(arrival.is_done for arrival in arrivals(rig))
+
+
 def test_a_layer_without_weights_is_not_waited_for() -> None:
     rig = Rig(copies=FakeCopies())
     model = make_model("d1")
@@ -289,6 +298,7 @@ def test_one_that_is_removed_while_it_arrives_goes_when_it_has(rig: Rig) -> None
     acquire(rig, 1)
     rig.manager.release(1)
     rig.manager.remove_adapter(1)
+    assert not any(rig.manager.lora_index_to_id)
     rig.manager.check_integrity()
     land(rig)
     rig.check_empty()
