@@ -30,6 +30,7 @@ class Case:
     dtype: torch.dtype
     run: Callable[[TritonBackend], object]
     options: Mapping[str, Any] = field(default_factory=dict)
+    least_arch: int = 80
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -208,7 +209,7 @@ def rounding_case(dtype: torch.dtype) -> Case:
     """Activations in float8."""
     return Case(
         f"linear fp8 {_name(dtype)} decode", dtype,
-        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)),
+        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)), least_arch=90,
     )  # fmt: skip
 
 
@@ -235,3 +236,9 @@ CORE = (
     *core_linear_cases(),
 )
 CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(), *more_linear_cases())
+
+
+def cases_for(arch: int, is_core: bool) -> list[Case]:
+    """For sm_80 the core is without float16, which compiles there as bfloat16 does."""
+    cases = CORE if is_core else CASES
+    return [case for case in cases if case.least_arch <= arch and not (is_core and arch == 80 and case.dtype == FP16)]

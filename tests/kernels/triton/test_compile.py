@@ -17,6 +17,9 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_SHARED_BYTES = {80: 166_912, 90: 232_448}
+NOT_THERE = {80: ["loraplex.kernels.triton.linear.round_rows_kernel"], 90: []}
+"""float8 begins with sm_89."""
+
 LIMIT_S = 1500
 RUNS = [(arch, options) for arch in MAX_SHARED_BYTES for options in (("--core",), ())]
 """Each kernel in each dtype; all cases, which take minutes, with `-m grid`."""
@@ -58,7 +61,7 @@ def _where(kernel: Mapping[str, Any]) -> str:
 
 
 def test_no_kernel_escapes(report: Report) -> None:
-    assert report.summary["never"] == []
+    assert report.summary["never"] == NOT_THERE[report.summary["arch"]]
 
 
 def test_every_case_compiles_and_none_is_left_to_stock_torch(report: Report) -> None:
