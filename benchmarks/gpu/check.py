@@ -52,7 +52,7 @@ def findings(place: Place, groups: Sequence[str], match: str, is_small: bool, de
         elif time.monotonic() >= deadline:
             yield Finding(group, "all", None, "left out: --budget is spent")
         elif group == SANITIZER:
-            yield sanitized()
+            yield sanitized(min(SANITIZER_LIMIT_S, deadline - time.monotonic() + 15))
         else:
             yield from _guarded_all(group, OTHERS[group](place, is_small))
 
@@ -75,7 +75,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")[:200]
 
 
-def sanitized() -> Finding:
+def sanitized(limit_s: float = SANITIZER_LIMIT_S) -> Finding:
     """Small problems in a process of its own under memcheck, every allocation on its own so that none hides behind another."""
     tool = shutil.which("compute-sanitizer")
     name = f"memcheck of {SANITIZED}"
@@ -88,11 +88,9 @@ def sanitized() -> Finding:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment.pop("OUT", None)
     try:
-        result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SANITIZER_LIMIT_S, check=False
-        )
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
-        return Finding(SANITIZER, name, None, f"not done in {SANITIZER_LIMIT_S} s")
+        return Finding(SANITIZER, name, None, f"not done in {limit_s:.0f} s")
     lines = [line for line in result.stdout.splitlines() if line.startswith("=====") or "FAILED" in line]
     return Finding(SANITIZER, name, result.returncode == 0, "" if result.returncode == 0 else " ".join(lines)[-300:])
 

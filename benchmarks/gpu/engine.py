@@ -14,7 +14,7 @@ import argparse
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from loraplex.engine.llm import LLM
 from loraplex.errors import LoraplexError
 
 RANK = 16
+FAILED = "FAILED"
 GIB = 1 << 30
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -80,18 +81,23 @@ class Bench:
     def rows(self, batches: Sequence[int], distinct: Sequence[int]) -> Iterator[Row]:
         """All loads, the ones with a target first, until the time is up."""
         most = max(batches)
-        for load in (
-            *((lambda b=b: self._base(b)) for b in batches),
-            lambda: self._decode(most if most < 32 else 32, 1),
-            *((lambda k=k: self._decode(max(k, min(32, most)), k)) for k in distinct),
-            lambda: self._spread(min(32, most), min(8, max(1, most // 2))),
-            lambda: self._cold(min(32, most)),
-            lambda: self._mixed(min(32, most), 0),
-            lambda: self._mixed(min(32, most), min(32, most)),
-        ):
+        seats, few = min(32, most), min(8, max(1, most // 2))
+        loads: dict[str, Callable[[], Row]] = {
+            **{f"decode, {b} base": lambda b=b: self._base(b) for b in batches},
+            "decode on 1 adapter": lambda: self._decode(seats, 1),
+            **{f"decode on {k} adapters": lambda k=k: self._decode(max(k, seats), k) for k in distinct},
+            "spread": lambda: self._spread(seats, few),
+            "cold adapters": lambda: self._cold(seats),
+            "mixed, base": lambda: self._mixed(seats, 0),
+            "mixed, adapters": lambda: self._mixed(seats, seats),
+        }
+        for name, load in loads.items():
             if time.monotonic() > self.deadline:
                 return
-            yield load()
+            try:
+                yield load()
+            except LoraplexError as error:  # a request that failed; the engine goes on
+                yield Row(self.shape.name, self.variant, name, note=f"{FAILED}: {type(error).__name__}: {error}")
 
     def _base(self, batch: int) -> Row:
         row = self._measure(f"decode, {batch} base", [None] * batch)
@@ -215,7 +221,7 @@ def bench(
     try:
         llm = LLM(str(shape.write(folder / shape.name / "base")), **settings_of(variant, place, lora_backend))
     except (LoraplexError, torch.cuda.OutOfMemoryError) as error:
-        yield Row(shape.name, variant, "start", note=f"{type(error).__name__}: {error}")
+        yield Row(shape.name, variant, "start", note=f"{FAILED}: {type(error).__name__}: {error}")
         return
     started_s = time.monotonic() - began
     with llm:
@@ -265,7 +271,7 @@ def cells(row: Row) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 when an engine did not start; a target that is missed is for the reader."""
+    """1 when an engine did not start or a load failed; a target that is missed is for the reader."""
     args = parser().parse_args(arguments)
     place = find_place(args.interpret)
     deadline = time.monotonic() + args.budget
@@ -287,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows.append(row)
                     output.keep(*state())
     output.finish(*state())
-    return int(any(row.load == "start" and "Error" in row.note for row in rows))
+    return int(any(row.note.startswith(FAILED) for row in rows))
 
 
 def parser() -> argparse.ArgumentParser:

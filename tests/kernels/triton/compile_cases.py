@@ -1,11 +1,10 @@
 """What is compiled without a GPU: every operator of the Triton backend at the shapes of real models, in every dtype, decode and prefill.
 
-Tensors are allocated and never filled: no kernel runs. As few as cover each kernel's branches, since each takes half a second.
+Tensors are allocated and never filled: no kernel runs. CORE has each kernel in each dtype, CASES more shapes: a kernel takes a second.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ class Case:
     dtype: torch.dtype
     run: Callable[[TritonBackend], object]
     options: Mapping[str, Any] = field(default_factory=dict)
+    least_arch: int = 80
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -62,21 +62,30 @@ def lora_case(
     return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}{chosen}", dtype, run, options)
 
 
-def lora_cases() -> Iterator[Case]:
-    distinct = list(range(32))
+ROWS_32 = tuple(range(32))
+
+
+def core_lora_cases() -> Iterator[Case]:
     for dtype in DTYPES:
         yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
         yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
-        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
-        yield lora_case(LLAMA_8B, "qkv", dtype, distinct, [16] * 32, is_lora_fused=False)
-        yield lora_case(LLAMA_8B, "qkv", dtype, distinct, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
-        yield lora_case(LLAMA_8B, "o", dtype, distinct, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
-        yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
-    for dtype in (FP16, BF16):
-        yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
         yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
-    yield lora_case(QWEN, "qkv", BF16, list(range(8)), [8] * 8)
-    yield lora_case(QWEN, "down", BF16, [0] * 512, [8])
+    yield lora_case(LLAMA_8B, "qkv", BF16, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
+    yield lora_case(LLAMA_8B, "o", BF16, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
+    yield lora_case(LLAMA_8B, "o", BF16, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
+
+
+def more_lora_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
+        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, is_lora_fused=False)
+        yield lora_case(QWEN, "qkv", dtype, list(range(8)), [8] * 8)
+        yield lora_case(QWEN, "down", dtype, [0] * 512, [8])
+    for dtype in (FP32, FP16):
+        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
+        yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
     yield lora_case(LLAMA_1B, "gate_up", BF16, [0] * 4 + [1] * 4, [256, 8])
 
 
@@ -124,18 +133,25 @@ def attention_case(
     return Case(f"attention {shape.name} {_name(dtype)} {what}{suffix}", dtype, run)
 
 
-def attention_cases() -> Iterator[Case]:
-    for dtype, shape in itertools.product(DTYPES, (LLAMA_8B, LLAMA_1B)):
-        yield attention_case(shape, dtype, [1] * 32, [1000] * 32)
-        yield attention_case(shape, dtype, [512, 300, 1], [512, 2000, 700])
-        yield rotary_case(shape, dtype, 32)
+def core_attention_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield attention_case(LLAMA_8B, dtype, [1] * 32, [1000] * 32)
+        yield attention_case(LLAMA_8B, dtype, [512, 300], [512, 2000])
+        yield rotary_case(LLAMA_8B, dtype, 32)
+    yield attention_case(LLAMA_1B, BF16, [1] * 8, [5000] * 8, window=4096)
+
+
+def more_attention_cases() -> Iterator[Case]:
+    for dtype in DTYPES:
+        yield attention_case(LLAMA_1B, dtype, [1] * 32, [1000] * 32)
+        yield attention_case(LLAMA_1B, dtype, [512, 300, 1], [512, 2000, 700])
+        yield rotary_case(LLAMA_1B, dtype, 32)
     yield rotary_case(QWEN, BF16, 600)
     yield rotary_case(LLAMA_8B, BF16, 1, kv_dtype=FP16)
     yield attention_case(LLAMA_8B, BF16, [1] * 32, [1000] * 32, kv_dtype=FP16)
     for shape in (QWEN, _with_heads(64, 8, 96), _with_heads(16, 8, 256)):
         yield attention_case(shape, BF16, [1] * 4, [8000] * 4)
         yield attention_case(shape, BF16, [600], [900])
-    yield attention_case(LLAMA_8B, BF16, [1] * 8, [5000] * 8, window=4096)
     yield attention_case(LLAMA_8B, BF16, [2048], [2048], window=1024)
 
 
@@ -164,9 +180,8 @@ def head_norm_case(dtype: torch.dtype) -> Case:
     return Case(f"glue heads {_name(dtype)} decode rows=16", dtype, run)
 
 
-def glue_cases() -> Iterator[Case]:
+def more_glue_cases() -> Iterator[Case]:
     for dtype in DTYPES:
-        yield glue_case(LLAMA_8B, dtype, 16)
         yield glue_case(QWEN, dtype, 2048)
         yield head_norm_case(dtype)
 
@@ -194,19 +209,36 @@ def rounding_case(dtype: torch.dtype) -> Case:
     """Activations in float8."""
     return Case(
         f"linear fp8 {_name(dtype)} decode", dtype,
-        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)),
+        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)), least_arch=90,
     )  # fmt: skip
 
 
-def linear_cases() -> Iterator[Case]:
+def core_linear_cases() -> Iterator[Case]:
     for dtype in DTYPES:
-        yield linear_case("int8", dtype, 16)
         yield linear_case("int4", dtype, 16)
         yield linear_case("int4", dtype, 2048)
         yield rounding_case(dtype)
+    yield linear_case("int8", BF16, 16)
+
+
+def more_linear_cases() -> Iterator[Case]:
+    for dtype in (FP32, FP16):
+        yield linear_case("int8", dtype, 16)
     for quantization in ("int8", "int4"):
         yield linear_case(quantization, BF16, 64)
         yield linear_case(quantization, BF16, 1, 4864, 896)
 
 
-CASES = (*lora_cases(), *attention_cases(), *glue_cases(), *linear_cases())
+CORE = (
+    *core_lora_cases(),
+    *core_attention_cases(),
+    *(glue_case(LLAMA_8B, dtype, 16) for dtype in DTYPES),
+    *core_linear_cases(),
+)
+CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(), *more_linear_cases())
+
+
+def cases_for(arch: int, is_core: bool) -> list[Case]:
+    """For sm_80 the core is without float16, which compiles there as bfloat16 does."""
+    cases = CORE if is_core else CASES
+    return [case for case in cases if case.least_arch <= arch and not (is_core and arch == 80 and case.dtype == FP16)]

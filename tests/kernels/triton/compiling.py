@@ -30,7 +30,7 @@ from triton.runtime import driver
 import loraplex.kernels.triton as kernels
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import A100, H100, GpuTarget
-from tests.kernels.triton.compile_cases import CASES, Case
+from tests.kernels.triton.compile_cases import Case, cases_for
 
 TARGETS = {80: A100, 90: H100}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -186,10 +186,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=tuple(TARGETS), default=90)
     parser.add_argument("--match", default="", help="only cases whose name has this text")
+    parser.add_argument("--core", action="store_true", help="each kernel in each dtype, at one shape")
     args = parser.parse_args(arguments)
     counted: Counter[str] = Counter()
     failed = []
-    for found in compile_cases(args.arch, [case for case in CASES if args.match in case.name]):
+    cases = [case for case in cases_for(args.arch, args.core) if args.match in case.name]
+    for found in compile_cases(args.arch, cases):
         if isinstance(found, str):
             failed.append(found)
             continue
