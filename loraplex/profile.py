@@ -20,7 +20,7 @@ from loraplex.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
 from loraplex.views.live_profile import give_report
 from loraplex.views.profile_settings import ProfileSettings
 
-PARTS = ("schedule", "build", *KERNEL_PARTS, "python", "sample", "commit", "detokenise", "other")
+PARTS = ("schedule", "build", *KERNEL_PARTS, "python", "sample", "wait", "commit", "detokenise", "other")
 """Of the table. python: the rest of `forward`, between kernels; other: what no part claims."""
 
 

@@ -131,6 +131,11 @@ class ModelRunner:
         """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""
         return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
 
+    def wait(self) -> None:
+        """Until the device has done all that was launched, also of a launch that failed halfway."""
+        if self._kv.device.type == "cuda":
+            torch.cuda.synchronize(self._kv.device)
+
     def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the KV of blocks to other blocks, between two steps."""
         moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))

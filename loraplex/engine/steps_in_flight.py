@@ -89,9 +89,8 @@ class StepsInFlight:
 
     def drain(self) -> None:
         """Wait until the device reads no memory any more; what it computed is dropped."""
-        for flight in self._flights:
-            with suppress(Exception):
-                flight.result()
+        with suppress(Exception):
+            self._runner.wait()
 
     def _launch(self, plan: SchedulePlan) -> _Flight:
         if self._adapters is not None:
@@ -113,6 +112,7 @@ class StepsInFlight:
             tokens: Mapping[str, SampledToken] | Exception = self._result(flight)
         except Exception as error:
             tokens = error
+            self.drain()
         finally:
             self._flights.popleft()
             if self._adapters is not None:
