@@ -293,6 +293,14 @@ class EngineSettings:
             all(0 < size <= self.max_num_seqs for size in self.cuda_graph_sizes),
             f"cuda_graph_sizes must be 1..max_num_seqs ({self.max_num_seqs}), got {self.cuda_graph_sizes}",
         )
+        self._check_shares()
+        _require(self.num_threads is None or self.num_threads >= 1, f"num_threads must be >= 1, got {self.num_threads}")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs})",
+        )
+
+    def _check_shares(self) -> None:
         _require(self.monitor_interval_s > 0, f"monitor_interval_s must be > 0, got {self.monitor_interval_s}")
         _require(self.long_idle_s >= 0, f"long_idle_s must be >= 0, got {self.long_idle_s}")
         _require(
@@ -305,11 +313,6 @@ class EngineSettings:
             f"gpu_memory_utilization must be > 0 and <= 1, got {self.gpu_memory_utilization}",
         )
         _require(0 <= self.max_fragmentation <= 1, f"max_fragmentation must be 0..1, got {self.max_fragmentation}")
-        _require(self.num_threads is None or self.num_threads >= 1, f"num_threads must be >= 1, got {self.num_threads}")
-        _require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
-            f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs})",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ def make_table(
             cursor += align(source.numel()) + 64
         names = [(target.name, packed.layouts) for target, packed in zip(targets, of_slot, strict=True)]
         table.set_image(slot, table.image(names), offsets)
+    table.flush()
     return table
 
 
@@ -104,6 +105,7 @@ def empty_table(backend: KernelBackend, target: LoraTarget, ranks: Sequence[int]
     offsets = np.cumsum([0, *sizes]).tolist()
     for slot, one in enumerate(shapes):
         table.set_block(target.name, slot, offsets[slot], backend.packed_layouts(one, dtype))
+    table.flush()
     return table
 
 

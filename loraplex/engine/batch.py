@@ -144,9 +144,10 @@ class BatchBuilder:
         self._write_tables(arrays, sequences, context_lens, num_blocks)
         self._write_positions(arrays, starts, query_lens)
         padding = shape.num_sequences - len(sequences)
+        lora = self._write_lora_plan(sequences, query_lens, shape.num_tokens)
         batch = self._batch(
-            self._buffers.upload(shape),
-            self._rewrite_lora_plan(sequences, query_lens, shape.num_tokens, padded_size is not None),
+            self._buffers.upload(shape, lora),
+            lora,
             (*query_lens.tolist(), *(1,) * padding),
             (*context_lens.tolist(), *(0,) * padding),
         )
@@ -159,12 +160,9 @@ class BatchBuilder:
         """
         shape = self.padded_shape(size)
         _write_padding(self._buffers.begin(shape), 0, 0, 0)
-        lora = None
-        if has_adapters:
-            self._lora_plan.rewrite((), size, is_decode=True)
-            self._lora_plan.cut_tiles()
-            lora = _as_captured(self._lora_plan, size)
-        return self._batch(self._buffers.upload(shape), lora, (1,) * size, ())
+        self._lora_plan.write((), size, is_decode=True)
+        tensors = self._buffers.upload(shape, self._lora_plan)
+        return self._batch(tensors, _as_captured(self._lora_plan, size) if has_adapters else None, (1,) * size, ())
 
     def padded_shape(self, size: int) -> StepShape:
         """Of a decode step that is padded to `size` rows."""
@@ -210,20 +208,14 @@ class BatchBuilder:
         arrays.positions[: len(positions)] = positions
         arrays.kv_slot_mapping[: len(positions)] = blocks * block_size + positions % block_size
 
-    def _rewrite_lora_plan(
-        self,
-        sequences: Sequence[ScheduledSequence],
-        query_lens: NDArray[np.int64],
-        num_tokens: int,
-        for_graph: bool,
+    def _write_lora_plan(
+        self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int
     ) -> LoraPlan | None:
         lora_slots = [_slot_of(sequence.state) for sequence in sequences]
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
-        self._lora_plan.rewrite(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
-        if for_graph:
-            self._lora_plan.cut_tiles()  # a replay asks for nothing
+        self._lora_plan.write(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
         return self._lora_plan
 
 

@@ -77,8 +77,9 @@ def build_steps(
     table_width = -(-memory.max_model_len // config.block_size)
     num_tokens = max(config.max_num_batched_tokens, PROMPT_TOKENS)  # a diagnosis is no smaller
     largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
-    buffers = make_step_buffers(device, largest, graph_device is not None)
-    builder = BatchBuilder(blocks, buffers, LoraPlan(config.max_num_seqs, device, num_tokens), table_width)
+    lora_plan = LoraPlan(config.max_num_seqs, device, num_tokens)
+    buffers = make_step_buffers(device, largest, lora_plan, graph_device is not None)
+    builder = BatchBuilder(blocks, buffers, lora_plan, table_width)
     if graph_device is None:
         return builder, None
     sizes, max_rank = graph_sizes(config), 0 if config.lora is None else config.lora.max_lora_rank or 0

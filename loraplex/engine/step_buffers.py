@@ -3,8 +3,8 @@
     HostBuffers     on a CPU: new arrays for each step, and its tensors are over them; nothing is copied
     StagedBuffers   elsewhere: all arrays lie in one block of page-locked memory and go to one block of the device in one copy
 
-What is where in a block depends on the `StepShape` alone. So all steps of one shape have their tensors at the same addresses, which is
-what a captured graph needs: it is captured once and reads what the next copy brings.
+The LoRA plan lies before them. What is where in a block depends on the `StepShape` alone. So all steps of one shape have their tensors
+at the same addresses, which is what a captured graph needs: it is captured once and reads what the next copy brings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loraplex.kernels.plan import align
+from loraplex.kernels.plan import LoraPlan, align
 
 NUM_TURNS = 2
 """Blocks on the host: one may still be read by a copy while the next step is written."""
@@ -67,8 +67,11 @@ class StepBuffers(Protocol):
         """Arrays for one step, with anything in them."""
         ...
 
-    def upload(self, shape: StepShape) -> StepTensors:
-        """What was written to the arrays of the last `begin`, which was of this shape. They may not be written any more."""
+    def upload(self, shape: StepShape, lora: LoraPlan | None) -> StepTensors:
+        """What was written to the arrays of the last `begin`, which was of this shape. They may not be written any more.
+
+        lora: the step's plan, written and not uploaded; None for a step without adapters.
+        """
         ...
 
 
@@ -82,7 +85,7 @@ class HostBuffers:
         self._arrays = StepArrays(*(np.empty(dims, dtype) for dims, dtype in _dims(shape)))
         return self._arrays
 
-    def upload(self, shape: StepShape) -> StepTensors:
+    def upload(self, shape: StepShape, lora: LoraPlan | None) -> StepTensors:
         arrays, self._arrays = self._arrays, None
         assert arrays is not None, "upload without begin"
         return StepTensors(*map(torch.from_numpy, arrays))
@@ -91,12 +94,15 @@ class HostBuffers:
 class StagedBuffers:
     """StepBuffers of another device. `largest` bounds each size of a step; what a step needs of the block is all that is copied.
 
+    `lora_plan` is the one that all steps have; it is moved to the block.
+
     The copy runs on the current stream: after the step before it, which still reads the device's block, and beside what the host does.
     """
 
-    def __init__(self, device: torch.device, largest: StepShape) -> None:
+    def __init__(self, device: torch.device, largest: StepShape, lora_plan: LoraPlan) -> None:
         is_cuda = device.type == "cuda"
-        nbytes = _places(largest).nbytes
+        self._lora_nbytes = align(lora_plan.host.nbytes)
+        nbytes = self._lora_nbytes + _places(largest).nbytes
         self.device_block = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self.host_blocks = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(NUM_TURNS)]
         self._host_bytes: list[NDArray[np.uint8]] = [block.numpy() for block in self.host_blocks]
@@ -104,6 +110,8 @@ class StagedBuffers:
         if is_cuda:
             self._copied = [torch.cuda.Event() for _ in range(NUM_TURNS)]  # type: ignore[no-untyped-call]
         self._largest = largest
+        self._lora_plan = lora_plan
+        lora_plan.move_to(self.device_block[: lora_plan.host.nbytes].view(lora_plan.host.dtype))
         self._turn = 0
         self._tensors: dict[StepShape, StepTensors] = {}
 
@@ -112,14 +120,19 @@ class StagedBuffers:
         assert all(size <= most for size, most in zip(shape, self._largest, strict=True)), f"{shape}, {self._largest}"
         if self._copied is not None:
             self._copied[self._turn].synchronize()
-        block = self._host_bytes[self._turn]
+        block = self._host_bytes[self._turn][self._lora_nbytes :]
         return StepArrays(
             *(block[p.start : p.end].view(p.dtype).reshape(p.dims) for p in _places(shape).parts),
         )
 
-    def upload(self, shape: StepShape) -> StepTensors:
-        nbytes = _places(shape).nbytes
-        self.device_block[:nbytes].copy_(self.host_blocks[self._turn][:nbytes], non_blocking=True)
+    def upload(self, shape: StepShape, lora: LoraPlan | None) -> StepTensors:
+        start, end = self._lora_nbytes, self._lora_nbytes + _places(shape).nbytes
+        if lora is not None:
+            assert lora is self._lora_plan
+            lora.cut_tiles()
+            self.host_blocks[self._turn][: lora.host.nbytes] = lora.host.view(torch.uint8)
+            start = 0
+        self.device_block[start:end].copy_(self.host_blocks[self._turn][start:end], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record(torch.cuda.current_stream(self.device_block.device))
         self._turn = (self._turn + 1) % NUM_TURNS
@@ -133,15 +146,17 @@ class StagedBuffers:
     def _views(self, shape: StepShape) -> StepTensors:
         return StepTensors(
             *(
-                self.device_block[p.start : p.end].view(_TORCH_DTYPES[p.dtype]).view(p.dims)
+                self.device_block[self._lora_nbytes + p.start : self._lora_nbytes + p.end]
+                .view(_TORCH_DTYPES[p.dtype])
+                .view(p.dims)
                 for p in _places(shape).parts
             )
         )
 
 
-def make_step_buffers(device: torch.device, largest: StepShape, has_graphs: bool) -> StepBuffers:
+def make_step_buffers(device: torch.device, largest: StepShape, lora_plan: LoraPlan, has_graphs: bool) -> StepBuffers:
     """Staged ones where steps are copied to the device, or captured."""
-    return StagedBuffers(device, largest) if has_graphs or device.type != "cpu" else HostBuffers()
+    return StagedBuffers(device, largest, lora_plan) if has_graphs or device.type != "cpu" else HostBuffers()
 
 
 _TORCH_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}

@@ -155,8 +155,13 @@ class LoraPlan:
         else:
             self._host[: 4 * capacity] = previous[: 4 * capacity]
         self._room.write(NO_TILES, self._host[4 * capacity :])
-        self.buffer = self.host if self.device.type == "cpu" else torch.zeros_like(self.host, device=self.device)
-        ranges, tiles = self.buffer[: 4 * capacity].view(4, capacity), self.buffer[4 * capacity :]
+        self.move_to(self.host if self.device.type == "cpu" else torch.zeros_like(self.host, device=self.device))
+
+    def move_to(self, buffer: torch.Tensor) -> None:
+        """Read the device's half from `buffer`, int32 and as large as `host`, from now on; it is as it was at the next upload."""
+        assert (buffer.dtype, buffer.shape) == (self.host.dtype, self.host.shape)
+        self.buffer, capacity = buffer, self.capacity
+        ranges, tiles = buffer[: 4 * capacity].view(4, capacity), buffer[4 * capacity :]
         self.seg_starts, self.seg_ends, self.seg_slots, weights = ranges.unbind()
         self.seg_weights = weights.view(torch.float32)
         border = TILE_FIELDS * self._room.num_small

@@ -628,7 +628,7 @@ def test_prefix_caching_off(base: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("setting", ["gpu_memory_utilization", "max_lora", "maxmodellen", "lora", "quantization"])
+@pytest.mark.parametrize("setting", ["swap_space", "max_lora", "maxmodellen", "lora", "quantization"])
 def test_unknown_settings_are_refused_by_name(base: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
         LLM(str(base), **{setting: 1})

@@ -1,0 +1,71 @@
+"""Decode steps of Triton kernels as graphs: in the interpreter, on the tape (graph_tape.py), to which launches are added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from loraplex import LoRAConfig
+from loraplex.engine import decode_graphs
+from loraplex.engine import engine as engine_module
+from loraplex.kernels.triton.backend import TritonBackend
+from loraplex.kernels.triton.launch import TritonLauncher
+from tests.engine.driver import Driver
+from tests.engine.graph_tape import TapeDevice
+from tests.engine.rules_bench import MAX_MODEL_LEN, Asked, Bench, loaded
+
+
+class Launch:
+    """One launch of a kernel. What it wrote to, torch made."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+    def poison(self) -> None:
+        pass
+
+
+class TapeLauncher(TritonLauncher):
+    """Runs kernels in Triton's interpreter, and writes launches down while `device` captures."""
+
+    def __init__(self, where: torch.device, device: TapeDevice) -> None:
+        super().__init__(where)
+        self._device = device
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        def run() -> None:
+            with _disable_current_modes():  # the interpreter is written in torch, too
+                super(TapeLauncher, self).launch(kernel, grid, *args, **constants)
+
+        run()
+        if self._device.tape is not None:
+            self._device.tape.calls.append(Launch(run))
+
+
+@pytest.mark.parametrize("is_lora_fused", [False, True])
+def test_replays_equal_eager_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_lora_fused: bool) -> None:
+    """Greedy tokens of the oracle, through graphs of two rows; nothing that the host knew of a step is in them."""
+    device, cpu = TapeDevice(), torch.device("cpu")
+    backend = TritonBackend(cpu, TapeLauncher(cpu, device), is_lora_fused=is_lora_fused)
+    monkeypatch.setattr(engine_module, "get_backend", lambda *_: backend)
+    monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: device)
+    monkeypatch.setattr(decode_graphs, "graph_sizes", lambda *_: (2,))
+    settings: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 20}
+    driver = loaded(Driver(bench.base, LoRAConfig(), **settings), bench)
+    graphs = driver.engine.graphs
+    assert graphs is not None
+    assert graphs.num_graphs == 2
+    asked = [Asked(driver, bench, name, num_tokens=count) for name, count in (("one", 3), (None, 4))]
+    with graphs.compared() as counts:
+        driver.finish()
+    for each in asked:
+        each.check()
+    assert counts == {"equal": 3}
+    assert driver.stats.graph_steps == {"lora": 2, "base": 1}
+    assert not backend.fallbacks
+    driver.check_idle()
+    driver.close()
