@@ -292,14 +292,7 @@ def build_engine(
     blocks = _build_blocks(config, memory)
     events = EventLog()
     adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
-    scheduler = Scheduler(
-        blocks,
-        adapters,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=memory.max_model_len,
-        aging_steps=1 if config.lora is None else config.lora.aging_steps,
-    )
+    scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
     if graphs is not None:
         graphs.capture(None if progress is None else lambda done, total: progress("graphs", done, total))
@@ -312,20 +305,33 @@ def build_engine(
         model_path=str(path),
         architecture=model_config.model_type,
         dtype=dtype_name,
-        backend=backend.name,
-        vocab_size=model_config.vocab_size,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        block_size=config.block_size,
+        kv_cache_dtype=kv_cache_dtype,
         adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
-        kv_cache_dtype=kv_cache_dtype,
+        vocab_size=model_config.vocab_size,
+        block_size=config.block_size,
+        backend=backend.name,
         backend_description=backend.description,
     )
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests
     return EngineCore(
         info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
+    )
+
+
+def _scheduler(
+    config: EngineConfig, blocks: KVBlockAllocator, adapters: LoRAModelManager | None, max_model_len: int
+) -> Scheduler:
+    return Scheduler(
+        blocks,
+        adapters,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        aging_steps=1 if config.lora is None else config.lora.aging_steps,
     )
 
 

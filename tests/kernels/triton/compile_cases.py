@@ -16,6 +16,7 @@ from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, Shape
 from loraplex.kernels.quantized_linear import QuantizedWeight
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.linear import dequantize, round_rows, skinny_linear
+from loraplex.kernels.triton.nucleus import keep_nucleus
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -137,6 +138,7 @@ def core_attention_cases() -> Iterator[Case]:
     for dtype in DTYPES:
         yield attention_case(LLAMA_8B, dtype, [1] * 32, [1000] * 32)
         yield attention_case(LLAMA_8B, dtype, [512, 300], [512, 2000])
+        yield attention_case(LLAMA_8B, dtype, [16], [4000])  # few queries over many keys: split, and combined
         yield rotary_case(LLAMA_8B, dtype, 32)
     yield attention_case(LLAMA_1B, BF16, [1] * 8, [5000] * 8, window=4096)
 
@@ -229,7 +231,19 @@ def more_linear_cases() -> Iterator[Case]:
         yield linear_case(quantization, BF16, 1, 4864, 896)
 
 
+# ------------------------------------------------------------------------------------------------------------- sampling
+
+
+def nucleus_case() -> Case:
+    def run(backend: TritonBackend) -> None:
+        logits = _empty(16, 128_256, dtype=FP32)
+        keep_nucleus(backend.launcher, logits, _empty(16, 128_256, dtype=FP32), _empty(16, 1, dtype=torch.float64))
+
+    return Case("sampler keep_nucleus", FP32, run)
+
+
 CORE = (
+    nucleus_case(),
     *core_lora_cases(),
     *core_attention_cases(),
     *(glue_case(LLAMA_8B, dtype, 16) for dtype in DTYPES),
