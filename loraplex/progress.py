@@ -9,9 +9,11 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+VERBS = {"kernels": "compiling", "graphs": "capturing"}
+
 
 class StartProgress:
-    """`update("weights", done, total)` draws or moves a bar of that name: weights, graphs, adapters."""
+    """`update("weights", done, total)` draws or moves a bar of that name: weights, kernels, graphs, adapters."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -35,6 +37,6 @@ class StartProgress:
 
     def update(self, what: str, done: int, total: int) -> None:
         if what not in self._bars:
-            verb = "capturing" if what == "graphs" else "loading"
+            verb = VERBS.get(what, "loading")
             self._bars[what] = self._progress.add_task(f"{verb} {what}", total=total)
         self._progress.update(self._bars[what], completed=done)

@@ -48,6 +48,7 @@ def build_manager(
     )
     blocks.reclaim = manager.reclaim_chunks
     model.bind_lora(manager.table, backend)
+    backend.expect_adapters(manager.table, model.activation_dtype, lora.max_lora_rank or 0)
     return manager
 
 

@@ -82,8 +82,7 @@ def build_steps(
     builder = BatchBuilder(blocks, buffers, lora_plan, table_width)
     if graph_device is None:
         return builder, None
-    sizes, max_rank = graph_sizes(config), 0 if config.lora is None else config.lora.max_lora_rank or 0
-    return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, sizes, max_rank)
+    return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, graph_sizes(config))
 
 
 class _Key(NamedTuple):
@@ -102,7 +101,6 @@ class _Captured(NamedTuple):
 class DecodeGraphs:
     """The graphs of one model and one KV memory. `table` is None in an engine without LoRA, and empty in one with it.
 
-    max_lora_rank: of adapters that will come; 0: not known, and graphs are captured again when it is larger than is usual.
     graph_steps: replayed steps, `base` and `lora`; eager_steps: the others, by reason.
     """
 
@@ -115,7 +113,6 @@ class DecodeGraphs:
         builder: BatchBuilder,
         table: SlotTable | None,
         sizes: tuple[int, ...],
-        max_lora_rank: int = 0,
     ) -> None:
         self._device = device
         self._backend = backend
@@ -127,8 +124,6 @@ class DecodeGraphs:
         self._logits = torch.empty(0, dtype=torch.float32)
         self._graphs: dict[_Key, _Captured] = {}
         self._is_measured = False
-        if table is not None:
-            backend.expect_adapters(table, model.activation_dtype, max_lora_rank)
         self._compared: Counter[str] | None = None
         self._graph_steps: Counter[str] = Counter()
         self._eager_steps: Counter[str] = Counter()

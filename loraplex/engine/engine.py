@@ -25,6 +25,7 @@ from loraplex.engine.schedule_plan import RequestStatus, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_recorder import StepRecorder
 from loraplex.engine.steps_in_flight import StepsInFlight
+from loraplex.engine.warm_up import rehearsals, warm_up
 from loraplex.errors import ConfigError, EngineOverloadedError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
@@ -274,8 +275,8 @@ def build_engine(
 ) -> EngineCore:
     """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
 
-    progress(what, done, total) is called while weights are read and graphs captured. With a profiler, kernels are measured one by one.
-    Graphs come last: they hold addresses of scratch memory, the arena and the slot table.
+    progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler, kernels are
+    measured one by one.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -294,12 +295,11 @@ def build_engine(
     adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
     scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
-    if graphs is not None:
-        graphs.capture(None if progress is None else lambda done, total: progress("graphs", done, total))
     profiler = profiler or Profiler()
     steps = None if adapters is None else adapters.steps
     sampler = Sampler(model_config.vocab_size, backend)
     runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
+    _make_ready(config, runner, blocks, memory, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),
@@ -320,6 +320,26 @@ def build_engine(
     return EngineCore(
         info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
     )
+
+
+def _make_ready(
+    config: EngineConfig,
+    runner: ModelRunner,
+    blocks: KVBlockAllocator,
+    memory: MemoryPlan,
+    progress: Progress | None,
+) -> None:
+    """What a GPU does at first use. Graphs come last: they hold addresses of scratch memory, the arena and the slot table."""
+
+    def told(what: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else lambda done, total: progress(what, done, total)
+
+    if memory.arena.device.type != "cpu":
+        num_tokens, num_seqs, has_adapters = config.max_num_batched_tokens, config.max_num_seqs, config.lora is not None
+        steps = rehearsals(num_tokens, num_seqs, memory.max_model_len, has_adapters)
+        warm_up(runner, blocks, list(steps), told("kernels"))
+    if runner.graphs is not None:
+        runner.graphs.capture(told("graphs"))
 
 
 def _scheduler(

@@ -197,6 +197,14 @@ class ModelRunner:
         logits = self._model.compute_logits(self._model.forward(batch, self._kv))
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
+    @torch.inference_mode()
+    def rehearse(self, plan: SchedulePlan) -> None:
+        """Run a plan kernel by kernel, and forget what comes of it."""
+        step, arriving = self._builder.build(plan), self._prepare(plan)
+        logits = self._logits(step, arriving)
+        if logits is not None:
+            self._sample(step, logits, arriving).result()
+
     def _prepare(self, plan: SchedulePlan) -> _Arriving | None:
         if self._adapters is None:
             return None
