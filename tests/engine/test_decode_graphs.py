@@ -121,6 +121,17 @@ class TestCapture:
         assert driver.stats.graph_steps == {}
         assert driver.stats.eager_steps == {"prefill": 1, "not_captured": 15}
 
+    def test_what_cuda_refuses_in_a_capture_leaves_an_engine_without_graphs(
+        self, make: MakeDriver, bench: Bench, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Other CUDA errors mean that the device is lost; this one does not."""
+        refusal = "CUDA error: operation not permitted when stream is capturing"
+        driver = make(TapeDevice(0, torch.AcceleratorError(refusal)))
+        assert f"AcceleratorError: {refusal}" in caplog.text
+        asked = Asked(driver, bench, "one")
+        driver.finish()
+        asked.check()
+
     def test_without_cuda_or_with_enforce_eager_there_are_none(self) -> None:
         def device(name: str, backend: TorchBackend, **settings: Any) -> object:
             config = EngineConfig(model="m", **settings)
