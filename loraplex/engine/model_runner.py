@@ -144,8 +144,6 @@ class ModelRunner:
     def measure_operators(self, is_on: bool) -> None:
         """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""
         self._model.measure_operators(self._add_operator if is_on else None)
-        if self.graphs is not None:
-            self.graphs.measure(is_on)
 
     def _add_operator(self, operator: str, seconds: float) -> None:
         self._profiler.add(PART_OF[operator], seconds)
