@@ -11,7 +11,6 @@ Everything else runs kernel by kernel, and is counted by reason:
     prefill        some sequence has several tokens, or is not sampled
     batch_size     more sequences than the largest graph has rows
     adapters       adapters are there that the backend's captured kernels do not cover
-    arriving       weights of some adapter are still on their way, and each layer waits for its own
     not_captured   there is no graph: its capture failed
 
 A profile of steps changes none of this: backends that can be captured time no operators.
@@ -195,10 +194,10 @@ class DecodeGraphs:
 
     # -------------------------------------------------------------------------------------------------------- replay
 
-    def padded_size(self, plan: SchedulePlan, has_arriving: bool = False) -> int | None:
+    def padded_size(self, plan: SchedulePlan) -> int | None:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
         slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
-        reason = "arriving" if has_arriving else self._reason_against(plan, bool(slots))
+        reason = self._reason_against(plan, bool(slots))
         if reason is None:
             size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
             if self._is_there(_Key(size, bool(slots)), slots):

@@ -538,11 +538,6 @@ class StepBatch:
     logits_indices: torch.Tensor
     gate: LayerGate | None = None
 
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether the step has to wait: layer by layer, or for all of them before it is replayed as a whole."""
-        return self.gate is not None
-
 
 LayersForward = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, StepBatch], torch.Tensor]
 """x [T, hidden], (cos, sin), kv, batch -> [T, hidden]: all layers of a model."""

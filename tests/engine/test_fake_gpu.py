@@ -72,6 +72,7 @@ def test_no_step_waits_for_the_device(bench: Bench, settings: dict[str, Any]) ->
         assert gpu.waits == []
         if not settings.get("enforce_eager"):
             assert driver.stats.graph_steps["lora"] > NUM_TOKENS
+            assert driver.stats.eager_steps.keys() == {"prefill"}
         driver.close()
 
 
