@@ -11,9 +11,9 @@ Everything else runs kernel by kernel, and is counted by reason:
     prefill        some sequence has several tokens, or is not sampled
     batch_size     more sequences than the largest graph has rows
     adapters       adapters are there that the backend's captured kernels do not cover
-    arriving       weights of some adapter are still on their way, and each layer waits for its own
-    measured       operators are timed one by one (a profile of kernels)
     not_captured   there is no graph: its capture failed
+
+A profile of steps changes none of this: backends that can be captured time no operators.
 
 What graphs hold stays until the engine ends. Low-memory mode does not take it: the arena is memory of its own, which scratch memory given
 back would not make larger, and a replay would write to it.
@@ -123,7 +123,6 @@ class DecodeGraphs:
         self._sizes = sizes
         self._logits = torch.empty(0, dtype=torch.float32)
         self._graphs: dict[_Key, _Captured] = {}
-        self._is_measured = False
         self._compared: Counter[str] | None = None
         self._graph_steps: Counter[str] = Counter()
         self._eager_steps: Counter[str] = Counter()
@@ -190,14 +189,10 @@ class DecodeGraphs:
 
     # -------------------------------------------------------------------------------------------------------- replay
 
-    def measure(self, is_on: bool) -> None:
-        """While on, no step is replayed: a replay calls no operator that could be timed."""
-        self._is_measured = is_on
-
-    def padded_size(self, plan: SchedulePlan, has_arriving: bool = False) -> int | None:
+    def padded_size(self, plan: SchedulePlan) -> int | None:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
         slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
-        reason = "arriving" if has_arriving else self._reason_against(plan, bool(slots))
+        reason = self._reason_against(plan, bool(slots))
         if reason is None:
             size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
             if self._is_there(_Key(size, bool(slots)), slots):
@@ -207,8 +202,6 @@ class DecodeGraphs:
         return None
 
     def _reason_against(self, plan: SchedulePlan, has_adapters: bool) -> str | None:
-        if self._is_measured:
-            return "measured"
         if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
             return "prefill"
         if len(plan.sequences) > self._sizes[-1]:

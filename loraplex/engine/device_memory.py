@@ -5,7 +5,7 @@
 
 The reserve is an estimate, made of the model's shapes (no step is run): a step of max_num_batched_tokens keeps about four hidden
 states, queries, keys, values and attention, and three of the MLP's inner states a token; sampling keeps the logits of max_num_seqs
-rows four times in float32; graphs get GRAPH_BYTES. Logits of prompts (`prompt_logprobs`) are not in it: what
+rows four times in float32; what graphs get says graph_sizes.py. Logits of prompts (`prompt_logprobs`) are not in it: what
 gpu_memory_utilization leaves is for them, for what torch's allocator loses to rounding, and for the driver.
 """
 
@@ -16,11 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.config import EngineConfig
+from loraplex.engine.graph_sizes import graph_bytes
 from loraplex.errors import ConfigError
 from loraplex.models.config import ModelConfig
-
-GRAPH_BYTES = 512 << 20
-"""For captured decode steps: their launches, and one pool of activations that all of them share."""
 
 SLOT_TABLE_BYTES = 64 << 20
 
@@ -61,4 +59,5 @@ def reserve_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) 
     a_token = (4 * model.hidden_size + attention + 3 * model.intermediate_size) * dtype.itemsize
     logits = 4 * config.max_num_seqs * model.vocab_size * torch.float32.itemsize
     table = 0 if config.lora is None else SLOT_TABLE_BYTES
-    return config.max_num_batched_tokens * a_token + logits + table + GRAPH_BYTES
+    graphs = 0 if config.enforce_eager else graph_bytes(config, model, dtype.itemsize)
+    return config.max_num_batched_tokens * a_token + logits + table + graphs

@@ -402,9 +402,9 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
 
 
 def _device(name: str) -> torch.device:
+    """With its number: `cuda` is the current one. Raises ConfigError when it cannot be used."""
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=name).device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # kernels and graphs are launched on this thread's device
     except (RuntimeError, AssertionError) as error:

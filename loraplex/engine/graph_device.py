@@ -53,12 +53,18 @@ class CudaGraphDevice:
             try:
                 run()
             except BaseException:
-                with suppress(RuntimeError):  # the capture was ended by what went wrong
-                    graph.capture_end()
+                self._abandon(graph)
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
         return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture in which something went wrong: that may have ended it, and then torch's allocator is not told so."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):  # it was told
+            torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)

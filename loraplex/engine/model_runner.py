@@ -144,8 +144,6 @@ class ModelRunner:
     def measure_operators(self, is_on: bool) -> None:
         """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""
         self._model.measure_operators(self._add_operator if is_on else None)
-        if self.graphs is not None:
-            self.graphs.measure(is_on)
 
     def _add_operator(self, operator: str, seconds: float) -> None:
         self._profiler.add(PART_OF[operator], seconds)
@@ -155,7 +153,7 @@ class ModelRunner:
         """Run the plan, or have the device do so: nothing here waits for it. Tokens that the step before draws are taken from there."""
         with self._profiler.part("build"):
             arriving = self._prepare(plan)
-            step = self._builder.build(plan, self._padded_size(plan, arriving))
+            step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
             self._take_pending(step)
         with self._profiler.part("forward"):
             logits = self._logits(step, arriving)
@@ -173,14 +171,15 @@ class ModelRunner:
             rows, sources = upload(np.array(pairs, np.int64).T.copy(), token_ids.device)
             token_ids.index_copy_(0, rows, self._last.token_ids.index_select(0, sources))
 
-    def _padded_size(self, plan: SchedulePlan, arriving: _Arriving | None) -> int | None:
-        """The rows of the captured step that runs this one; None: kernel by kernel."""
-        return None if self.graphs is None else self.graphs.padded_size(plan, has_arriving=arriving is not None)
-
     def _logits(self, step: BuiltStep, arriving: _Arriving | None) -> torch.Tensor | None:
-        """Float32, a row for each of the step's logits_indices but those of padding; by its graph if it has one. None: no rows."""
+        """Float32, a row for each of the step's logits_indices but those of padding; by its graph if it has one. None: no rows.
+
+        A graph begins when all of an arriving adapter is there: most steps that run one follow its prompt, which has waited for that.
+        """
         if step.padded_size is not None:
             assert self.graphs is not None
+            if arriving is not None:
+                arriving.gate.wait_for_all()
             return self.graphs.replay(step)
         hidden = self._model.forward(_gated(step.batch, arriving), self._kv)
         if len(step.batch.logits_indices) == 0:

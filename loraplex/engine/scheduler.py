@@ -198,8 +198,9 @@ class Scheduler:
     ) -> None:
         blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
         others = [state for state in self._waiting if not self._turns.is_aged(state)] if aged else self._waiting.copy()
+        num_seats = self._max_running - self._num_seats_taken
         for state in aged + others:
-            if budget <= 0 or self._num_seats_taken >= self._max_running:
+            if budget <= 0 or num_seats <= 0:
                 break
             if state.preempted_at_step == self._turns.step_id or self._turns.is_on_hold(state):
                 continue  # it gave way in this very step, or its adapter is to leave
@@ -214,7 +215,7 @@ class Scheduler:
                 num_tokens = self._admit(state, budget, scheduled)
                 if num_tokens == 0:
                     break  # out of KV: first come, first served
-                budget -= num_tokens
+                budget, num_seats = budget - num_tokens, num_seats - 1
 
     @property
     def _num_seats_taken(self) -> int:

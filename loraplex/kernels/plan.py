@@ -442,7 +442,6 @@ class SlotTable:
         if not self._changed:
             return
         slots = sorted(self._changed)
-        self._changed.clear()
         size = len(slots) * self.num_rows * 3
         # int64 words: the slots, the addresses, and the values two by two. Torch keeps page-locked memory until its copy is done.
         is_pinned = self.buffer.device.type == "cuda"
@@ -453,6 +452,7 @@ class SlotTable:
         on_device = staging.to(self.buffer.device, non_blocking=True)
         for planes, part in zip(self._planes, self._parts(on_device, len(slots)), strict=True):
             planes.index_copy_(2, on_device[: len(slots)], part)
+        self._changed.clear()  # now, or they would be lost to a step that is tried again for lack of memory
 
     def _parts(self, staging: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Addresses and values in a staging buffer, each [3, rows, num_slots]."""
@@ -537,11 +537,6 @@ class StepBatch:
     lora: LoraPlan | None
     logits_indices: torch.Tensor
     gate: LayerGate | None = None
-
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether the step has to wait: layer by layer, or for all of them before it is replayed as a whole."""
-        return self.gate is not None
 
 
 LayersForward = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor, StepBatch], torch.Tensor]

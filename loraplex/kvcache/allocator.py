@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,12 +16,13 @@ from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
 class _Table:
     """One request's blocks; the first `len(keys) - 1` of them are full and have been offered to the cache.
 
+    blocks: int32, which a step copies into its own table as they are: as a list they would be converted one by one in every step.
     num_queried, num_hit: what its look-up adds to the counters once it runs; one that finds no room asks again in every step.
     """
 
     adapter_digest: str
     keys: list[bytes]
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
     num_queried: int = 0
     num_hit: int = 0
 
@@ -104,7 +106,7 @@ class KVBlockAllocator:
     def _allocate(self, table: _Table, count: int) -> bool:
         with self._lock:
             blocks = self._pool.allocate(count)
-        table.blocks += blocks or ()
+        table.blocks.extend(blocks or ())
         return blocks is not None
 
     def _reclaim(self, count: int) -> bool:
@@ -208,7 +210,7 @@ class KVBlockAllocator:
         for source, target in moved.items():
             self._pool.hand_over(source, target)
         for table in self._tables.values():
-            table.blocks[:] = [moved.get(kv_block, kv_block) for kv_block in table.blocks]
+            table.blocks[:] = array("i", [moved.get(kv_block, kv_block) for kv_block in table.blocks])
 
     def fence(self, chunk: int) -> None:
         """Never use a chunk again: its free blocks go now, the others when their requests end or `vacate` moves them. From any thread."""

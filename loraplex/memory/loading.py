@@ -141,5 +141,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a CUDA error is of those after which the process cannot use the device any more."""
-    return isinstance(error, RuntimeError) and "CUDA error" in str(error) and "out of memory" not in str(error)
+    """Whether a CUDA error is of those after which the process cannot use the device any more. What a capture refuses is not."""
+    text = str(error)
+    is_harmless = "out of memory" in text or "captur" in text
+    return isinstance(error, RuntimeError) and "CUDA error" in text and not is_harmless

@@ -34,20 +34,21 @@ FORBIDDEN = (
 
 
 class TapeDevice:
-    """A GraphDevice. `fails_at`: the number of the capture that runs out of memory."""
+    """A GraphDevice. `fails_at`: the number of the capture that fails with `error`, out of memory by default."""
 
-    def __init__(self, fails_at: int | None = None) -> None:
+    def __init__(self, fails_at: int | None = None, error: Exception | None = None) -> None:
         self.log: list[str] = []
         self.tape: Tape | None = None
         """Of the capture that is under way."""
         self.poisoned: list[Tensor] = []
         self._fails_at = fails_at
+        self._error = error or torch.OutOfMemoryError("CUDA out of memory")
 
     def capture(self, run: Callable[[], None]) -> TapeGraph:
         self.log.append("warm-up")
         run()
         if self.log.count("warm-up") - 1 == self._fails_at:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self._error
         self.log.append("capture")
         self.tape = tape = Tape()
         try:

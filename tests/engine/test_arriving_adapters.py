@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from loraplex.config import LoRAConfig
-from loraplex.engine import adapter_memory
+from loraplex.engine import adapter_memory, decode_graphs
+from loraplex.engine import engine as engine_module
 from loraplex.errors import AdapterUnavailableError
 from loraplex.memory.arena import Arena
 from tests.engine.driver import Driver
+from tests.engine.graph_tape import MaskedBackend, TapeDevice
 from tests.engine.rules_bench import Asked, Bench, OpenDriver, loaded
 from tests.memory.fake_copies import FakeCopies
 
@@ -80,6 +82,27 @@ def test_a_cold_adapter_runs_in_the_first_step_and_is_right(apart: Apart, bench:
     apart.finish()
     asked.check()
     assert apart.store.arriving == {}
+
+
+def test_a_replayed_step_waits_for_all_of_an_adapter(
+    open_driver: OpenDriver, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of one token is a decode step. Loads that are ahead of a landing are no reason to run steps kernel by kernel."""
+    monkeypatch.setattr(engine_module, "get_backend", lambda *_: MaskedBackend())
+    monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: TapeDevice())
+    apart = Apart(open_driver, bench, monkeypatch, num_device=2)
+    request_ids = [apart.driver.submit([7], "one", max_tokens=4)]
+    apart.driver.step()
+    assert [arrival.is_done for arrival in apart.copies.arrivals] == [True]
+    apart.driver.step()
+    assert len(apart.store.arriving) == 1
+    apart.finish()
+    request_ids.append(apart.driver.submit([7], "one", max_tokens=4))
+    apart.finish()
+    first, again = (apart.driver.outputs[each].outputs[0].token_ids for each in request_ids)
+    assert first == again
+    assert apart.driver.stats.graph_steps == {"lora": 8}
+    assert apart.driver.stats.eager_steps == {}
 
 
 def test_many_adapters_over_little_room_all_answer_rightly(apart: Apart, bench: Bench) -> None:

@@ -121,6 +121,17 @@ class TestCapture:
         assert driver.stats.graph_steps == {}
         assert driver.stats.eager_steps == {"prefill": 1, "not_captured": 15}
 
+    def test_what_cuda_refuses_in_a_capture_leaves_an_engine_without_graphs(
+        self, make: MakeDriver, bench: Bench, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Other CUDA errors mean that the device is lost; this one does not."""
+        refusal = "CUDA error: operation not permitted when stream is capturing"
+        driver = make(TapeDevice(0, torch.AcceleratorError(refusal)))
+        assert f"AcceleratorError: {refusal}" in caplog.text
+        asked = Asked(driver, bench, "one")
+        driver.finish()
+        asked.check()
+
     def test_without_cuda_or_with_enforce_eager_there_are_none(self) -> None:
         def device(name: str, backend: TorchBackend, **settings: Any) -> object:
             config = EngineConfig(model="m", **settings)
@@ -227,17 +238,18 @@ class TestReplay:
         assert len(driver.outputs[request_id].prompt_logprobs or ()) == PROMPT_LENGTH
         assert driver.stats.graph_steps == {"lora": 3, "base": 2}
 
-    def test_while_operators_are_measured_nothing_is_replayed(self, make: MakeDriver, bench: Bench) -> None:
+    def test_a_profile_is_of_the_steps_that_run_without_it(self, make: MakeDriver, bench: Bench) -> None:
         driver = make()
         asked = Asked(driver, bench, "one")
         driver.step(3)
         driver.engine.start_profile()
         driver.step(3)
-        driver.engine.stop_profile()
+        profile = driver.engine.stop_profile()
+        assert profile.num_steps == 3
         driver.finish()
         asked.check()
-        assert driver.stats.eager_steps == {"prefill": 1, "measured": 3}
-        assert driver.stats.graph_steps == {"lora": 12}
+        assert driver.stats.eager_steps == {"prefill": 1}
+        assert driver.stats.graph_steps == {"lora": 15}
 
     def test_scratch_memory_stays_while_graphs_write_to_it(self, make: MakeDriver) -> None:
         class Backend(MaskedBackend):

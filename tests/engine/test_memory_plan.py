@@ -198,6 +198,13 @@ def test_what_the_gpu_has_left_is_shared() -> None:
     assert 1000 < plan.arena.num_chunks <= memory_plan.MAX_GPU_CHUNKS
 
 
+def test_more_graphs_leave_less() -> None:
+    few, many = (reserve_bytes(EngineConfig(model="m", max_num_seqs=n), llama_8b(), torch.bfloat16) for n in (64, 256))
+    assert many - few > 2 * 22 * (16 << 20), "22 sizes more, each with adapters and without"
+    eager = reserve_bytes(EngineConfig(model="m", enforce_eager=True), llama_8b(), torch.bfloat16)
+    assert few - eager > 2 * 11 * (16 << 20)
+
+
 def test_other_processes_count_and_a_larger_share_gives_more() -> None:
     small = plan_for_gpu(free=40 * GIB).arena.num_bytes
     assert plan_for_gpu(free=41 * GIB).arena.num_bytes - small == pytest.approx(GIB, abs=64 * MIB)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
+from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import EngineError
 from tests.engine.test_scheduler import EOS, Harness, ran
 
@@ -98,6 +99,27 @@ class TestAhead:
         harness.run()
         assert len(harness.tokens("a")) == 2
         assert sum(len(plan.sequences) for plan in harness.plans) == 2
+
+    def test_seats_are_counted_once_a_step_however_many_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Thousands may wait for their adapters while seats are free, and each count looks at all that run."""
+        harness = Ahead(seqs=3)
+        for name in ("a", "b", "c"):
+            harness.add(name, max_tokens=3 if name == "a" else 6)
+        harness.step()
+        counted, count = [], Scheduler._num_seats_taken.fget
+        assert count is not None
+
+        def counting(scheduler: Scheduler) -> int:
+            counted.append(count(scheduler))
+            return counted[-1]
+
+        monkeypatch.setattr(Scheduler, "_num_seats_taken", property(counting))
+        for name in ("d", "e", "f", "g"):
+            harness.add(name, max_tokens=6)
+        plans = [harness.step() for _ in range(4)]
+        assert len(counted) == 4
+        assert max(len(plan.sequences) for plan in plans) == 3
+        harness.run()
 
     def test_what_is_drawn_after_the_end_is_dropped_and_not_cached(self) -> None:
         harness = Ahead()

@@ -192,6 +192,24 @@ def test_a_mirrored_table_shows_changes_when_it_is_flushed_all_at_once() -> None
         table.check_integrity()
 
 
+def test_changes_wait_for_a_flush_that_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that could not be launched for lack of memory is tried again."""
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    table = SlotTable(TARGETS, 3, torch.full((4096,), 0xFF, dtype=torch.uint8), is_mirrored=True)
+    table.set_block("layers.0.qkv", 1, 512, (LAYOUT, None, NO_BIAS))
+    with monkeypatch.context() as lacking:
+        lacking.setattr(torch, "empty", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            table.flush()
+    assert table.has_changes
+    table.flush()
+    assert table.a_addr[0, 1] == table.addresses(0, 1)[0] != 0
+    table.check_integrity()
+
+
 def test_an_unchanged_table_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     table = SlotTable(TARGETS, 3, torch.full((4096,), 0xFF, dtype=torch.uint8), is_mirrored=True)
     monkeypatch.setattr(torch, "empty", None)

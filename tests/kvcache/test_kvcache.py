@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -99,6 +100,13 @@ class TestSharing:
         assert compute(allocator, make_request("b", prompt)) == 2 * BLOCK_SIZE
         assert list(allocator.block_table("a"))[:2] == list(allocator.block_table("b"))[:2]
         assert allocator.block_table("a")[2] != allocator.block_table("b")[2]
+
+    def test_a_step_copies_a_table_as_it_is(self) -> None:
+        allocator = KVBlockAllocator(16, BLOCK_SIZE)
+        compute(allocator, make_request("a", list(range(3 * BLOCK_SIZE))))
+        table = np.frombuffer(memoryview(allocator.block_table("a")), np.int32)  # type: ignore[arg-type]
+        assert table.tolist() == list(allocator.block_table("a"))
+        assert len(table) == 3
 
     @pytest.mark.parametrize(("digest", "salt"), [("other", ""), ("", "tenant")])
     def test_another_adapter_or_tenant_shares_nothing(self, digest: str, salt: str) -> None:

@@ -15,6 +15,7 @@ class FakeCuda:
     def __init__(self, status: int, error: Exception | None = None) -> None:
         self.status, self.error = status, error
         self.registered: list[tuple[int, int, int]] = []
+        self.unregistered: list[int] = []
 
     def cudart(self) -> FakeCuda:
         if self.error is not None:
@@ -25,11 +26,42 @@ class FakeCuda:
         self.registered.append((address, nbytes, flags))
         return self.status
 
+    def cudaHostUnregister(self, address: int) -> int:
+        self.unregistered.append(address)
+        return 0
+
 
 def test_all_of_it_is_locked_at_once() -> None:
     memory, cuda = torch.empty(4096, dtype=torch.uint8), FakeCuda(0)
     assert pin(memory, cuda)
     assert cuda.registered == [(memory.data_ptr(), 4096, 0)]
+
+
+def test_memory_is_locked_as_long_as_it_is_there() -> None:
+    """Or the next block at this address could not be locked, and a GPU would read the pages that were there before."""
+    memory, cuda = torch.empty(4096, dtype=torch.uint8), FakeCuda(0)
+    address = memory.data_ptr()
+    assert pin(memory, cuda)
+    view = memory[64:128]
+    del memory
+    assert cuda.unregistered == []
+    assert len(view) == 64
+    del view
+    assert cuda.unregistered == [address]
+
+
+def test_a_refusal_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps an error until somebody asks; torch asks after every launch of a kernel."""
+    launched: list[str] = []
+
+    def launch(_size: int, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", launch)
+    memory = torch.empty(4096, dtype=torch.uint8)
+    assert not pin(memory, FakeCuda(2))
+    assert launched == ["cuda"]
 
 
 @pytest.mark.parametrize("cuda", [FakeCuda(2), FakeCuda(0, RuntimeError("no driver"))], ids=["refused", "no driver"])
