@@ -298,14 +298,13 @@ def _add_large(linear: _Linear, found: Tiles) -> None:
     shape = {**linear.shape, "BLOCK_M": block_m, "DOT": TRITON_DTYPES[dot], "num_warps": 8 if block_m > 64 else 4}
     linear.launch(
         shrink_large_kernel, (triton.cdiv(num_lanes, blocks.block_j), blocks.splits, num_tiles),
-        x, x.stride(0), partial, count, tiles, room, table.a_addr, table.rank, table.scale, *at,
-        **shape, IN=x.shape[1], SPLIT_K=blocks.split_k, BLOCK_J=blocks.block_j, BLOCK_K=blocks.block_k,
-        num_stages=blocks.num_stages,
+        x, x.stride(0), partial, count, tiles, room, table.a_addr, table.rank, table.scale, *at, blocks.split_k,
+        **shape, IN=x.shape[1], BLOCK_J=blocks.block_j, BLOCK_K=blocks.block_k, num_stages=blocks.num_stages,
     )  # fmt: skip
     if blocks.splits > 1:
         linear.launch(
-            reduce_kernel, (triton.cdiv(count, REDUCE_BLOCK),), partial, s, count,
-            SPLITS=blocks.splits, BLOCK=REDUCE_BLOCK,
+            reduce_kernel, (triton.cdiv(count, REDUCE_BLOCK),), partial, s, count, blocks.splits,
+            BLOCK=REDUCE_BLOCK,
         )  # fmt: skip
     linear.launch(
         expand_large_kernel, (linear.num_chunks(blocks.block_n), num_tiles),

@@ -256,7 +256,10 @@ def _expand(
             _add_to_row(y_at + 3 * y_stride, acc3, in_width)
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "a_addr", "ranks"],
+)
 def shrink_small_kernel(
     x,
     x_stride,
@@ -284,7 +287,10 @@ def shrink_small_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "ranks", "scales"],
+)
 def expand_small_kernel(
     y,
     y_stride,
@@ -316,7 +322,10 @@ def expand_small_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots", "num_tiles"],
+    do_not_specialize_on_alignment=["tiles", "a_addr", "b_addr", "bias_addr", "ranks", "scales"],
+)
 def fused_small_kernel(
     y,
     y_stride,
