@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,15 +12,23 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-def pin(memory: torch.Tensor, cuda: Any = torch.cuda) -> bool:
+def forget_refusal() -> None:
+    """CUDA reports a call that failed once more, at this thread's next launch of a kernel: let that be one that nobody needs."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None] = forget_refusal) -> bool:
     """Page-lock a tensor's memory for good; False, with a warning, when the system does not allow it: copies hold steps up then.
 
     As one block, of exactly its size (torch's own pinned allocator rounds up to a power of two). The system makes every page of it
-    now: about a second for 4 GiB. cuda: the module, for tests.
+    now: about a second for 4 GiB. cuda: the module, forget: what is called after a refusal, for tests.
     """
     try:
         status = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
         reason = f"error {status}"
+        if status != 0:
+            forget()
     except RuntimeError as error:
         status, reason = -1, str(error)
     if status != 0:
