@@ -31,9 +31,13 @@ class FakeCuda:
         return 0
 
 
+def _never() -> None:
+    raise AssertionError("nothing was refused")
+
+
 def test_all_of_it_is_locked_at_once() -> None:
     memory, cuda = torch.empty(4096, dtype=torch.uint8), FakeCuda(0)
-    assert pin(memory, cuda)
+    assert pin(memory, cuda, _never)
     assert cuda.registered == [(memory.data_ptr(), 4096, 0)]
 
 
@@ -66,7 +70,9 @@ def test_a_refusal_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("cuda", [FakeCuda(2), FakeCuda(0, RuntimeError("no driver"))], ids=["refused", "no driver"])
 def test_what_cannot_be_locked_is_told(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
-    assert not pin(torch.empty(4096, dtype=torch.uint8), cuda)
+    forgotten: list[int] = []
+    assert not pin(torch.empty(4096, dtype=torch.uint8), cuda, lambda: forgotten.append(cuda.status))
+    assert len(forgotten) == 1  # a refusal does not come back at the next launch
     assert "4096 bytes of host memory for adapters could not be page-locked" in caplog.text
 
 

@@ -40,6 +40,13 @@ MOST_DIMS = 256
 ONE_AHEAD, TWO_AHEAD = 3, 5
 """Stages of the software pipeline for one or two tiles of keys on their way: each tile's entries of the block table come a step before."""
 
+DECODE_PROGRAMS_PER_SM = 8
+"""Of the decode kernel, about: more than run at once, so that none waits for the longest. A program goes through several parts of a context
+where there are enough sequences, for programs without a part cost time too. Not measured."""
+
+LEAST_DECODE_PROGRAMS = 2
+"""For one sequence and KV head, where its context may have several parts."""
+
 DECODE_TILE_BYTES = 16384
 """Of the keys that one step of the decode kernel loads; as many of values."""
 
@@ -323,13 +330,14 @@ def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor 
     num_sequences = len(plan.context_lens if sequences is None else sequences)
     num_splits = _num_splits(plan.block_tables.shape[1] * shape.block_size, call.sliding_window, shape.decode_keys)
     num_groups = num_sequences * shape.num_kv_heads
+    num_programs = _num_decode_programs(num_groups, num_splits, call.launcher)
     sums = softmax = arrivals = plan.context_lens  # any: a context in one part needs none
     if num_splits > 1:
         num_parts = num_groups * num_splits * shape.group
         sums, softmax, arrivals = workspace.take(num_groups, num_parts, shape.head_dim, call.q.device)
     call.launcher.launch(
         decode_attention_kernel,
-        (shape.num_kv_heads, num_splits, num_sequences),
+        (shape.num_kv_heads, num_programs, num_sequences),
         call.q,
         call.kv_layer,
         call.out,
@@ -353,6 +361,12 @@ def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor 
         IS_SPLIT=num_splits > 1,
         **call.constants,
     )
+
+
+def _num_decode_programs(num_groups: int, num_splits: int, launcher: Launcher) -> int:
+    """For each sequence and KV head. What they compute does not depend on it."""
+    wanted = -(-DECODE_PROGRAMS_PER_SM * launcher.target.num_sms // max(1, num_groups))
+    return min(num_splits, max(LEAST_DECODE_PROGRAMS, wanted))
 
 
 def _num_splits(max_context: int, sliding_window: int | None, keys: int) -> int:

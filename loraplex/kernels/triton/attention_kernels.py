@@ -160,12 +160,12 @@ def decode_attention_kernel(
     IS_LISTED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Program (KV head, part of the context, sequence).
+    """Program (KV head, number p, sequence): parts p, p + P, ... of the context, P being how many programs there are.
 
-    Where the parts begin depends on the sequence's own context alone. Of several, the last to arrive adds all up, in their
-    order; it leaves its counter at 0 for the next launch.
+    Where the parts begin depends on the sequence's own context alone, not on P. Of several programs, the last to arrive adds all parts
+    up, in their order; it leaves its counter at 0 for the next launch.
     """
-    kv_head, split, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, first, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, row = item, item
     if IS_LISTED:
         sequence = tl.load(sequences_ptr + item)
@@ -177,9 +177,8 @@ def decode_attention_kernel(
     begin = first_key // KEYS * KEYS  # the first tile holds a key that is seen
     per_split = tl.cdiv(tl.cdiv(context - begin, MAX_SPLITS), SPLIT_STEP) * SPLIT_STEP
     per_split = tl.maximum(per_split, MIN_SPLIT)
-    count = tl.cdiv(context - begin, per_split)
-    start = begin + split * per_split
-    if (split > 0) & (start >= context):
+    count = tl.maximum(tl.cdiv(context - begin, per_split), 1)
+    if first >= count:
         return
     members = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -187,53 +186,57 @@ def decode_attention_kernel(
     heads = kv_head * GROUP + members
     q_ptrs = q_ptr + row.to(tl.int64) * q_token_stride + (heads * q_head_stride)[:, None] + dims[None, :]
     q = tl.load(q_ptrs, mask=is_inside, other=0.0)
-    top, total, acc = _fold_keys(
-        q,
-        kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM,
-        tables_ptr + sequence.to(tl.int64) * table_stride,
-        members,  # positions of queries: all see every key
-        start,
-        tl.minimum(start + per_split, context),
-        first_key,
-        window,
-        scale,
-        block_stride,
-        KV_HEADS * BLOCK_SIZE * HEAD_DIM,
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        tl.zeros([ROWS, DIMS], tl.float32),
-        HEAD_DIM=HEAD_DIM,
-        DIMS=DIMS,
-        BLOCK_SIZE=BLOCK_SIZE,
-        KEYS=KEYS,
-        IS_WHOLE=False,
-        IS_CAUSAL=False,
-        HAS_WINDOW=False,
-    )
     dtype = out_ptr.dtype.element_ty
     out_start = out_ptr + (row.to(tl.int64) * KV_HEADS + kv_head) * GROUP * HEAD_DIM
     out_places = members[:, None] * HEAD_DIM + dims[None, :]
-    if not IS_SPLIT:  # noqa: SIM114 - one branch is chosen at compile time, the other at run time
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
-    elif count <= 1:
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
-    else:
-        group = item.to(tl.int64) * KV_HEADS + kv_head
-        first_part = group * num_splits * GROUP
-        part = first_part + split * GROUP
-        tl.store(partial_ptr + part * HEAD_DIM + out_places, acc, mask=is_inside)
-        tl.store(softmax_ptr + 2 * (part + members), top, mask=members < GROUP)
-        tl.store(softmax_ptr + 2 * (part + members) + 1, total, mask=members < GROUP)
-        tl.debug_barrier()  # what all threads wrote comes before what one of them signals
-        arrived = tl.atomic_add(arrivals_ptr + group, 1)
-        if arrived == count - 1:
-            tl.store(arrivals_ptr + group, 0)
-            summed = _sum_parts(partial_ptr, softmax_ptr, first_part, GROUP, count, GROUP, MEMBERS, HEAD_DIM, DIMS)
-            places = tl.arange(0, MEMBERS)[:, None] * HEAD_DIM + dims[None, :]
-            is_member = (tl.arange(0, MEMBERS) < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-            tl.store(out_start + places, summed.to(dtype), mask=is_member)
+    group = item.to(tl.int64) * KV_HEADS + kv_head
+    first_part = group * num_splits * GROUP
+    for split in range(first, count if IS_SPLIT else 1, tl.num_programs(1)):
+        start = begin + split * per_split
+        top, total, acc = _fold_keys(
+            q,
+            kv_ptr + kv_head * BLOCK_SIZE * HEAD_DIM,
+            tables_ptr + sequence.to(tl.int64) * table_stride,
+            members,  # positions of queries: all see every key
+            start,
+            tl.minimum(start + per_split, context),
+            first_key,
+            window,
+            scale,
+            block_stride,
+            KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+            tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, DIMS], tl.float32),
+            HEAD_DIM=HEAD_DIM,
+            DIMS=DIMS,
+            BLOCK_SIZE=BLOCK_SIZE,
+            KEYS=KEYS,
+            IS_WHOLE=False,
+            IS_CAUSAL=False,
+            HAS_WINDOW=False,
+        )
+        if not IS_SPLIT:  # noqa: SIM114 - one branch is chosen at compile time, the other at run time
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
+        elif count == 1:
+            acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+            tl.store(out_start + out_places, acc.to(dtype), mask=is_inside)
+        else:
+            part = first_part + split * GROUP
+            tl.store(partial_ptr + part * HEAD_DIM + out_places, acc, mask=is_inside)
+            tl.store(softmax_ptr + 2 * (part + members), top, mask=members < GROUP)
+            tl.store(softmax_ptr + 2 * (part + members) + 1, total, mask=members < GROUP)
+    if IS_SPLIT:  # noqa: SIM102 - chosen at compile time
+        if count > 1:
+            tl.debug_barrier()  # what all threads wrote comes before what one of them signals
+            arrived = tl.atomic_add(arrivals_ptr + group, 1)
+            if arrived == tl.minimum(count, tl.num_programs(1)) - 1:
+                tl.store(arrivals_ptr + group, 0)
+                summed = _sum_parts(partial_ptr, softmax_ptr, first_part, GROUP, count, GROUP, MEMBERS, HEAD_DIM, DIMS)
+                places = tl.arange(0, MEMBERS)[:, None] * HEAD_DIM + dims[None, :]
+                is_member = (tl.arange(0, MEMBERS) < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+                tl.store(out_start + places, summed.to(dtype), mask=is_member)
 
 
 # ------------------------------------------------------------------------------------------------------- tiles of queries

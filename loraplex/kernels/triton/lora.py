@@ -41,10 +41,10 @@ SHRINK_ELEMENTS = 8192
 """Of A in one block of a shrink item, in 16 bits: 16 KB in flight per program."""
 
 EXPAND_ELEMENTS = 4096
-"""Of B in one block of an expand item."""
+"""Of B in flight in one expand item: one block, or two where adapters may have more ranks than a block."""
 
 SMALL_BLOCK_R = 16
-"""Ranks in one block of a shrink item."""
+"""Ranks in one block of an item. More would leave most of it empty for adapters of small ranks in a table that has a large one too."""
 
 FUSED_ITEMS_PER_SM = 8
 """Items of a fused launch per multiprocessor up to which it is chosen: about what runs at once. Not measured."""
@@ -179,15 +179,15 @@ class SmallBlocks:
 
     block_k: int
     splits: int
-    block_r: int
     block_n: int
 
     @classmethod
     def of(cls, in_features: int, block_dtype: torch.dtype, capacity: int) -> SmallBlocks:
         width = 2 if block_dtype == torch.float32 else 1
         block_k = min(SHRINK_ELEMENTS // SMALL_BLOCK_R // width, max(64, triton.next_power_of_2(in_features)))
-        block_r = min(capacity, 64)
-        return cls(block_k, triton.cdiv(in_features, block_k), block_r, EXPAND_ELEMENTS // block_r // width)
+        num_blocks = 1 if capacity <= SMALL_BLOCK_R else 2
+        block_n = EXPAND_ELEMENTS // SMALL_BLOCK_R // width // num_blocks
+        return cls(block_k, triton.cdiv(in_features, block_k), block_n)
 
 
 def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
@@ -212,7 +212,7 @@ def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
         linear.launch(
             fused_small_kernel, (items,),
             y, y.stride(0), x, x.stride(0), partial, tiles, room, table.a_addr, *addends, *at, counters, num_tiles,
-            **linear.shape, **linear.columns, **shrink, **expand, NUM_CHUNKS=num_chunks, BLOCK_R=blocks.block_r,
+            **linear.shape, **linear.columns, **shrink, **expand, NUM_CHUNKS=num_chunks, BLOCK_R=SMALL_BLOCK_R,
         )  # fmt: skip
         return
     linear.launch(
@@ -223,7 +223,7 @@ def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
     linear.launch(
         expand_small_kernel, (num_chunks, num_tiles),
         y, y.stride(0), partial, tiles, room, *addends, *at,
-        **linear.shape, **linear.columns, **expand, SPLITS=blocks.splits, BLOCK_R=blocks.block_r,
+        **linear.shape, **linear.columns, **expand, SPLITS=blocks.splits, BLOCK_R=SMALL_BLOCK_R,
     )  # fmt: skip
 
 
@@ -298,14 +298,13 @@ def _add_large(linear: _Linear, found: Tiles) -> None:
     shape = {**linear.shape, "BLOCK_M": block_m, "DOT": TRITON_DTYPES[dot], "num_warps": 8 if block_m > 64 else 4}
     linear.launch(
         shrink_large_kernel, (triton.cdiv(num_lanes, blocks.block_j), blocks.splits, num_tiles),
-        x, x.stride(0), partial, count, tiles, room, table.a_addr, table.rank, table.scale, *at,
-        **shape, IN=x.shape[1], SPLIT_K=blocks.split_k, BLOCK_J=blocks.block_j, BLOCK_K=blocks.block_k,
-        num_stages=blocks.num_stages,
+        x, x.stride(0), partial, count, tiles, room, table.a_addr, table.rank, table.scale, *at, blocks.split_k,
+        **shape, IN=x.shape[1], BLOCK_J=blocks.block_j, BLOCK_K=blocks.block_k, num_stages=blocks.num_stages,
     )  # fmt: skip
     if blocks.splits > 1:
         linear.launch(
-            reduce_kernel, (triton.cdiv(count, REDUCE_BLOCK),), partial, s, count,
-            SPLITS=blocks.splits, BLOCK=REDUCE_BLOCK,
+            reduce_kernel, (triton.cdiv(count, REDUCE_BLOCK),), partial, s, count, blocks.splits,
+            BLOCK=REDUCE_BLOCK,
         )  # fmt: skip
     linear.launch(
         expand_large_kernel, (linear.num_chunks(blocks.block_n), num_tiles),

@@ -16,7 +16,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "a_addr", "ranks", "scales"],
+)
 def shrink_large_kernel(
     x,
     x_stride,
@@ -29,17 +32,17 @@ def shrink_large_kernel(
     scales,
     first_row,
     num_slots,
+    split_k,
     IN: tl.constexpr,
     BLOCK: tl.constexpr,
     DOT: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     RANK_CAPACITY: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (blocks of BLOCK_J lanes, splits of SPLIT_K columns of x, tiles)."""
+    """Grid (blocks of BLOCK_J lanes, splits of `split_k` columns of x, tiles). split_k: a multiple of BLOCK_K, and of 16."""
     tile = tl.program_id(2)
     slot = tl.load(tiles + 2 * tile_room + tile)
     start = tl.load(tiles + tile)
@@ -65,7 +68,7 @@ def shrink_large_kernel(
         if tl.int8 == BLOCK:
             scale_at = address + (rank.to(tl.int64) * IN + 63) // 64 * 64
             factor *= tl.load(scale_at.to(tl.pointer_type(tl.float32)) + r, mask=is_lane, other=0)
-        k_first = tl.program_id(1) * SPLIT_K
+        k_first = tl.program_id(1) * split_k
         k = tl.arange(0, BLOCK_K)
         m = tl.arange(0, BLOCK_M)
         is_row = m < rows
@@ -73,7 +76,7 @@ def shrink_large_kernel(
         x_at = x + start.to(tl.int64) * x_stride + ((m * x_stride)[:, None] + k[None, :])
         a_at = a[:, None] + k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_J), tl.float32)
-        for k0 in range(k_first, tl.minimum(k_first + SPLIT_K, IN), BLOCK_K):
+        for k0 in range(k_first, tl.minimum(k_first + split_k, IN), BLOCK_K):
             if IN % BLOCK_K == 0:
                 x_block = tl.load(x_at + k0, mask=is_row[:, None], other=0)
                 a_block = tl.load(a_at + k0, mask=is_lane[:, None], other=0)
@@ -89,14 +92,16 @@ def shrink_large_kernel(
         tl.store(at, acc.to(s.dtype.element_ty), mask=is_row[:, None] & (j < total)[None, :])
 
 
-@triton.jit
-def reduce_kernel(partial, s, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_splits"])
+def reduce_kernel(partial, s, count, num_splits, BLOCK: tl.constexpr):
     """s[i] = partial[0, i] + partial[1, i] + ...; grid (blocks of s). What lies past an adapter's rank is summed as well, and not read."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < count
-    total = tl.load(partial + i, mask=is_inside, other=0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(partial + split * count + i, mask=is_inside, other=0)
+    at = partial + i
+    total = tl.load(at, mask=is_inside, other=0)
+    for _ in range(1, num_splits):
+        at += count
+        total += tl.load(at, mask=is_inside, other=0)
     tl.store(s + i, total.to(s.dtype.element_ty), mask=is_inside)
 
 
@@ -113,7 +118,10 @@ def _dot_ranks(
     return acc
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "ranks"],
+)
 def expand_large_kernel(
     y,
     y_stride,

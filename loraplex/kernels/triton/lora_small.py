@@ -229,7 +229,7 @@ def _expand(
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
             touched = 1
             # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each element has an address
-            # of its own, and a large block of them would take the registers that all ranks need.
+            # of its own.
             if rank % 8 == 0:
                 acc0, acc1, acc2, acc3 = _add_member(
                     acc0, acc1, acc2, acc3, s, b, n, in_width, rank // 8 * 8, rows, factor, counter, num_chunks,
@@ -238,7 +238,7 @@ def _expand(
             else:
                 acc0, acc1, acc2, acc3 = _add_member(
                     acc0, acc1, acc2, acc3, s, b, n, in_width, rank, rows, factor, counter, num_chunks,
-                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, 16, WAITS,
+                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_R, WAITS,
                 )  # fmt: skip
         if bias_address != 0:
             touched = 1
@@ -256,7 +256,10 @@ def _expand(
             _add_to_row(y_at + 3 * y_stride, acc3, in_width)
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "a_addr", "ranks"],
+)
 def shrink_small_kernel(
     x,
     x_stride,
@@ -284,7 +287,10 @@ def shrink_small_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots"],
+    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "ranks", "scales"],
+)
 def expand_small_kernel(
     y,
     y_stride,
@@ -316,7 +322,10 @@ def expand_small_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tile_room", "first_row", "num_slots", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["tile_room", "first_row", "num_slots", "num_tiles"],
+    do_not_specialize_on_alignment=["tiles", "a_addr", "b_addr", "bias_addr", "ranks", "scales"],
+)
 def fused_small_kernel(
     y,
     y_stride,
@@ -358,7 +367,7 @@ def fused_small_kernel(
         is_written = _shrink(
             x, x_stride, partial, tiles, tile_room, a_addr, ranks, first_row, num_slots,
             tile, item // SPLITS, item % SPLITS,
-            IN, BLOCK, NUM_SLICES, SPLITS, RANK_CAPACITY, BLOCK_K, 16,
+            IN, BLOCK, NUM_SLICES, SPLITS, RANK_CAPACITY, BLOCK_K, BLOCK_R,
         )  # fmt: skip
         if is_written:
             tl.debug_barrier()  # every thread has stored before the counter says so

@@ -242,12 +242,35 @@ def nucleus_case() -> Case:
     return Case("sampler keep_nucleus", FP32, run)
 
 
+# ------------------------------------------------------------------------------------------------------- steps that differ
+
+
+def many_sizes_case() -> Case:
+    """One layer's operators in steps of many sizes, as they come while an engine serves: they should share their kernels."""
+
+    def run(backend: TritonBackend) -> None:
+        for rows in (1, 2, 3, 7, 16, 32, 33, 64):
+            lora_case(LLAMA_8B, "o", BF16, list(range(rows)), [16] * 64).run(backend)
+        for rows in (70, 200, 300, 700, 1500, 3000, 5000, 20_000):
+            lora_case(LLAMA_8B, "o", BF16, [0] * rows, [16]).run(backend)
+        for rows in (1, 2, 3, 16, 17, 64, 300, 1000):
+            glue_case(LLAMA_8B, BF16, rows).run(backend)
+            rotary_case(LLAMA_8B, BF16, rows).run(backend)
+        for batch in (1, 2, 3, 16, 31, 64):
+            attention_case(LLAMA_8B, BF16, [1] * batch, [700 + batch] * batch).run(backend)
+        for query, context in ((5, 5), (16, 100), (17, 3000), (300, 300), (1000, 4321), (4000, 4000)):
+            attention_case(LLAMA_8B, BF16, [query, 1], [context, 777]).run(backend)
+
+    return Case("many sizes Llama-3-8B bfloat16 prefill", BF16, run)
+
+
 CORE = (
     nucleus_case(),
     *core_lora_cases(),
     *core_attention_cases(),
     *(glue_case(LLAMA_8B, dtype, 16) for dtype in DTYPES),
     *core_linear_cases(),
+    many_sizes_case(),
 )
 CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(), *more_linear_cases())
 

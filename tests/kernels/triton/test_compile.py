@@ -17,6 +17,22 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[3]
 MAX_SHARED_BYTES = {80: 166_912, 90: 232_448}
+MOST_VARIANTS = {
+    "fused_small_kernel": 1,
+    "shrink_small_kernel": 1,
+    "expand_small_kernel": 1,
+    "shrink_large_kernel": 3,  # rows of a tile; K split or not
+    "reduce_kernel": 1,
+    "expand_large_kernel": 2,
+    "decode_attention_kernel": 2,  # listed or not
+    "prefill_attention_kernel": 3,  # rows of a tile; keys split or not
+    "combine_attention_kernel": 1,
+    "rms_norm_kernel": 2,
+    "silu_mul_kernel": 1,
+    "rotary_write_kv_kernel": 2,
+}
+"""Of kernels in the steps of `many_sizes_case`: each is seconds of compiling, in the middle of serving."""
+
 NOT_THERE = {80: ["loraplex.kernels.triton.linear.round_rows_kernel"], 90: []}
 """float8 begins with sm_89."""
 
@@ -66,6 +82,13 @@ def test_no_kernel_escapes(report: Report) -> None:
 
 def test_every_case_compiles_and_none_is_left_to_stock_torch(report: Report) -> None:
     assert report.summary["failed"] == []
+
+
+def test_steps_of_many_sizes_share_their_kernels(report: Report) -> None:
+    names = [kernel["kernel"].rpartition(".")[2] for kernel in report.kernels if "many sizes" in kernel["case"]]
+    assert set(names) <= set(MOST_VARIANTS)
+    for name, most in MOST_VARIANTS.items():
+        assert names.count(name) <= most, f"{names.count(name)} of {name}"
 
 
 def test_shared_memory_is_enough(report: Report) -> None:

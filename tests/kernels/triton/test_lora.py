@@ -229,6 +229,21 @@ def test_one_launch_and_two_give_equal_bits() -> None:
     assert same_bits(*results)
 
 
+@pytest.mark.parametrize("path", ["fused", "two_launches"])
+def test_an_adapter_of_a_larger_rank_changes_no_bits_of_the_others(path: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    target = make_target(600, (300, 24))
+    adapters = [make_weights(target, ranks, FP32, False, generator) for ranks in ((12, 5), (16, 8))]
+    problem = make_problem(target, adapters, segments_of([0, 0, 1]), 3, FP32, generator)
+    problem.plan.rewrite(problem.plan.segments, 3, is_decode=True)
+    backend = backend_of(None, path)
+    table = make_table(target, adapters, FP32, backend)
+    before = run(problem, backend, table)
+    table.expect(100, ())
+    assert backend.rank_capacity(table) == 128
+    assert same_bits(run(problem, backend, table), before)
+
+
 def test_a_slot_that_changes_hands_shows_nothing_of_its_victim() -> None:
     generator = torch.Generator().manual_seed(4)
     target = make_target(32, (48, 16))
