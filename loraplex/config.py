@@ -19,6 +19,7 @@ DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
 DEFAULT_HOST_BYTES = 4 * 2**30
 DEFAULT_DISK_BYTES = 16 * 2**30
+DEFAULT_GPU_UTILIZATION = 0.9
 
 
 Size = int | str
@@ -223,7 +224,7 @@ class EngineSettings:
         "what gpu_memory_utilization leaves; elsewhere the KV cache's and the adapters' added up, so that neither takes from the other)",
     )
     gpu_memory_utilization: float = setting(
-        0.9,
+        DEFAULT_GPU_UTILIZATION,
         "share of the GPU that weights, steps, KV cache and adapters may take together, when device_memory is not given (vLLM's name)",
     )
     kv_cache_memory: int | str | None = setting(
@@ -311,6 +312,10 @@ class EngineSettings:
         _require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu_memory_utilization must be > 0 and <= 1, got {self.gpu_memory_utilization}",
+        )
+        _require(
+            self.gpu_memory_utilization == DEFAULT_GPU_UTILIZATION or self.device.startswith("cuda"),
+            f"gpu_memory_utilization {self.gpu_memory_utilization} needs a CUDA device, not {self.device!r}; give device_memory there",
         )
         _require(0 <= self.max_fragmentation <= 1, f"max_fragmentation must be 0..1, got {self.max_fragmentation}")
 

@@ -17,7 +17,7 @@ from loraplex.core import LoraTarget
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
 FOR_SERVING = ("fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client", "cyclopts", "rich")
-OPTIONAL = ("huggingface-hub", "transformers", "peft")
+OPTIONAL = ("huggingface-hub", "transformers", "peft", "triton")
 
 
 def report_on(path: str, base: str | None, lora_config: LoRAConfig) -> AdapterReport:
@@ -46,7 +46,7 @@ def print_doctor() -> None:
     table.add_column("package")
     table.add_column("version")
     table.add_column("for")
-    for names, purpose in ((NEEDED, "always"), (FOR_SERVING, "loraplex serve"), (OPTIONAL, "hub ids, tests")):
+    for names, purpose in ((NEEDED, "always"), (FOR_SERVING, "loraplex serve"), (OPTIONAL, "hub ids, tests, GPUs")):
         for name in names:
             table.add_row(name, _version(name), purpose)
     console.print(table)

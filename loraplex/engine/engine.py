@@ -409,6 +409,8 @@ def _device(name: str) -> torch.device:
             torch.cuda.set_device(device)  # kernels and graphs are launched on this thread's device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    if device.type == "meta":
+        raise ConfigError("device 'meta' holds no numbers, so nothing can be computed there; use cpu or cuda")
     return device
 
 

@@ -11,10 +11,10 @@ import torch
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
 from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
 from loraplex.engine.decode_graphs import DecodeGraphs
-from loraplex.engine.device_copies import upload
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, LoraplexError
+from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
 from loraplex.memory.arrivals import StepGate

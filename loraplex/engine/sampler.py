@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from loraplex.core import SamplingParams, TokenLogprobs
-from loraplex.engine.device_copies import Download, upload
 from loraplex.engine.sampling_batch import (
     Bools,
     Float32s,
@@ -41,6 +40,7 @@ from loraplex.engine.sampling_batch import (
 from loraplex.engine.token_logprobs import RankedTokens, token_logprobs
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels import device_ranking
+from loraplex.kernels.device_copies import Download, upload
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.kernels.torch_ops import TorchBackend

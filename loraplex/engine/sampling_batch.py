@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import SamplingParams
-from loraplex.engine.device_copies import upload
+from loraplex.kernels.device_copies import upload
 
 _MAX_TEMPERATURE = 1e30  # flat already; keeps (-inf) / temperature away from (-inf) / inf
 

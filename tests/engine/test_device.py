@@ -27,3 +27,8 @@ def test_a_cpu_is_itself() -> None:
 def test_what_is_not_there_is_told() -> None:
     with pytest.raises(ConfigError, match="device 'toaster' cannot be used here"):
         _device("toaster")
+
+
+def test_a_device_without_numbers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'meta' holds no numbers"):
+        _device("meta")

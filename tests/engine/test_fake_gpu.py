@@ -64,6 +64,7 @@ def test_no_step_waits_for_the_device(bench: Bench, settings: dict[str, Any]) ->
     with fake_gpu() as gpu:
         driver = make(bench, **settings)
         assert driver.engine.graphs is None or driver.engine.graphs.num_graphs == 2 * 4  # 1, 2, 4, 8
+        assert driver.engine._flights._look_ahead is settings.get("look_ahead", True)
         loaded(driver, bench)
         gpu.waits.clear()
         run(driver, gpu)

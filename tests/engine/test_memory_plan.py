@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from loraplex.config import EngineConfig, LoRAConfig, num_bytes
 from loraplex.demo.tasks import assets_path
-from loraplex.engine import memory_plan
+from loraplex.engine import adapter_memory, memory_plan
 from loraplex.engine.device_memory import DeviceMemory, device_memory, reserve_bytes
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.engine.memory_plan import MemoryPlan
@@ -179,7 +180,7 @@ def plan_for_gpu(
 ) -> MemoryPlan:
     """The plan for an 8B model on a GPU that nobody needs to have."""
     model_config = llama_8b()
-    config = EngineConfig(model="m", lora=lora, **settings)
+    config = EngineConfig(model="m", device="cuda", lora=lora, **settings)
     model = Decoder(model_config, get_backend("torch", META), torch.bfloat16, META, enable_lora=True)
     gpu = DeviceMemory(total, free)
     return memory_plan.plan_memory(config, model_config, model, torch.bfloat16, META, gpu)
@@ -228,6 +229,8 @@ def test_what_is_said_wins() -> None:
 def test_a_gpu_without_room_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=rf"gpu_memory_utilization 0.9 of {24 * GIB} bytes.*{16 * GIB} are taken"):
         plan_for_gpu(total=24 * GIB, free=8 * GIB, max_num_batched_tokens=65536)
+    with pytest.raises(ConfigError, match="needs a CUDA device, not 'cpu'"):
+        EngineConfig(model="m", gpu_memory_utilization=0.5)
     with pytest.raises(ConfigError, match="gpu_memory_utilization must be"):
         EngineConfig(model="m", gpu_memory_utilization=1.5)
 
@@ -251,3 +254,14 @@ def test_a_gpu_that_has_less_than_was_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_host_has_no_gpu_memory() -> None:
     assert device_memory(torch.device("cpu")) is None
+
+
+def test_the_host_tier_of_a_gpu_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(adapter_memory, "Arena", lambda *args, **settings: made.append(settings))
+    monkeypatch.setattr(adapter_memory, "copies_for", lambda device: device)
+    gpu = torch.device("cuda", 0)
+    _, copies = adapter_memory.host_side(LoRAConfig(), SimpleNamespace(device=gpu, chunk_bytes=1 << 20))
+    adapter_memory.host_side(LoRAConfig(), SimpleNamespace(device=META, chunk_bytes=1 << 20))
+    assert made == [{"is_pinned": True}, {"is_pinned": False}]
+    assert copies == gpu

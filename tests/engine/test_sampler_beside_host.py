@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from loraplex.engine.device_copies import Download, upload
 from loraplex.engine.sampler import Sampler, SamplerOutput, SamplingRow
 from loraplex.kernels import device_ranking
+from loraplex.kernels.device_copies import Download, upload
 from tests.engine.test_sampler import V, normal_logits, params_strategy, row
 
 OPTIONS: tuple[dict[str, Any], ...] = (

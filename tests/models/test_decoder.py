@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -246,3 +247,41 @@ def test_tensor_parallelism_is_refused() -> None:
     config = make_decoder("llama").config
     with pytest.raises(ModelConfigError, match="2 ranks"):
         Decoder(config, get_backend("torch", CPU), torch.float32, CPU, True, Shard(0, 2))
+
+
+class Gate:
+    """Writes down for which layers a step waits, among the LoRA deltas that it makes."""
+
+    def __init__(self, seen: list[tuple[str, int]]) -> None:
+        self._seen = seen
+
+    def wait_for_layer(self, layer: int) -> None:
+        self._seen.append(("wait", layer))
+
+    def wait_for_all(self) -> None:
+        raise AssertionError("a step that runs layer by layer waits for each")
+
+
+def test_a_step_waits_for_each_layer_of_an_arriving_adapter_and_for_none_before_its_time(
+    zoo: ModelZoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_decoder(zoo.base("llama"), enable_lora=True)
+    seen: list[tuple[str, int]] = []
+    for layer in decoder._linears.wrapped:
+        monkeypatch.setattr(
+            layer, "apply_lora", lambda y, x, plan, layer=layer: (seen.append(("lora", layer.target.layer)), y)[1]
+        )
+    runner = PagedRunner(decoder)
+    monkeypatch.setattr(decoder, "forward", with_gate(decoder.forward, Gate(seen)))
+    runner.step([("a", [5, 6, 7])], LoraPlan.build([LoraSegment(0, 3, 0)], 3, 1))
+    num_layers = len(decoder.layers)
+    assert num_layers > 1
+    assert [place for what, place in seen if what == "wait"] == list(range(num_layers))
+    for place in range(num_layers):
+        first, last = seen.index(("lora", place)), len(seen) - 1 - seen[::-1].index(("lora", place))
+        assert seen.index(("wait", place)) < first
+        assert place + 1 == num_layers or last < seen.index(("wait", place + 1))
+
+
+def with_gate(forward: Any, gate: Gate) -> Any:
+    return lambda batch, kv: forward(replace(batch, gate=gate), kv)

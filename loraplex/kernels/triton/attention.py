@@ -18,6 +18,7 @@ import torch
 import triton
 from numpy.typing import NDArray
 
+from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.triton.attention_kernels import (
     MAX_SPLITS,
@@ -235,11 +236,11 @@ def _schedule(plan: AttentionPlan, queries: int) -> _Schedule:
     if schedule is None:
         device, query_lens = plan.context_lens.device, np.array(plan.query_lens, np.int64)
         is_decode = query_lens == 1
-        decodes = _to(np.flatnonzero(is_decode).astype(np.int32), device) if is_decode.any() else None
+        decodes = upload(np.flatnonzero(is_decode).astype(np.int32), device) if is_decode.any() else None
         contexts = np.array(plan.context_lens_host, np.int64)
         tiles = _tiles(query_lens * ~is_decode, contexts, queries)
         max_keys = int((contexts * ~is_decode).max())
-        schedule = plan.scratch[key] = _Schedule(_to(tiles, device), decodes, max_keys)
+        schedule = plan.scratch[key] = _Schedule(upload(tiles, device), decodes, max_keys)
     return schedule
 
 
@@ -251,12 +252,6 @@ def _tiles(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], queri
     num_keys = (context_lens - query_lens)[sequences] + first_queries
     order = np.argsort(-num_keys, kind="stable")
     return np.stack([sequences[order], first_queries[order]], axis=1).astype(np.int32)
-
-
-def _to(array: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """Without waiting for the device."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _prefill(call: _Call, workspace: AttentionWorkspace, tiling: _Tiling, schedule: _Schedule) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from loraplex.core import LoraSlice
-from loraplex.errors import EngineError
+from loraplex.errors import ConfigError, EngineError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.kernels.token_ranking import WeightRule
@@ -122,6 +122,14 @@ class TritonBackend(GpuPacking, TorchBackend):
         return rank_capacity(table)
 
     # ------------------------------------------------------------------------------------------- weights of the base model
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """Raises ConfigError for bfloat16 in the interpreter, which computes it wrong without a word."""
+        if self._is_interpreted and weight_dtype == torch.bfloat16:
+            raise ConfigError(
+                "Triton's interpreter cannot compute in bfloat16; set dtype to float32 or float16 to try kernels there"
+            )
+        return super().activation_dtype(weight_dtype)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
         if quantization is None:

@@ -228,7 +228,7 @@ def test_descriptions_of_stock_torch(
 ) -> None:
     assert get_backend("torch", CPU).description == "stock torch (asked for with lora_backend torch)"
     assert get_backend("auto", torch.device("meta")).description == (
-        "stock torch (native kernels run on a CPU only, not on meta)"
+        "stock torch (there are no kernels of our own for meta)"
     )
     assert get_backend("reference", CPU).description == "reference"
     monkeypatch.setenv(ISA_VARIABLE, "none")

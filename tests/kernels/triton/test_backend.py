@@ -63,3 +63,9 @@ def test_bfloat16_is_not_interpreted() -> None:
 def test_block_sizes_in_the_interpreter_are_an_h100s() -> None:
     assert GpuTarget.of(CPU) is H100
     assert A100.max_shared_bytes < H100.max_shared_bytes
+
+
+def test_a_model_in_bfloat16_is_refused_there() -> None:
+    with pytest.raises(ConfigError, match="bfloat16"):
+        TritonBackend(CPU).activation_dtype(torch.bfloat16)
+    assert TritonBackend(CPU).activation_dtype(torch.float16) == torch.float16
