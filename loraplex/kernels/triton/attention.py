@@ -41,9 +41,9 @@ MOST_DIMS = 256
 ONE_AHEAD, TWO_AHEAD = 3, 5
 """Stages of the software pipeline for one or two tiles of keys on their way: each tile's entries of the block table come a step before."""
 
-DECODE_PROGRAMS_PER_SM = 8
-"""Of the decode kernel, about: more than run at once, so that none waits for the longest. A program goes through several parts of a context
-where there are enough sequences, for programs without a part cost time too. Not measured."""
+DECODE_PROGRAMS_PER_SM = 16
+"""Of the decode kernel, about: several times what runs at once, so that one long context among short ones does not come last. No more, for
+programs without a part cost time too: where sequences are many, each program takes several parts of a context. Not measured."""
 
 LEAST_DECODE_PROGRAMS = 2
 """For one sequence and KV head, where its context may have several parts."""

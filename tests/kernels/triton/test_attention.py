@@ -203,13 +203,15 @@ def test_long_contexts_have_longer_parts_not_more() -> None:
 
 
 def test_a_program_takes_several_parts_where_sequences_are_many() -> None:
-    """As many bits as with a program for each part; counters are at zero again."""
-    rig, workspace = Rig([1, 1, 1], [1500, 300, 9]), AttentionWorkspace()
-    whole = rig.run()
-    for num_sms, programs in ((1, 2), (2, 3), (3, 4)):
+    """The same bits as with a program for each part; counters are at zero again."""
+    rig, workspace = Rig([1, 1, 1, 1], [1500, 300, 9, 0], heads=(8, 4)), AttentionWorkspace()
+    launcher = CountingLauncher()
+    whole = rig.run(launcher=launcher)
+    assert launcher.launched == [("decode_attention_kernel", (4, 6, 4))]
+    for num_sms, programs in ((1, 2), (3, 3), (4, 4)):
         launcher = CountingLauncher(replace(H100, num_sms=num_sms))
         assert same_bits(rig.run(launcher=launcher, workspace=workspace), whole)
-        assert launcher.launched == [("decode_attention_kernel", (2, programs, 3))]
+        assert launcher.launched == [("decode_attention_kernel", (4, programs, 4))]
     _, _, arrivals = workspace.take(1, 1, 1, CPU)
     assert not arrivals.any()
 
