@@ -299,7 +299,7 @@ def build_engine(
     steps = None if adapters is None else adapters.steps
     sampler = Sampler(model_config.vocab_size, backend)
     runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
-    _make_ready(config, runner, blocks, memory, progress)
+    _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = EngineInfo(
         model_path=str(path),
@@ -327,6 +327,7 @@ def _make_ready(
     runner: ModelRunner,
     blocks: KVBlockAllocator,
     memory: MemoryPlan,
+    num_slots: int,
     progress: Progress | None,
 ) -> None:
     """What a GPU does at first use. Graphs come last: they hold addresses of scratch memory, the arena and the slot table."""
@@ -335,8 +336,8 @@ def _make_ready(
         return None if progress is None else lambda done, total: progress(what, done, total)
 
     if memory.arena.device.type != "cpu":
-        num_tokens, num_seqs, has_adapters = config.max_num_batched_tokens, config.max_num_seqs, config.lora is not None
-        steps = rehearsals(num_tokens, num_seqs, memory.max_model_len, has_adapters)
+        num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+        steps = rehearsals(num_tokens, num_seqs, memory.max_model_len, num_slots)
         warm_up(runner, blocks, list(steps), told("kernels"))
     if runner.graphs is not None:
         runner.graphs.capture(told("graphs"))

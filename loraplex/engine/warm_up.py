@@ -1,8 +1,8 @@
 """Steps before the first request, on a GPU: what compiles, loads or allocates when it is first used has done so when requests come.
 
 Triton compiles a kernel for seconds at its first launch (and keeps it on disk for the next start); cuBLAS and torch load theirs then.
-The steps are those that serving will have: prompts of all sizes, alone and beside a decode, a few tokens behind a long context, decodes;
-each without adapters, and through a lora_slot that is empty. Their KV blocks hold anything, and nobody gets their tokens.
+The steps are those that serving will have: prompts of all sizes, alone and beside a decode, many short ones, a few tokens behind a long
+context, decodes; each without adapters, and through lora_slots, which are empty. Their KV blocks hold anything, and nobody gets their tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 
 FEW_TOKENS = 16
-EMPTY_SLOT = 0
-"""A lora_slot; before the first adapter all are empty."""
+SHORT_PROMPT = 33
+"""Tokens: more than LoRA's small tiles take."""
 
 DRAWS = (
     SamplingParams(temperature=0.0),
@@ -33,23 +33,24 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A step: tokens [start, end) of each sequence, all through one lora_slot (None: the base)."""
+    """A step: tokens [start, end) of each sequence. Through adapters, sequence i has lora_slot i of `num_slots`; 0: the base alone."""
 
     ranges: tuple[tuple[int, int], ...]
-    lora_slot: int | None = None
+    num_slots: int = 0
 
 
-def rehearsals(max_tokens: int, max_num_seqs: int, max_context: int, has_adapters: bool) -> Iterator[Rehearsal]:
-    """The steps for an engine of at most `max_tokens` in a step and `max_context` in a sequence, the smallest first."""
-    few = min(FEW_TOKENS, max_tokens - 1, max_context)
-    for lora_slot in (None, EMPTY_SLOT) if has_adapters else (None,):
+def rehearsals(max_tokens: int, max_num_seqs: int, max_context: int, num_slots: int) -> Iterator[Rehearsal]:
+    """The steps for an engine of at most `max_tokens` in a step and `max_context` in a sequence; num_slots: of adapters, 0 without LoRA."""
+    few, short = min(FEW_TOKENS, max_tokens - 1, max_context), min(SHORT_PROMPT, max_context)
+    for slots in (0, num_slots) if num_slots else (0,):
         for num_seqs in _powers_of_two(min(max_num_seqs, max_tokens)):
-            yield Rehearsal(((1, 2),) * num_seqs, lora_slot)
+            yield Rehearsal(((1, 2),) * num_seqs, slots)
         for num_tokens in _powers_of_two(max_tokens):
-            yield Rehearsal(_prompts(num_tokens, max_context), lora_slot)
+            yield Rehearsal(_prompts(num_tokens, max_context), slots)
+        yield Rehearsal(((0, short),) * min(max_num_seqs, max_tokens // short), slots)
         if few > 0:
-            yield Rehearsal(((1, 2), (0, few)), lora_slot)
-            yield Rehearsal(((max_context - few, max_context),), lora_slot)
+            yield Rehearsal(((1, 2), (0, few)), slots)
+            yield Rehearsal(((max_context - few, max_context),), slots)
 
 
 def warm_up(
@@ -77,9 +78,11 @@ def _run(runner: ModelRunner, blocks: BlockAllocator, step: Rehearsal) -> None:
             begun.append(request_id)
             if not blocks.reserve(request_id, end):
                 return
-            state = RequestState(request, -1, list(prompt), lora_slot=step.lora_slot)
+            slot = index % step.num_slots if step.num_slots else None
+            state = RequestState(request, -1, list(prompt), lora_slot=slot)
             sequences.append(ScheduledSequence(state, start, end - start, is_sampled=True))
-        runner.rehearse(SchedulePlan(-1, tuple(sequences)))
+        if sequences:
+            runner.rehearse(SchedulePlan(-1, tuple(sequences)))
     finally:
         for request_id in begun:
             blocks.free(request_id)

@@ -39,7 +39,7 @@ class VariantLauncher(TritonLauncher):
 
 
 def steps_of(engine: EngineCore, max_tokens: int, max_num_seqs: int) -> list[Rehearsal]:
-    return list(rehearsals(max_tokens, max_num_seqs, engine.info.max_model_len, has_adapters=True))
+    return list(rehearsals(max_tokens, max_num_seqs, engine.info.max_model_len, num_slots=2))
 
 
 def test_after_it_no_kernel_is_new(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +86,10 @@ def test_steps_that_do_not_fit_in_the_kv_cache_are_left_out(bench: Bench) -> Non
     ("max_tokens", "max_num_seqs", "max_context"), [(1, 1, 2), (2, 2, 2), (48, 7, 20), (2048, 64, 8192)]
 )
 def test_no_step_is_larger_than_the_engine_allows(max_tokens: int, max_num_seqs: int, max_context: int) -> None:
-    steps = list(rehearsals(max_tokens, max_num_seqs, max_context, has_adapters=True))
-    assert {step.lora_slot for step in steps} == {None, 0}
+    steps = list(rehearsals(max_tokens, max_num_seqs, max_context, num_slots=3))
+    assert {step.num_slots for step in steps} == {0, 3}
     for step in steps:
         assert sum(end - start for start, end in step.ranges) <= max_tokens
         assert all(0 <= start < end <= max_context for start, end in step.ranges)
     assert max(sum(end - start for start, end in step.ranges) for step in steps) == max_tokens
-    assert not any(
-        step.lora_slot == 0 for step in rehearsals(max_tokens, max_num_seqs, max_context, has_adapters=False)
-    )
+    assert not any(step.num_slots for step in rehearsals(max_tokens, max_num_seqs, max_context, num_slots=0))
