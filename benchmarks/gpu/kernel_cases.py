@@ -27,6 +27,7 @@ from benchmarks.gpu.place import BF16, FP32, Place
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, Shape, lora_bytes, make_target
 from benchmarks.gpu.timing import Call, copies_for
 from loraplex.core import LoraTarget
+from loraplex.kernels.ops import KernelBackend
 
 Build = Callable[[], list[Call]]
 
@@ -35,7 +36,7 @@ Build = Callable[[], list[Call]]
 class Case:
     """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and computes.
 
-    target: a name of TARGETS.
+    target: a name of TARGETS. backend: whose kernels are to run; None: the place's.
     """
 
     group: str
@@ -45,6 +46,7 @@ class Case:
     build: Build
     peers: Mapping[str, Build] = field(default_factory=dict)
     target: str = ""
+    backend: KernelBackend | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ def lora_case(
     operations = sum(2.0 * rows * rank * (target.in_features + out) for out in outs)
     copies = copies_for(weight_bytes, place)
 
+    backend = place.lora_backend(**options) if options else place.backend
+
     def build() -> list[Call]:
-        backend = place.lora_backend(**options) if options else place.backend
         targets = [make_target(f"copy{i}", target.in_features, outs) for i in range(copies)]
         packed = pack(backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
         table = make_table(targets, [[packed] * copies] * count, place.device)
@@ -116,7 +119,7 @@ def lora_case(
     name = f"{target.in_features}x{'+'.join(map(str, outs))} r{rank} {label}"
     peers = {} if options else {"bmm": stacked.bmm, "grouped": stacked.grouped}
     judged = "" if options else _target(target, rank, slots, weight_bytes, "decode" in group)
-    return Case(group, name, moved, operations, build, peers, judged)
+    return Case(group, name, moved, operations, build, peers, judged, backend)
 
 
 class _Stacked:

@@ -60,9 +60,10 @@ class Timed:
 
 def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> Timed:
     """The case, then its peers; none keeps memory for the next."""
-    before = dict(place.backend.fallbacks)
+    backend = case.backend or place.backend
+    before = dict(backend.fallbacks)
     own, error = _time(case.build, place, budget_s)
-    error = error or ", ".join(fallen_back(before, place.backend.fallbacks))
+    error = error or ", ".join(fallen_back(before, backend.fallbacks))
     peers = {}
     for name, build in case.peers.items():
         timing, _ = _time(build, place, budget_s)

@@ -20,7 +20,7 @@ from benchmarks.gpu import adapters, check, engine, kernels
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
-from benchmarks.gpu.kernel_cases import TARGETS, _Stacked, lora_case
+from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, lora_case
 from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding, Problem
 from benchmarks.gpu.kernel_checks import check as check_problem
 from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code
@@ -183,6 +183,13 @@ def test_what_stock_torch_ran_has_failed() -> None:
     assert check_problem(run, PLACE).note == "stock torch ran silu_mul: why"
     others = replace(run, run=run.expected)
     assert check_problem(others, PLACE).is_ok  # what an earlier check fell back to is not this one's
+
+
+def test_what_stock_torch_ran_has_no_time() -> None:
+    backend, x = Falling(), torch.randn(3, 8)
+    case = Case("g", "n", 1.0, 1.0, lambda: [lambda: backend.silu_mul(x)], backend=backend)
+    timed = kernels.time_case(case, PLACE, Ceilings(1, 1), 0.1)
+    assert (timed.us, timed.error) == (None, "stock torch ran silu_mul: why")
 
 
 def test_a_gap_in_a_kernel_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
