@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +27,22 @@ TABLE_NUMBERS = 1 << 24
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """In memory where the machine has such a place."""
-    root = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="loraplex-gpu-", dir=root) as folder:
+    with tempfile.TemporaryDirectory(prefix=_prefix(os.getpid()), dir=_root()) as folder:
         yield Path(folder)
+
+
+def remove_scratch(pid: int) -> None:
+    """What a process that was killed had in its scratch folders."""
+    for folder in _root().glob(f"{_prefix(pid)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _root() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def _prefix(pid: int) -> str:
+    return f"loraplex-gpu-{pid}-"
 
 
 def write_adapters(shape: Shape, count: int, rank: int, folder: Path) -> list[LoRARequest]:

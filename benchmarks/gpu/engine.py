@@ -2,10 +2,13 @@
 
     python -m benchmarks.gpu.engine                                    under 8 minutes; the table comes last
     python -m benchmarks.gpu.engine --models Llama-3.2-1B --variants default,eager --json results/gpu-engine.json
-    python -m benchmarks.gpu.engine --interpret                        on a CPU, in seconds: only whether it runs
+    python -m benchmarks.gpu.engine --interpret --variants default --lora-backend torch    on a CPU: only whether it runs (in seconds;
+                                                                       minutes without --lora-backend, in Triton's interpreter)
 of limit: tokens/s beside batch * copy bandwidth / bytes of the base weights. of floor: the time in which a copy moves what a step reads
 (weights, the step's adapters, keys and values) beside the step's. / base: tokens/s beside the same batch without adapters.
-Adapters have rank 16 and are on every linear. Targets are those of docs/gpu.md.
+replayed: the share of decode steps that were a CUDA graph's. A load that had others where graphs are on, or operators that stock torch
+ran instead of a kernel, has failed. Adapters have rank 16 and are on every linear. Targets are those of docs/gpu.md. Exit code 1 when a
+load failed or none was measured; 130 after Ctrl-C, with what was measured until then.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,13 @@ import torch
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.engine_loads import INTERPRETED, ON_A_GPU, Sizes, cold, decode, mixed
-from benchmarks.gpu.place import Output, Place, Sheet, add_arguments, find_place
+from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, endable, exit_code, find_place
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, SHAPES, TINY, Shape
 from benchmarks.gpu.timing import Ceilings, measure_ceilings
 from loraplex.core import LoRARequest
 from loraplex.engine.llm import LLM
 from loraplex.errors import LoraplexError
+from loraplex.metrics import EngineStats
 
 RANK = 16
 FAILED = "FAILED"
@@ -44,17 +48,21 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 """Settings that differ from the defaults."""
 
 HEADINGS = (
-    "model", "variant", "load", "tok/s", "ms/step", "of limit", "of floor", "/ base", "besides", "target",
+    "model", "variant", "load", "tok/s", "ms/step", "of limit", "of floor", "/ base", "replayed", "besides", "target",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One load. base_ratio: of its tokens/s to the same batch's without adapters. verdict: ok, MISSED, or empty where there is no target."""
+    """One load. base_ratio: of its tokens/s to the same batch's without adapters. replayed: share of its decode steps, None where none could be.
+
+    eager: its other decode steps by reason. fallbacks: calls that stock torch ran for a kernel, by operator and reason. verdict: ok, MISSED,
+    or empty where there is no target.
+    """
 
     model: str
     variant: str
-    load: str
+    load: str = ""
     tokens_per_s: float | None = None
     step_ms: float | None = None
     of_limit: float | None = None
@@ -62,6 +70,9 @@ class Row:
     base_ratio: float | None = None
     note: str = ""
     verdict: str = ""
+    replayed: float | None = None
+    eager: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,38 +87,31 @@ class Bench:
     sizes: Sizes
     itemsize: int
     deadline: float
+    has_graphs: bool = False
     bases: dict[int, float] = field(default_factory=dict)
 
-    def rows(self, batches: Sequence[int], distinct: Sequence[int]) -> Iterator[Row]:
-        """All loads, the ones with a target first, until the time is up."""
-        most = max(batches)
-        seats, few = min(32, most), min(8, max(1, most // 2))
-        loads: dict[str, Callable[[], Row]] = {
-            **{f"decode, {b} base": lambda b=b: self._base(b) for b in batches},
-            "decode on 1 adapter": lambda: self._decode(seats, 1),
-            **{f"decode on {k} adapters": lambda k=k: self._decode(max(k, seats), k) for k in distinct},
-            "spread": lambda: self._spread(seats, few),
-            "cold adapters": lambda: self._cold(seats),
-            "mixed, base": lambda: self._mixed(seats, 0),
-            "mixed, adapters": lambda: self._mixed(seats, seats),
-        }
+    def rows(self, loads: Mapping[str, Load]) -> Iterator[Row]:
+        """One for each load; those that the time is too short for say so."""
         for name, load in loads.items():
             if time.monotonic() > self.deadline:
-                return
+                yield Row(self.shape.name, self.variant, name, note=LEFT_OUT)
+                continue
+            before = self.llm.stats()
             try:
-                yield load()
+                row = load(self)
             except LoraplexError as error:  # a request that failed; the engine goes on
-                yield Row(self.shape.name, self.variant, name, note=f"{FAILED}: {type(error).__name__}: {error}")
+                row = Row(self.shape.name, self.variant, name, note=f"{FAILED}: {type(error).__name__}: {error}")
+            yield ran(replace(row, load=name), before, self.llm.stats(), self.has_graphs)
 
     def _base(self, batch: int) -> Row:
-        row = self._measure(f"decode, {batch} base", [None] * batch)
+        row = self._measure([None] * batch)
         assert row.tokens_per_s is not None
         self.bases[batch] = row.tokens_per_s
         return self._judged(row, row.of_limit, 0.85 if batch <= 32 else None)
 
     def _decode(self, batch: int, num_adapters: int) -> Row:
         adapters = [self.requests[i % num_adapters] for i in range(batch)]
-        row = self._measure(f"decode, {batch} on {num_adapters} adapter{'s' * (num_adapters > 1)}", adapters)
+        row = self._measure(adapters)
         of_32 = 0.87 if self.variant == "int8 blocks" else 0.80
         target = {1: 0.95, 32: of_32 if batch == 32 else None}.get(num_adapters)
         return self._judged(row, row.base_ratio, target)
@@ -120,13 +124,11 @@ class Bench:
         dealt = (even, sorted(even), skewed, skewed[::-1], [last - i for i in even])
         rates = [decode(self.llm, [self.requests[i] for i in one], self.sizes).tokens_per_s for one in dealt]
         spread = (max(rates) - min(rates)) / min(rates)
-        row = Row(
-            self.shape.name, self.variant, f"decode, {batch} on {num_adapters} adapters, {len(rates)} ways",
-            note=f"spread {100 * spread:.1f} %",
-        )  # fmt: skip
+        note = f"spread {100 * spread:.1f} % of {len(rates)} ways"
+        row = Row(self.shape.name, self.variant, note=note)
         return self._judged(row, spread, 0.05, is_at_least=False)
 
-    def _measure(self, load: str, adapters: Sequence[LoRARequest | None]) -> Row:
+    def _measure(self, adapters: Sequence[LoRARequest | None]) -> Row:
         found = decode(self.llm, adapters, self.sizes)
         weight_bytes = self.shape.weight_numbers() * self.itemsize
         num_adapters = len({one.lora_int_id for one in adapters if one is not None})
@@ -137,9 +139,8 @@ class Bench:
         return Row(
             self.shape.name,
             self.variant,
-            load,
-            found.tokens_per_s,
-            found.step_ms,
+            tokens_per_s=found.tokens_per_s,
+            step_ms=found.step_ms,
             of_limit=found.tokens_per_s * weight_bytes / len(adapters) / self.ceilings.bandwidth,
             of_floor=1e3 * read / self.ceilings.bandwidth / found.step_ms,
             base_ratio=None if base is None else found.tokens_per_s / base,
@@ -152,13 +153,12 @@ class Bench:
             f"first token {found.cold_first_ms:.1f} ms, {found.added_ms:+.1f} for a cold adapter; "
             f"others' gaps {100 * found.others_share:+.1f} %"
         )
-        row = Row(self.shape.name, self.variant, f"cold adapters beside {len(background)}", note=note)
+        row = Row(self.shape.name, self.variant, note=note)
         return self._judged(row, max(found.added_ms / 5.0, found.others_share / 0.02), 1.0, is_at_least=False)
 
     def _mixed(self, seats: int, num_adapters: int) -> Row:
         adapters: Sequence[LoRARequest | None] = self.requests[:num_adapters] or [None]
         found = mixed(self.llm, adapters, seats, self.sizes)
-        load = f"mixed, {seats} seats, " + (f"{len(adapters)} adapters" if num_adapters else "base")
         note = (
             f"{found.prompt_tokens_per_s:.0f} prompt tok/s, gap {found.gap_ms:.1f} ms, 99th {found.gap_p99_ms:.1f} ms"
         )
@@ -166,17 +166,62 @@ class Bench:
             self.bases[-seats] = found.tokens_per_s
         base = self.bases.get(-seats) if num_adapters else None
         ratio = None if base is None else found.tokens_per_s / base
-        return Row(self.shape.name, self.variant, load, found.tokens_per_s, base_ratio=ratio, note=note)
+        return Row(self.shape.name, self.variant, tokens_per_s=found.tokens_per_s, base_ratio=ratio, note=note)
 
     def _judged(self, row: Row, measured: float | None, target: float | None, is_at_least: bool = True) -> Row:
         """Targets are of the 8B shape with graphs and look-ahead."""
         if measured is None or target is None or self.shape is not LLAMA_8B or self.variant not in TARGETED:
             return row
         is_met = measured >= target if is_at_least else measured <= target
-        return Row(**{**asdict(row), "verdict": "ok" if is_met else "MISSED"})
+        return replace(row, verdict="ok" if is_met else "MISSED")
 
 
 TARGETED = ("default", "int8 blocks")
+
+Load = Callable[[Bench], Row]
+
+
+def loads_of(variant: str, place: Place, count: int) -> dict[str, Load]:
+    """By name, the ones with a target first. count: adapters."""
+    batches, distinct = ((2,), (2,)) if place.is_interpreted else ((1, 8, 32, 64), (2, 4, 8, 16, 32, 64))
+    if variant not in TARGETED:
+        batches, distinct = batches[-2:], (min(32, count),)
+    most = max(batches)
+    seats, few = min(32, most), min(8, max(1, most // 2), count)
+    return {
+        **{f"decode, {b} base": lambda on, b=b: on._base(b) for b in batches},
+        f"decode, {seats} on 1 adapter": lambda on: on._decode(seats, 1),
+        **{
+            f"decode, {max(k, seats)} on {k} adapters": lambda on, k=k: on._decode(max(k, seats), k)
+            for k in distinct
+            if 1 < k <= count
+        },
+        f"decode, {seats} on {few} adapter{'s' * (few > 1)}, dealt out otherwise": lambda on: on._spread(seats, few),
+        f"cold adapters beside {max(1, seats - 1)}": lambda on: on._cold(seats),
+        f"mixed, {seats} seats, base": lambda on: on._mixed(seats, 0),
+        f"mixed, {seats} seats, {min(seats, count)} adapters": lambda on: on._mixed(seats, seats),
+    }
+
+
+def ran(row: Row, before: EngineStats, after: EngineStats, has_graphs: bool) -> Row:
+    """The row with how its steps ran. It has failed where stock torch ran operators, or decode steps were eager in spite of graphs."""
+    replayed = sum(_since(before.graph_steps, after.graph_steps).values())
+    eager = _since(before.eager_steps, after.eager_steps)
+    eager.pop("prefill", None)
+    fallbacks = _since(before.kernel_fallbacks, after.kernel_fallbacks)
+    steps = replayed + sum(eager.values())
+    wrong = [f"{reason}: {count} calls by stock torch" for reason, count in fallbacks.items()]
+    if has_graphs and (eager or not steps):
+        why = ", ".join(f"{count} {reason}" for reason, count in eager.items()) or "no step was replayed"
+        wrong.append(f"eager decode steps: {why}")
+    note = row.note
+    if wrong and not note.startswith(FAILED):
+        note = f"{FAILED}: {'; '.join([*wrong, *([note] if note else [])])}"
+    return replace(row, note=note, replayed=replayed / steps if steps else None, eager=eager, fallbacks=fallbacks)
+
+
+def _since(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before.get(name, 0) for name, count in after.items() if count > before.get(name, 0)}
 
 
 def settings_of(variant: str, place: Place, lora_backend: str) -> dict[str, Any]:
@@ -205,21 +250,30 @@ def settings_of(variant: str, place: Place, lora_backend: str) -> dict[str, Any]
     }
 
 
-def bench(
-    shape: Shape,
-    variant: str,
-    place: Place,
-    ceilings: Ceilings,
-    folder: Path,
-    count: int,
-    deadline: float,
-    lora_backend: str,
-) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Run:
+    """What the engines of a run have in common. count: adapters."""
+
+    place: Place
+    ceilings: Ceilings
+    sizes: Sizes
+    folder: Path
+    count: int
+    deadline: float
+    lora_backend: str
+
+
+def bench(shape: Shape, variant: str, run: Run) -> Iterator[Row]:
     """The rows of one engine. One that does not start is a row that says why."""
-    requests = write_or_find(shape, count, folder)
+    place, loads = run.place, loads_of(variant, run.place, run.count)
+    if time.monotonic() > run.deadline:
+        yield from (Row(shape.name, variant, load, note=LEFT_OUT) for load in ("start", *loads))
+        return
+    requests = write_or_find(shape, run.count, run.folder)
+    settings = settings_of(variant, place, run.lora_backend)
     began = time.monotonic()
     try:
-        llm = LLM(str(shape.write(folder / shape.name / "base")), **settings_of(variant, place, lora_backend))
+        llm = LLM(str(shape.write(run.folder / shape.name / "base")), **settings)
     except (LoraplexError, torch.cuda.OutOfMemoryError) as error:
         yield Row(shape.name, variant, "start", note=f"{FAILED}: {type(error).__name__}: {error}")
         return
@@ -228,16 +282,14 @@ def bench(
         for request in requests:
             llm.add_lora(request)
         loaded_s = time.monotonic() - began - started_s
-        yield Row(
-            shape.name, variant, "start", note=f"{started_s:.1f} s, and {loaded_s:.1f} s for {len(requests)} adapters"
-        )
-        sizes = INTERPRETED if place.is_interpreted else ON_A_GPU
+        note = f"{started_s:.1f} s, and {loaded_s:.1f} s for {len(requests)} adapters"
+        yield ran(Row(shape.name, variant, "start", note=note), EngineStats(), llm.stats(), has_graphs=False)
         itemsize = 4 if place.is_interpreted else 2
-        on_it = Bench(llm, shape, variant, requests, ceilings, sizes, itemsize, deadline)
-        batches, distinct = ((2,), (2,)) if place.is_interpreted else ((1, 8, 32, 64), (2, 4, 8, 16, 32, 64))
-        if variant not in TARGETED:
-            batches, distinct = batches[-2:], (min(32, count),)
-        yield from on_it.rows(batches, [k for k in distinct if k <= count])
+        has_graphs = place.may_capture and run.lora_backend == "triton" and not settings.get("enforce_eager")
+        on_it = Bench(
+            llm, shape, variant, requests, run.ceilings, run.sizes, itemsize, run.deadline, has_graphs=has_graphs
+        )
+        yield from on_it.rows(loads)
     del llm, on_it
     gc.collect()
     if not place.is_interpreted:
@@ -265,13 +317,14 @@ def cells(row: Row) -> list[str]:
         share(row.of_limit),
         share(row.of_floor),
         "-" if row.base_ratio is None else f"{row.base_ratio:.3f}",
+        share(row.replayed),
         row.note,
         row.verdict,
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 when an engine did not start or a load failed; a target that is missed is for the reader."""
+    """1 when an engine did not start, a load failed or none was measured; a target that is missed is for the reader. 130 after Ctrl-C."""
     args = parser().parse_args(arguments)
     place = find_place(args.interpret)
     deadline = time.monotonic() + args.budget
@@ -279,21 +332,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     ceilings = measure_ceilings(place)
     title = f"{place.title}\ncopy {ceilings.bandwidth / 1e12:.2f} TB/s{' (made up)' if place.is_interpreted else ''}"
-    output = Output(args.json, "engine", title)
+    output = Output(args.json, "engine", title, place)
+    sizes = INTERPRETED if place.is_interpreted else ON_A_GPU
+    settings = {variant: settings_of(variant, place, args.lora_backend) for variant in args.variants}
 
     def state() -> tuple[Sheet, dict[str, Any]]:
         figures = {"ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
+        figures |= {"settings": settings, "sizes": asdict(sizes), "rank": RANK}
         return Sheet(HEADINGS, [cells(row) for row in rows], num_texts=3), figures
 
-    with scratch_folder() as folder:
+    with endable() as ending, scratch_folder() as folder:
+        count = 3 if place.is_interpreted else args.adapters
+        run = Run(place, ceilings, sizes, folder, count, deadline, args.lora_backend)
         for variant, shape in itertools.product(args.variants, models):
-            if time.monotonic() < deadline:
-                count = 3 if place.is_interpreted else args.adapters
-                for row in bench(shape, variant, place, ceilings, folder, count, deadline, args.lora_backend):
-                    rows.append(row)
-                    output.keep(*state())
+            for row in bench(shape, variant, run):
+                rows.append(row)
+                output.keep(*state())
     output.finish(*state())
-    return int(any(row.note.startswith(FAILED) for row in rows))
+    num_failed, num_left_out = (sum(row.note.startswith(how) for row in rows) for how in (FAILED, LEFT_OUT))
+    print(f"{len(rows)} loads, {num_failed} failed, {num_left_out} left out")
+    return ending.code or int(num_failed > 0 or num_left_out == len(rows))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -305,10 +363,17 @@ def parser() -> argparse.ArgumentParser:
         "--variants", type=listed_of(tuple(VARIANTS)), default=list(VARIANTS), help=f"of {', '.join(VARIANTS)}"
     )
     new.add_argument("--lora-backend", default="triton", help="torch: stock torch, to compare with (default: triton)")
-    new.add_argument("--adapters", type=int, default=64, help="as many of rank 16 (default: 64)")
-    new.add_argument("--budget", type=seconds, default=450.0, help="seconds after which no load begins (default: 450)")
+    new.add_argument(
+        "--adapters", type=int, default=64, help="as many of rank 16; loads on more are not run (default: 64)"
+    )
+    new.add_argument(
+        "--budget",
+        type=seconds,
+        default=450.0,
+        help="seconds after which no load begins; the others are left out (default: 450)",
+    )
     return new
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -7,21 +7,22 @@ are near a tie. The oracle runs on the CPU.
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.adapters import scratch_folder
 from benchmarks.gpu.exact import poisoned_allocations
-from benchmarks.gpu.kernel_checks import Finding
+from benchmarks.gpu.kernel_checks import Finding, fallen_back
 from benchmarks.gpu.place import Place
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
 from loraplex.engine.llm import LLM
 from loraplex.engine.sampler import Sampler, SamplingRow
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.metrics import EngineStats
 from tests.fixtures import ADAPTER_OPTIONS, NUM_TOKENS, GreedyCase, ModelZoo
 
 # --------------------------------------------------------------------------------------------------------------- sampler
@@ -42,10 +43,12 @@ def sampler_findings(place: Place, is_small: bool) -> Iterator[Finding]:
             SamplingRow(params=SamplingParams(**PARAMS[i % len(PARAMS)]), seed=i, position=i // 3) for i in range(rows)
         ]
         expected = Sampler(vocab_size, TorchBackend()).sample(logits.clone(), chosen)
+        before = dict(place.backend.fallbacks)
         found = Sampler(vocab_size, place.backend).sample(logits.to(place.device), chosen)
         wrong = [i for i in range(rows) if found.token_ids[i] != expected.token_ids[i]]
-        note = "" if not wrong else f"{len(wrong)} differ, the first with {PARAMS[wrong[0] % len(PARAMS)]}"
-        yield Finding("sampler", f"{rows} rows of {vocab_size} as on the CPU", not wrong, note)
+        notes = [f"{len(wrong)} differ, the first with {PARAMS[wrong[0] % len(PARAMS)]}"] if wrong else []
+        notes += fallen_back(before, place.backend.fallbacks)
+        yield Finding("sampler", f"{rows} rows of {vocab_size} as on the CPU", not notes, ", ".join(notes))
 
 
 # ---------------------------------------------------------------------------------------------------------------- models
@@ -62,8 +65,8 @@ class Asked:
 
 def engine_findings(place: Place, is_small: bool) -> Iterator[Finding]:
     num_tokens = 3 if is_small else NUM_TOKENS
-    with tempfile.TemporaryDirectory() as folder:
-        zoo = ModelZoo(Path(folder))
+    with scratch_folder() as folder:
+        zoo = ModelZoo(folder)
         for family in ("llama",) if is_small else ("llama", "qwen3"):
             base = zoo.base(family)
             asked = _asked(zoo, base, ("all linears",) if is_small else tuple(ADAPTER_OPTIONS), num_tokens)
@@ -106,7 +109,7 @@ def _parity_findings(
                     outputs = _generate(llm, asked, num_tokens)
             else:
                 outputs = _generate(llm, asked, num_tokens)
-            yield _compared(f"{family}, {len(asked)} prompts, {name}", asked, outputs)
+            yield _compared(f"{family}, {len(asked)} prompts, {name}", asked, outputs, llm.stats())
             if name == "default" and place.may_capture:
                 yield _graph_finding(llm, family, asked, num_tokens)
             llm.check_integrity()
@@ -118,15 +121,15 @@ def _generate(llm: LLM, asked: Sequence[Asked], num_tokens: int) -> list[Request
     return llm.generate(prompts, params, lora_request=[one.lora_request for one in asked])
 
 
-def _compared(name: str, asked: Sequence[Asked], outputs: Sequence[RequestOutput]) -> Finding:
+def _compared(name: str, asked: Sequence[Asked], outputs: Sequence[RequestOutput], stats: EngineStats) -> Finding:
     wrong = [
         one.name
         for one, output in zip(asked, outputs, strict=True)
         if not output.outputs or output.outputs[0].token_ids != one.case.output_token_ids
     ]
-    return Finding(
-        "engine", f"tokens of transformers + peft: {name}", not wrong, f"wrong: {', '.join(wrong)}" if wrong else ""
-    )
+    notes = [f"wrong: {', '.join(wrong)}"] if wrong else []
+    notes += fallen_back({}, stats.kernel_fallbacks)
+    return Finding("engine", f"tokens of transformers + peft: {name}", not notes, ", ".join(notes))
 
 
 def _graph_finding(llm: LLM, family: str, asked: Sequence[Asked], num_tokens: int) -> Finding:
@@ -157,7 +160,8 @@ def _cold_finding(place: Place, family: str, base: Path, asked: Sequence[Asked],
                     finished[output.request_id] = output
             if not waiting and not llm.has_unfinished:
                 break
-        promotions = llm.stats().num_adapter_promotions
+        stats = llm.stats()
         llm.check_integrity()
-    found = _compared(f"{family}, cold adapters under load", list(names.values()), [finished[name] for name in names])
-    return Finding(found.group, found.name, found.is_ok, found.note or f"{promotions} promotions")
+    outputs = [finished[name] for name in names]
+    found = _compared(f"{family}, cold adapters under load", list(names.values()), outputs, stats)
+    return replace(found, note=found.note or f"{stats.num_adapter_promotions} promotions")

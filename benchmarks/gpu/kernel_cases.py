@@ -27,13 +27,17 @@ from benchmarks.gpu.place import BF16, FP32, Place
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, Shape, lora_bytes, make_target
 from benchmarks.gpu.timing import Call, copies_for
 from loraplex.core import LoraTarget
+from loraplex.kernels.ops import KernelBackend
 
 Build = Callable[[], list[Call]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and computes."""
+    """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and computes.
+
+    target: a name of TARGETS. backend: whose kernels are to run; None: the place's.
+    """
 
     group: str
     name: str
@@ -41,6 +45,37 @@ class Case:
     operations: float
     build: Build
     peers: Mapping[str, Build] = field(default_factory=dict)
+    target: str = ""
+    backend: KernelBackend | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The least share of a ceiling: of the copy bandwidth, or of the matrix rate."""
+
+    share: float
+    is_of_rate: bool = False
+
+
+TARGETS = {
+    "decode, 100 MB of adapters and more, of the copy bandwidth": Target(0.80),
+    "decode, 32 distinct of rank 16, 4096x4096, of the copy bandwidth": Target(0.50),
+    "prefill, rank 64 and more, of the matrix rate": Target(0.60, is_of_rate=True),
+}
+"""Those of docs/gpu.md."""
+
+MUCH_BYTES = 100e6
+
+
+def _target(target: LoraTarget, rank: int, slots: Sequence[int], weight_bytes: float, is_decode: bool) -> str:
+    """Of a LoRA case with the backend's own choices."""
+    much, some, prefill = TARGETS
+    if not is_decode:
+        return prefill if rank >= 64 else ""
+    if weight_bytes >= MUCH_BYTES:
+        return much
+    is_square = target.in_features == sum(s.out_features for s in target.slices) == 4096
+    return some if is_square and rank == 16 and list(slots) == list(range(32)) else ""
 
 
 def dtype_of(place: Place) -> torch.dtype:
@@ -66,8 +101,9 @@ def lora_case(
     operations = sum(2.0 * rows * rank * (target.in_features + out) for out in outs)
     copies = copies_for(weight_bytes, place)
 
+    backend = place.lora_backend(**options) if options else place.backend
+
     def build() -> list[Call]:
-        backend = place.lora_backend(**options) if options else place.backend
         targets = [make_target(f"copy{i}", target.in_features, outs) for i in range(copies)]
         packed = pack(backend, target, draw_weights(target, rank, dtype, torch.Generator()), dtype)
         table = make_table(targets, [[packed] * copies] * count, place.device)
@@ -82,7 +118,8 @@ def lora_case(
     stacked = _Stacked(place, target, rank, slots, copies)
     name = f"{target.in_features}x{'+'.join(map(str, outs))} r{rank} {label}"
     peers = {} if options else {"bmm": stacked.bmm, "grouped": stacked.grouped}
-    return Case(group, name, moved, operations, build, peers)
+    judged = "" if options else _target(target, rank, slots, weight_bytes, "decode" in group)
+    return Case(group, name, moved, operations, build, peers, judged, backend)
 
 
 class _Stacked:
@@ -155,10 +192,10 @@ class _Stacked:
 def lora_cases(place: Place) -> Iterator[Case]:
     """Punica's grid on 4096x4096, some of it on the other linears of an 8B model, then prompts."""
     if place.is_interpreted:
-        yield lora_case(place, "LoRA decode", TINY.target("qkv"), 8, [0, 1, 2], "T=3 distinct")
-        yield lora_case(place, "LoRA decode, int8 blocks", TINY.target("o"), 8, [0, 1], "T=2", block_dtype=torch.int8)
-        yield lora_case(place, "LoRA decode, two launches", TINY.target("o"), 8, [0, 1], "T=2", is_lora_fused=False)
-        yield lora_case(place, "LoRA prefill", TINY.target("down"), 16, [0] * 20 + [1] * 4, "T=24 x2")
+        yield lora_case(place, "lora decode", TINY.target("qkv"), 8, [0, 1, 2], "T=3 distinct")
+        yield lora_case(place, "lora decode, int8 blocks", TINY.target("o"), 8, [0, 1], "T=2", block_dtype=torch.int8)
+        yield lora_case(place, "lora decode, two launches", TINY.target("o"), 8, [0, 1], "T=2", is_lora_fused=False)
+        yield lora_case(place, "lora prefill", TINY.target("down"), 16, [0] * 20 + [1] * 4, "T=24 x2")
         return
     rng = np.random.default_rng(0)
     square = LLAMA_8B.target("o")
@@ -166,20 +203,20 @@ def lora_cases(place: Place) -> Iterator[Case]:
         (8, 16, 32, 64), ("distinct", "uniform", "skewed", "identical"), (1, 2, 4, 8, 16, 32, 64)
     ):
         slots = draw_slots(popularity, batch, rng)
-        yield lora_case(place, "LoRA decode", square, rank, slots, f"T={batch} {popularity} ({max(slots) + 1})")
+        yield lora_case(place, "lora decode", square, rank, slots, f"T={batch} {popularity} ({max(slots) + 1})")
     for linear, rank, popularity, batch in itertools.product(
         ("qkv", "gate_up", "down"), (16, 64), ("distinct", "identical"), (1, 32, 64)
     ):
         slots = draw_slots(popularity, batch, rng)
         yield lora_case(
-            place, f"LoRA decode, {linear}", LLAMA_8B.target(linear), rank, slots, f"T={batch} {popularity}"
+            place, f"lora decode, {linear}", LLAMA_8B.target(linear), rank, slots, f"T={batch} {popularity}"
         )
     yield from lora_variant_cases(place)
     for linear, rank, num_adapters, rows in itertools.product(
         ("o", "qkv", "gate_up", "down"), (64, 128), (1, 4), (2048, 8192)
     ):
         slots = sorted(i % num_adapters for i in range(rows))
-        yield lora_case(place, "LoRA prefill", LLAMA_8B.target(linear), rank, slots, f"T={rows} x{num_adapters}")
+        yield lora_case(place, "lora prefill", LLAMA_8B.target(linear), rank, slots, f"T={rows} x{num_adapters}")
 
 
 def lora_variant_cases(place: Place) -> Iterator[Case]:
@@ -191,7 +228,7 @@ def lora_variant_cases(place: Place) -> Iterator[Case]:
     ):
         for linear, rank, batch in itertools.product(("o", "qkv", "gate_up", "down"), (16, 64), (1, 8, 32)):
             target, slots = LLAMA_8B.target(linear), list(range(batch))
-            yield lora_case(place, f"LoRA decode, {label}", target, rank, slots, f"T={batch} distinct", **options)
+            yield lora_case(place, f"lora decode, {label}", target, rank, slots, f"T={batch} distinct", **options)
 
 
 # ------------------------------------------------------------------------------------------------------------- attention
@@ -256,7 +293,7 @@ def glue_cases(place: Place) -> Iterator[Case]:
         yield _norm_case(place, rows, shape.hidden, weight, copies, 4.0 * numbers * itemsize)
         gate_ups = [_randn(place, rows, 2 * shape.inner) for _ in range(min(copies, 16))]
         yield Case(
-            "norms", f"silu_mul {rows}x{shape.inner}", 3.0 * rows * shape.inner * itemsize, 0,
+            "glue", f"silu_mul {rows}x{shape.inner}", 3.0 * rows * shape.inner * itemsize, 0,
             lambda g=gate_ups: [lambda one=one: place.backend.silu_mul(one) for one in g],
             {"torch": lambda g=gate_ups: [lambda one=one: F.silu(one.chunk(2, -1)[0]) * one.chunk(2, -1)[1] for one in g]},
         )  # fmt: skip
@@ -273,7 +310,7 @@ def _norm_case(place: Place, rows: int, hidden: int, weight: torch.Tensor, copie
         return [call(x, residual) for x, residual in pairs]
 
     return Case(
-        "norms", f"add_rms_norm {rows}x{hidden}", moved, 0,
+        "glue", f"add_rms_norm {rows}x{hidden}", moved, 0,
         lambda: [lambda x=x, r=r: place.backend.add_rms_norm(x, r, weight, 1e-5) for x, r in pairs], {"torch": stock},
     )  # fmt: skip
 
@@ -291,7 +328,7 @@ def _rotary_case(place: Place, shape: Shape, rows: int) -> Case:
         return [lambda: place.backend.rotary_write_kv(q, k, v, angles, angles, kv, plan.kv_slot_mapping)]
 
     moved = 2.0 * rows * sum(counts) * dim * dtype.itemsize
-    return Case("norms", f"rotary_write_kv {rows} rows {shape.name}", moved, 0, build)
+    return Case("glue", f"rotary_write_kv {rows} rows {shape.name}", moved, 0, build)
 
 
 def linear_cases(place: Place) -> Iterator[Case]:
@@ -326,7 +363,7 @@ def _linear_case(place: Place, shape: Shape, linear: str, rows: int, quantizatio
     name = f"{linear} {num_in}x{out} T={rows} {quantization or 'unquantised'}"
     moved = weight_bytes + rows * (num_in + out) * dtype.itemsize
     peers = {} if quantization is None else {"torch": stock}
-    return Case("linears", name, moved, 2.0 * rows * num_in * out, build, peers)
+    return Case("linear", name, moved, 2.0 * rows * num_in * out, build, peers)
 
 
 GROUPS: Mapping[str, Callable[[Place], Iterator[Case]]] = {

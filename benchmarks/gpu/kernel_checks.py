@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,16 +31,20 @@ from benchmarks.gpu.inputs import (
 from benchmarks.gpu.place import FP32, Place, dtype_name
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, make_target
 from loraplex.core import LoraTarget
+from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
 
 EXACT = ReferenceBackend()
 """In float64 where its inputs are."""
 
+SPLIT_CONTEXT = 600
+"""Tokens: so many that the kernel divides them among programs (test_gpu.py)."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """redraw None: not of a decode step."""
+    """redraw None: not of a decode step. backend: whose kernels are to run; None: the place's."""
 
     group: str
     name: str
@@ -47,6 +52,15 @@ class Problem:
     run: Callable[[], Tensors]
     expected: Callable[[], Tensors]
     redraw: Callable[[], None] | None = None
+    backend: KernelBackend | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A problem whose inputs are not drawn yet."""
+
+    name: str
+    build: Callable[[], Problem]
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,8 @@ class Finding:
 def check(problem: Problem, place: Place) -> Finding:
     """All of it for one problem."""
     limit = LIMITS[problem.dtype]
+    backend = problem.backend or place.backend
+    before = dict(backend.fallbacks)
     with poisoned_allocations():
         first = problem.run()
         again = problem.run()
@@ -73,7 +89,13 @@ def check(problem: Problem, place: Place) -> Finding:
         wrong.append("two runs differ")
     if problem.redraw is not None:
         wrong += _check_decode(problem, problem.redraw, place, first, limit)
+    wrong += fallen_back(before, backend.fallbacks)
     return Finding(problem.group, problem.name, not wrong, ", ".join(wrong), error, limit)
+
+
+def fallen_back(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """What stock torch ran since `before` though a kernel covers it."""
+    return [f"stock torch ran {reason}" for reason, count in after.items() if count > before.get(reason, 0)]
 
 
 def _check_decode(
@@ -117,8 +139,29 @@ def lora_problem(
     has_bias: bool = False,
     seed: int = 0,
     **options: Any,
-) -> Problem:
+) -> Planned:
     """One adapter per rank; one row per entry of `slots`. options: of the backend, as Place.lora_backend takes them."""
+    outs = "+".join(str(s.out_features) for s in target.slices)
+    spread = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)}-{max(ranks)}"
+    what = f"{'decode' if is_decode else 'prefill'} {target.in_features}x{outs} T={len(slots)} r{spread} x{len(ranks)}"
+    chosen = "".join(f", {OPTION_NAMES[option]}" for option in options.items())
+    name = f"{what}{' bias' if has_bias else ''} {dtype_name(dtype)}{chosen}"
+    build = partial(_lora_problem, name, place, target, dtype, ranks, slots, is_decode, has_bias, seed, options)
+    return Planned(name, build)
+
+
+def _lora_problem(
+    name: str,
+    place: Place,
+    target: LoraTarget,
+    dtype: torch.dtype,
+    ranks: Sequence[int],
+    slots: Sequence[int],
+    is_decode: bool,
+    has_bias: bool,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Problem:
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     backend = place.lora_backend(**options) if options else place.backend
     packed = [pack(backend, target, draw_weights(target, rank, dtype, generator, has_bias), dtype) for rank in ranks]
@@ -144,15 +187,10 @@ def lora_problem(
     def expected() -> Tensors:
         return (expected_lora(given, x, plan.segments, [one.weights for one in packed], target.slices),)
 
-    outs = "+".join(str(s.out_features) for s in target.slices)
-    spread = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)}-{max(ranks)}"
-    what = f"{'decode' if is_decode else 'prefill'} {target.in_features}x{outs} T={len(slots)} r{spread} x{len(ranks)}"
-    chosen = "".join(f", {OPTION_NAMES[option]}" for option in options.items())
-    name = f"{what}{' bias' if has_bias else ''} {dtype_name(dtype)}{chosen}"
-    return Problem("add_lora", name, dtype, run, expected, redraw if is_decode else None)
+    return Problem("lora", name, dtype, run, expected, redraw if is_decode else None, backend)
 
 
-def lora_problems(place: Place, is_small: bool) -> Iterator[Problem]:
+def lora_problems(place: Place, is_small: bool) -> Iterator[Planned]:
     """Punica's popularities in decode, few adapters and many rows in prefill, in every dtype."""
     shapes = (TINY,) if is_small else (LLAMA_8B, LLAMA_1B, QWEN)
     batches = (5,) if is_small else (1, 7, 32, 64)
@@ -203,8 +241,26 @@ def attention_problem(
     context_lens: Sequence[int],
     window: int | None = None,
     seed: int = 0,
-) -> Problem:
+) -> Planned:
     """Rotary positions and the KV write, then attention over blocks that lie anywhere; heads: H, KH, D. What no token wrote is NaN."""
+    num_heads, kv_heads, dim = heads
+    kind = "decode" if set(query_lens) == {1} else "prefill"
+    suffix = "" if window is None else f" window {window}"
+    name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} {dtype_name(dtype)}"
+    build = partial(_attention_problem, name, place, heads, dtype, query_lens, context_lens, window, seed)
+    return Planned(name, build)
+
+
+def _attention_problem(
+    name: str,
+    place: Place,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    window: int | None,
+    seed: int,
+) -> Problem:
     num_heads, kv_heads, dim = heads
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     plan, num_blocks = make_attention(query_lens, context_lens, place.device, rng=rng)
@@ -241,9 +297,6 @@ def attention_problem(
         )
 
     is_decode = set(query_lens) == {1} and len(query_lens) > 1
-    kind = "decode" if set(query_lens) == {1} else "prefill"
-    suffix = "" if window is None else f" window {window}"
-    name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} {dtype_name(dtype)}"
     return Problem("attention", name, dtype, run, expected, redraw if is_decode else None)
 
 
@@ -300,12 +353,13 @@ def shortened(plan: AttentionPlan, context_lens: Sequence[int]) -> AttentionPlan
     return replace(plan, context_lens_host=tuple(context_lens), scratch={})
 
 
-def attention_problems(place: Place, is_small: bool) -> Iterator[Problem]:
+def attention_problems(place: Place, is_small: bool) -> Iterator[Planned]:
     if is_small:
         for number, dtype in enumerate(place.dtypes):
             yield attention_problem(place, (4, 2, 64), dtype, [1] * 3, [20, 5, 33], seed=number)
             yield attention_problem(place, (4, 2, 64), dtype, [18, 1], [18, 20], seed=number)
         yield attention_problem(place, (2, 1, 64), FP32, [1, 1, 1], [40, 3, 17], window=8)
+        yield attention_problem(place, (2, 1, 64), FP32, [1, 1], [SPLIT_CONTEXT, 5])
         return
     for number, (dtype, heads) in enumerate(
         itertools.product(place.dtypes, ((32, 8, 128), (32, 8, 64), (14, 2, 64), (12, 12, 96), (16, 8, 256)))
@@ -321,7 +375,7 @@ def attention_problems(place: Place, is_small: bool) -> Iterator[Problem]:
 # ------------------------------------------------------------------------------------------------- norms and activations
 
 
-def glue_problems(place: Place, is_small: bool) -> Iterator[Problem]:
+def glue_problems(place: Place, is_small: bool) -> Iterator[Planned]:
     sizes = ((3, 64, 96),) if is_small else ((1, 4096, 14336), (33, 896, 4864), (2048, 2048, 8192), (7, 5000, 1001))
     generator = torch.Generator().manual_seed(5)
 
@@ -334,11 +388,12 @@ def glue_problems(place: Place, is_small: bool) -> Iterator[Problem]:
         )
         yield from _glue_problems(place, dtype, x, residual, weight, gate_up)
     heads, weight = draw(place.dtypes[0], 6, 8, 128), draw(place.dtypes[0], 128)
-    yield Problem(
+    of_heads = Problem(
         "glue", "rms_norm of 6x8 heads of 128", heads.dtype,
         lambda: (place.backend.rms_norm(heads, weight, 1e-6),),
         lambda: (EXACT.rms_norm(heads.double(), weight.double(), 1e-6),),
     )  # fmt: skip
+    yield Planned(of_heads.name, lambda: of_heads)
 
 
 def _glue_problems(
@@ -348,7 +403,7 @@ def _glue_problems(
     residual: torch.Tensor,
     weight: torch.Tensor,
     gate_up: torch.Tensor,
-) -> Iterator[Problem]:
+) -> Iterator[Planned]:
     ops, wide = place.backend, [t.double() for t in (x, residual, weight, gate_up)]
 
     def added() -> Tensors:
@@ -361,22 +416,26 @@ def _glue_problems(
         ("add_rms_norm", lambda: ops.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5), added),
         ("silu_mul", lambda: (ops.silu_mul(gate_up),), lambda: (EXACT.silu_mul(wide[3]),)),
     ):
-        yield Problem("glue", f"{name} {size}", dtype, run, expected)
+        problem = Problem("glue", f"{name} {size}", dtype, run, expected)
+        yield Planned(problem.name, lambda problem=problem: problem)
 
 
 # ------------------------------------------------------------------------------------------------------ quantised linears
 
 
-def linear_problems(place: Place, is_small: bool) -> Iterator[Problem]:
+def linear_problems(place: Place, is_small: bool) -> Iterator[Planned]:
     """Linears in every form that the backend has, as the reference says what these numbers are."""
     sizes = ((3, 128, 48),) if is_small else ((1, 4096, 6144), (33, 896, 1152), (600, 2048, 2048))
     for dtype, quantization, (rows, num_in, out) in itertools.product(place.dtypes, place.backend.quantizations, sizes):
         if quantization == "fp8" and (place.is_interpreted or dtype == FP32):
             continue  # a CPU has no such product
-        yield _linear_problem(place, dtype, quantization, rows, num_in, out)
+        name = f"{quantization} {num_in}x{out} T={rows} {dtype_name(dtype)}"
+        yield Planned(name, partial(_linear_problem, name, place, dtype, quantization, rows, num_in, out))
 
 
-def _linear_problem(place: Place, dtype: torch.dtype, quantization: str, rows: int, num_in: int, out: int) -> Problem:
+def _linear_problem(
+    name: str, place: Place, dtype: torch.dtype, quantization: str, rows: int, num_in: int, out: int
+) -> Problem:
     generator = torch.Generator().manual_seed(rows)
     weight = (torch.randn(out, num_in, generator=generator) / num_in**0.5).to(dtype).to(place.device)
     x = torch.randn(rows, num_in, generator=generator).to(dtype).to(place.device)
@@ -387,7 +446,7 @@ def _linear_problem(place: Place, dtype: torch.dtype, quantization: str, rows: i
         x[1:].copy_(torch.randn(x[1:].shape, generator=generator))
 
     return Problem(
-        "linear", f"{quantization} {num_in}x{out} T={rows} {dtype_name(dtype)}", dtype,
+        "linear", name, dtype,
         lambda: (place.backend.linear(x, prepared),),
         lambda: (_expected_linear(x, specified, quantization),),
         redraw if rows <= 64 else None,
@@ -401,6 +460,6 @@ def _expected_linear(x: torch.Tensor, weight: Any, quantization: str) -> torch.T
     return EXACT.linear(x.float() if quantization == "fp8" else x.double(), weight)
 
 
-PROBLEMS: Mapping[str, Callable[[Place, bool], Iterator[Problem]]] = {
+PROBLEMS: Mapping[str, Callable[[Place, bool], Iterator[Planned]]] = {
     "lora": lora_problems, "attention": attention_problems, "glue": glue_problems, "linear": linear_problems,
 }  # fmt: skip

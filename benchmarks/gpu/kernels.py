@@ -6,6 +6,8 @@
 Both ceilings are measured first. Times are medians over replays of a CUDA graph; weights, adapters and keys come from memory, not from
 the L2. floor: the larger of bytes / copy bandwidth and operations / matrix rate; of floor: floor / time. Peers: bmm (each row with its
 adapter out of a stacked tensor; rows that share one gather it first), torch._grouped_mm, and what stock torch has for the operator.
+target: of docs/gpu.md, on a GPU only; faster: than bmm and grouped. A case that stock torch ran has failed. Exit code 1 when a case did not
+run or nothing was timed; 130 after Ctrl-C, with what was timed until then.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import listed_of, seconds
-from benchmarks.gpu.kernel_cases import GROUPS, Build, Case
-from benchmarks.gpu.place import Output, Place, Sheet, add_arguments, find_place
+from benchmarks.gpu.kernel_cases import GROUPS, TARGETS, Build, Case
+from benchmarks.gpu.kernel_checks import fallen_back
+from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, endable, exit_code, find_place
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
 HEADINGS = (
-    "operator", "case", "us", "+-", "MB", "of copy", "of rate", "of floor", "bmm us", "grouped us", "torch us", "best peer / it",
+    "operator", "case", "us", "+-", "MB", "of copy", "of rate", "of floor", "bmm us", "grouped us", "torch us", "best peer / it", "target",
 )  # fmt: skip
 
 
@@ -42,30 +45,40 @@ class Timed:
     floor_us: float
     peers: dict[str, float | None]
     error: str = ""
+    target: str = ""
 
     @property
     def best_peer(self) -> float | None:
         return min((us for us in self.peers.values() if us is not None), default=None)
 
+    def share(self, ceilings: Ceilings, is_of_rate: bool) -> float:
+        """Of the matrix rate, or of the copy bandwidth."""
+        assert self.us is not None
+        done, ceiling = (self.operations, ceilings.matrix_rate) if is_of_rate else (self.num_bytes, ceilings.bandwidth)
+        return done / (self.us / 1e6) / ceiling
+
 
 def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> Timed:
     """The case, then its peers; none keeps memory for the next."""
+    backend = case.backend or place.backend
+    before = dict(backend.fallbacks)
     own, error = _time(case.build, place, budget_s)
+    error = error or ", ".join(fallen_back(before, backend.fallbacks))
     peers = {}
     for name, build in case.peers.items():
-        if not (place.is_interpreted and name == "grouped"):
-            timing, _ = _time(build, place, budget_s)
-            peers[name] = None if timing is None else 1e6 * timing.seconds
+        timing, _ = _time(build, place, budget_s)
+        peers[name] = None if timing is None else 1e6 * timing.seconds
     return Timed(
         case.group,
         case.name,
-        None if own is None else 1e6 * own.seconds,
+        None if own is None or error else 1e6 * own.seconds,
         0.0 if own is None else own.spread,
         case.num_bytes,
         case.operations,
         1e6 * ceilings.floor_s(case.num_bytes, case.operations),
         peers,
         error,
+        case.target,
     )
 
 
@@ -80,21 +93,68 @@ def _time(build: Build, place: Place, budget_s: float) -> tuple[Timing | None, s
         gc.collect()
 
 
-def cells(one: Timed, ceilings: Ceilings) -> list[str]:
+# ----------------------------------------------------------------------------------------------------------------- targets
+
+FASTER = "lora, faster than bmm and grouped"
+PEERS = ("bmm", "grouped")
+
+
+def verdicts(one: Timed, ceilings: Ceilings) -> dict[str, bool | None]:
+    """Whether each target that a case has is met; None: it was not measured."""
+    found: dict[str, bool | None] = {}
+    if one.target:
+        target = TARGETS[one.target]
+        found[one.target] = None if one.us is None else one.share(ceilings, target.is_of_rate) >= target.share
+    if one.peers.keys() & set(PEERS):
+        peers = [us for name in PEERS if (us := one.peers.get(name)) is not None]
+        found[FASTER] = None if one.us is None or not peers else one.us < min(peers)
+    return found
+
+
+def judged(timed: Sequence[Timed], ceilings: Ceilings) -> list[str]:
+    """A line for each target."""
+    found = [verdicts(one, ceilings) for one in timed]
+    lines = []
+    for name in (*TARGETS, FASTER):
+        those = [of_case[name] for of_case in found if name in of_case]
+        least = f", {100 * TARGETS[name].share:.0f} %" if name in TARGETS else ""
+        if False in those:
+            outcome = f"MISSED in {those.count(False)} of {len(those)} cases"
+        elif True in those:
+            outcome = f"met in {those.count(True)} cases"
+        else:
+            outcome = "not measured"
+        unknown = those.count(None) if outcome != "not measured" else 0
+        lines.append(f"target: {name}{least}: {outcome}" + (f", not measured in {unknown}" if unknown else ""))
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------------------ table
+
+
+def _verdict(one: Timed, ceilings: Ceilings) -> str:
+    words = {True: "met", False: "MISSED", None: "not measured"}
+    found = verdicts(one, ceilings)
+    texts = [words[outcome] for name, outcome in found.items() if name != FASTER]
+    texts += [{True: "faster", False: "SLOWER", None: "no peer"}[found[FASTER]]] if FASTER in found else []
+    return ", ".join(texts)
+
+
+def cells(one: Timed, ceilings: Ceilings, is_judged: bool) -> list[str]:
     if one.us is None:
         return [one.group, f"{one.name}: {one.error}", *["-"] * (len(HEADINGS) - 2)]
-    own_s = one.us / 1e6
     return [
         one.group,
         one.name,
         _us(one.us),
         f"{100 * one.spread:.0f} %",
         f"{one.num_bytes / 1e6:.1f}",
-        f"{100 * one.num_bytes / own_s / ceilings.bandwidth:.0f} %",
-        f"{100 * one.operations / own_s / ceilings.matrix_rate:.0f} %",
+        f"{100 * one.share(ceilings, is_of_rate=False):.0f} %",
+        f"{100 * one.share(ceilings, is_of_rate=True):.0f} %",
         f"{100 * one.floor_us / one.us:.0f} %",
         *(_us(one.peers.get(name)) for name in ("bmm", "grouped", "torch")),
         "-" if one.best_peer is None else f"{one.best_peer / one.us:.2f}",
+        _verdict(one, ceilings) if is_judged else "",
     ]
 
 
@@ -104,31 +164,41 @@ def _us(value: float | None) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def left_out(case: Case, ceilings: Ceilings) -> Timed:
+    floor_us = 1e6 * ceilings.floor_s(case.num_bytes, case.operations)
+    no_peers = dict.fromkeys(case.peers)
+    return Timed(
+        case.group, case.name, None, 0.0, case.num_bytes, case.operations, floor_us, no_peers, LEFT_OUT, case.target
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 when a case did not run."""
+    """1 when a case did not run or none was timed; 130 after Ctrl-C."""
     args = parser().parse_args(arguments)
     place = find_place(args.interpret)
     deadline = time.monotonic() + args.budget
     timed: list[Timed] = []
-    with torch.inference_mode():
-        ceilings = measure_ceilings(place)
-        output = Output(args.json, "kernels", title_of(place, ceilings))
-        chosen = [case for group in args.only for case in GROUPS[group](place) if args.match in case.name]
+    ceilings = measure_ceilings(place)
+    output = Output(args.json, "kernels", title_of(place, ceilings), place)
 
-        def state() -> tuple[Sheet, dict[str, Any]]:
-            figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed]}
-            rows = [cells(one, ceilings) for one in timed]
-            return Sheet(HEADINGS, rows, num_texts=2), {**figures, "num_left_out": len(chosen) - len(timed)}
+    def lines() -> list[str]:
+        return [] if place.is_interpreted else judged(timed, ceilings)
 
-        for case in chosen:
-            if time.monotonic() > deadline:
-                break
-            timed.append(time_case(case, place, ceilings, args.seconds))
+    def state() -> tuple[Sheet, dict[str, Any]]:
+        figures = {"ceilings": asdict(ceilings), "timed": [asdict(one) for one in timed], "targets": lines()}
+        rows = [cells(one, ceilings, is_judged=not place.is_interpreted) for one in timed]
+        return Sheet(HEADINGS, rows, num_texts=2), figures
+
+    with endable() as ending, torch.inference_mode():
+        for case in (case for group in args.only for case in GROUPS[group](place) if args.match in case.name):
+            is_late = time.monotonic() > deadline
+            timed.append(left_out(case, ceilings) if is_late else time_case(case, place, ceilings, args.seconds))
             output.keep(*state())
     output.finish(*state())
-    if len(timed) < len(chosen):
-        print(f"{len(chosen) - len(timed)} cases were left out when --budget was spent")
-    return int(any(one.error for one in timed))
+    num_left_out = sum(one.error == LEFT_OUT for one in timed)
+    num_failed = sum(bool(one.error) for one in timed) - num_left_out
+    print("\n".join([*lines(), f"{len(timed)} cases, {num_failed} did not run, {num_left_out} left out"]))
+    return ending.code or int(num_failed > 0 or len(timed) == num_left_out)
 
 
 def title_of(place: Place, ceilings: Ceilings) -> str:
@@ -144,9 +214,14 @@ def parser() -> argparse.ArgumentParser:
     )
     new.add_argument("--match", default="", help="only cases whose name has this text, e.g. 'T=32 distinct'")
     new.add_argument("--seconds", type=seconds, default=0.05, help="of replays for each time (default: 0.05)")
-    new.add_argument("--budget", type=seconds, default=450.0, help="seconds after which no case begins (default: 450)")
+    new.add_argument(
+        "--budget",
+        type=seconds,
+        default=450.0,
+        help="seconds after which no case begins; the others are left out (default: 450)",
+    )
     return new
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(exit_code(main))

@@ -1,4 +1,4 @@
-"""Where a script runs: on a GPU, or tried out in Triton's interpreter on a CPU; and what it leaves behind."""
+"""Where a script runs: on a GPU, or tried out in Triton's interpreter on a CPU; how it ends, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from loraplex.errors import ConfigError
 from loraplex.kernels.ops import KernelBackend, get_backend
 
 KEEP_EVERY_S = 5.0
+LEFT_OUT = "left out: --budget is spent"
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -64,6 +70,49 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
+# ------------------------------------------------------------------------------------------------------------------ ending
+
+
+@dataclass
+class Ending:
+    """code: 0, or the exit code of a program that a signal ended."""
+
+    code: int = 0
+
+
+class _Ended(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def endable() -> Iterator[Ending]:
+    """Ctrl-C and SIGTERM end what runs within, `finally`s and all, and what comes after it goes on."""
+    ending = Ending()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield ending
+    except KeyboardInterrupt:
+        ending.code = 128 + signal.SIGINT
+    except _Ended:
+        ending.code = 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """Of a script that may be ended before it measures anything: without a traceback then."""
+    with endable() as ending:
+        return main()
+    return ending.code
+
+
+# ------------------------------------------------------------------------------------------------------------- beginning
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interpret", action="store_true", help="try the script out on a CPU, in Triton's interpreter, at tiny sizes"
@@ -84,6 +133,33 @@ def find_place(is_interpreted: bool) -> Place:
         return Place(device, get_backend("triton", device), may_capture=not is_interpreted)
     except ConfigError as error:
         raise SystemExit(str(error)) from error
+
+
+def circumstances(place: Place) -> dict[str, str]:
+    """Versions, and the commit where git knows it; empty texts for what is not known."""
+    import triton
+
+    root = Path(__file__).parents[2]
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or "",
+        "driver": ""
+        if place.is_interpreted
+        else _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": _said("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+    }
+
+
+def _said(*command: str) -> str:
+    """The first line that a program prints; empty where it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    return next(iter(said.stdout.splitlines()), "") if said.returncode == 0 else ""
+
+
+# --------------------------------------------------------------------------------------------------------------- results
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -119,12 +195,13 @@ class Sheet:
 class Output:
     """Where the figures of a script go while it runs: a run that is broken off leaves what it had found."""
 
-    def __init__(self, path: Path | None, name: str, title: str) -> None:
+    def __init__(self, path: Path | None, name: str, title: str, place: Place) -> None:
         """`path`, else NAME.json in the folder that $OUT names, else nowhere."""
         if path is None and os.environ.get("OUT"):
             path = Path(os.environ["OUT"]) / f"{name}.json"
         self._path = path
         self._title = title
+        self._circumstances = circumstances(place)
         self._written = -KEEP_EVERY_S
 
     def keep(self, sheet: Sheet, figures: Mapping[str, Any], is_last: bool = False) -> None:
@@ -133,7 +210,8 @@ class Output:
             return
         self._written = time.monotonic()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"title": self._title, "table": asdict(sheet), **figures}, indent=1))
+        known = {"title": self._title, "machine": self._circumstances, "table": asdict(sheet)}
+        self._path.write_text(json.dumps({**known, **figures}, indent=1))
 
     def finish(self, sheet: Sheet, figures: Mapping[str, Any]) -> None:
         self.keep(sheet, figures, is_last=True)

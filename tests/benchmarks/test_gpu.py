@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +16,20 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import check, engine, kernels
-from benchmarks.gpu.adapters import write_adapters
+from benchmarks.gpu import adapters, check, engine, kernels
+from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
-from benchmarks.gpu.kernel_checks import Finding, Problem
+from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, lora_case
+from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding, Problem
 from benchmarks.gpu.kernel_checks import check as check_problem
-from benchmarks.gpu.place import FP32, Place, Sheet
+from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, lora_bytes
 from benchmarks.gpu.timing import Ceilings
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.kernels.plan import LoraSegment, SliceWeights
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.metrics import EngineStats
 from loraplex.models.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -161,6 +167,66 @@ def test_a_replay_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     assert found.note == "a graph's replay differs from eager"
 
 
+class Falling(TorchBackend):
+    """One that no kernel covers."""
+
+    fallbacks: dict[str, int] = {}  # noqa: RUF012
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        self.fallbacks = {"silu_mul: why": self.fallbacks.get("silu_mul: why", 0) + 1}
+        return super().silu_mul(gate_up)
+
+
+def test_what_stock_torch_ran_has_failed() -> None:
+    backend, x = Falling(), torch.randn(3, 8)
+    run = Problem("g", "n", FP32, lambda: (backend.silu_mul(x),), lambda: (TorchBackend().silu_mul(x),), None, backend)
+    assert check_problem(run, PLACE).note == "stock torch ran silu_mul: why"
+    others = replace(run, run=run.expected)
+    assert check_problem(others, PLACE).is_ok  # what an earlier check fell back to is not this one's
+
+
+def test_what_stock_torch_ran_has_no_time() -> None:
+    backend, x = Falling(), torch.randn(3, 8)
+    case = Case("g", "n", 1.0, 1.0, lambda: [lambda: backend.silu_mul(x)], backend=backend)
+    timed = kernels.time_case(case, PLACE, Ceilings(1, 1), 0.1)
+    assert (timed.us, timed.error) == (None, "stock torch ran silu_mul: why")
+
+
+def test_a_gap_in_a_kernel_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = pytest.importorskip("loraplex.kernels.triton.backend")
+    monkeypatch.setattr(backend.glue, "rms_norm_gap", lambda x, weight: "mut")
+    out = tmp_path / "check.json"
+    assert check.main(["--interpret", "--only", "glue", "--match", "rms_norm", "--json", str(out)]) == 1
+    assert not any(one["is_ok"] for one in figures(out)["findings"])
+
+
+@pytest.mark.parametrize("arguments", [["--only", "glue", "--match", "nonsense"], ["--only", "sanitizer"]])
+def test_a_check_of_nothing_is_no_success(arguments: list[str]) -> None:
+    pytest.importorskip("triton")
+    assert check.main(["--interpret", *arguments]) == 1
+
+
+def test_what_the_time_is_too_short_for_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    short = ["--interpret", "--budget", "1e-9", "--json"]
+    assert check.main(["--only", "glue,engine", *short, str(tmp_path / "check.json")]) == 1
+    found = figures(tmp_path / "check.json")["findings"]
+    assert [one["name"] for one in found][-2:] == ["rms_norm of 6x8 heads of 128", "all"]
+    assert {one["note"] for one in found} == {LEFT_OUT}
+    assert kernels.main([*short, str(tmp_path / "kernels.json")]) == 1
+    assert {one["error"] for one in figures(tmp_path / "kernels.json")["timed"]} == {LEFT_OUT}
+    assert engine.main([*short, str(tmp_path / "engine.json")]) == 1
+    rows = figures(tmp_path / "engine.json")["rows"]
+    assert {row["note"] for row in rows} == {LEFT_OUT}
+    assert {row["variant"] for row in rows} == set(engine.VARIANTS)
+    assert "decode, 2 on 1 adapter" in [row["load"] for row in rows]
+
+
+def test_the_split_context_is_split() -> None:
+    kernel = pytest.importorskip("loraplex.kernels.triton.attention")
+    assert kernel._num_splits(SPLIT_CONTEXT, None, 64) > 1
+
+
 def test_same_bits_tells_zeros_apart() -> None:
     assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
@@ -175,7 +241,9 @@ def test_a_check_that_raises_is_a_finding() -> None:
 
 def test_the_sanitizer_is_left_out_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert check.sanitized().is_ok is None
+    found = list(check.sanitized(replace(PLACE, device=torch.device("cuda")), math.inf))
+    assert [one.is_ok for one in found] == [None, None]
+    assert found[1].name == "racecheck of lora,attention, decode"
 
 
 def test_without_a_gpu_it_is_said_in_a_line() -> None:
@@ -193,6 +261,73 @@ def test_targets_are_of_the_large_shape() -> None:
     assert bench._judged(row, 0.06, 0.05, is_at_least=False).verdict == "MISSED"
     assert replace(bench, shape=LLAMA_1B)._judged(row, 0.1, 0.85).verdict == ""
     assert replace(bench, variant="eager")._judged(row, 0.1, 0.85).verdict == ""
+
+
+def test_eager_steps_and_fallbacks_fail_a_row() -> None:
+    row, before = (
+        engine.Row("m", "default", "decode", note="n"),
+        EngineStats(graph_steps={"lora": 5}, eager_steps={"prefill": 1}),
+    )
+    fine = EngineStats(graph_steps={"lora": 8, "base": 1}, eager_steps={"prefill": 3})
+    assert engine.ran(row, before, fine, True) == replace(row, replayed=1.0)
+    mixed = replace(fine, eager_steps={"prefill": 3, "not_captured": 4})
+    found = engine.ran(row, before, mixed, True)
+    assert (found.replayed, found.eager) == (0.5, {"not_captured": 4})
+    assert found.note == "FAILED: eager decode steps: 4 not_captured; n"
+    assert "no step was replayed" in engine.ran(row, before, before, True).note
+    assert engine.ran(row, before, before, False) == row
+    fallen = engine.ran(row, before, replace(fine, kernel_fallbacks={"rms_norm: mut": 2}), False)
+    assert fallen.note == "FAILED: rms_norm: mut: 2 calls by stock torch; n"
+
+
+def test_kernels_are_judged() -> None:
+    much, some, prefill = TARGETS
+    ceilings = Ceilings(bandwidth=1e12, matrix_rate=1e12)
+    one = kernels.Timed("lora decode", "n", 10.0, 0.0, 8.1e6, 6.1e6, 8.1, {"bmm": 11.0, "grouped": 12.0}, target=much)
+    assert kernels.verdicts(one, ceilings) == {much: True, kernels.FASTER: True}
+    slow = replace(one, us=11.5)
+    assert kernels.verdicts(slow, ceilings) == {much: False, kernels.FASTER: False}
+    assert kernels.verdicts(replace(one, target=prefill), ceilings)[prefill]
+    unknown = kernels.Timed("lora decode", "n", None, 0.0, 8.1e6, 6.1e6, 8.1, {"bmm": None}, "left out", some)
+    assert kernels.verdicts(unknown, ceilings) == {some: None, kernels.FASTER: None}
+    assert [line.rpartition("cases")[0] or line for line in kernels.judged([one, slow, unknown], ceilings)] == [
+        f"target: {much}, 80 %: MISSED in 1 of 2 ",
+        f"target: {some}, 50 %: not measured",
+        f"target: {prefill}, 60 %: not measured",
+        "target: lora, faster than bmm and grouped: MISSED in 1 of 3 ",
+    ]
+    assert kernels.cells(slow, ceilings, True)[-1] == "MISSED, SLOWER"
+    assert kernels.cells(slow, ceilings, False)[-1] == ""
+
+
+def test_which_cases_have_a_target() -> None:
+    much, some, prefill = TARGETS
+    square = LLAMA_8B.target("o")
+
+    def target(group: str, linear: object, rank: int, rows: int) -> str:
+        place = replace(PLACE, device=torch.device("meta"))  # sizes alone
+        return lora_case(place, group, linear, rank, list(range(rows)), "").target  # type: ignore[arg-type]
+
+    assert target("lora decode", LLAMA_8B.target("gate_up"), 64, 64) == much
+    assert target("lora decode", square, 16, 32) == some
+    assert target("lora decode", square, 16, 31) == ""
+    assert [target("lora prefill", square, rank, 3) for rank in (32, 64)] == ["", prefill]
+
+
+def test_grouped_products_are_those_of_bmm(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked = _Stacked(PLACE, TINY.target("qkv"), 8, [0, 0, 1, 2], 1)
+    torch.manual_seed(0)
+    x, y = stacked._rows()
+    weights = list(stacked._weights())
+    monkeypatch.setattr(stacked, "_weights", lambda: iter(weights))
+    results = []
+    for build in (stacked.bmm, stacked.grouped):
+        out = y.clone()
+        monkeypatch.setattr(stacked, "_rows", lambda out=out: (x, out))
+        (call,) = build()
+        call()
+        results.append(out)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sheet_as_markdown() -> None:
@@ -213,7 +348,7 @@ def test_check_runs(tmp_path: Path) -> None:
     arguments = ["--interpret", "--only", "lora,attention,glue,linear,sampler", "--match", "fp32", "--json", str(out)]
     assert check.main(arguments) == 0
     found = figures(out)["findings"]
-    assert {one["group"] for one in found} >= {"add_lora", "attention", "glue", "sampler"}
+    assert {one["group"] for one in found} >= {"lora", "attention", "glue", "sampler"}
     assert all(one["is_ok"] for one in found)
 
 
@@ -224,6 +359,7 @@ def test_kernels_run(tmp_path: Path) -> None:
     timed = figures(out)["timed"]
     assert all(one["us"] is not None for one in timed)
     assert timed[0]["peers"]["bmm"] > 0  # type: ignore[index]
+    assert timed[0]["peers"]["grouped"] > 0  # type: ignore[index]
 
 
 def test_the_engine_runs(tmp_path: Path) -> None:
@@ -236,6 +372,10 @@ def test_the_engine_runs(tmp_path: Path) -> None:
     assert loads[:3] == ["start", "decode, 2 base", "decode, 2 on 1 adapter"]
     assert rows[2]["base_ratio"] is not None
     assert any("cold adapters" in str(load) for load in loads)
+    written = json.loads(out.read_text())
+    assert written["settings"]["default"]["lora_backend"] == "torch"
+    assert written["sizes"]["rounds"] == 1
+    assert written["machine"]["torch"] == torch.__version__
 
 
 def test_one_command_leaves_everything(
@@ -257,5 +397,62 @@ def test_one_command_leaves_everything(
     assert "## engine: exit code 1" in page
     assert "| g | n r16 x | 1 |" in page
     shown = capsys.readouterr().out
-    assert "1 checks, 1 failed" in shown
+    assert "1 checks, 1 failed, 0 left out" in shown
     assert shown.endswith("== engine: exit code 1\nbegan\nfell\n")
+
+
+# --------------------------------------------------------------------------------------------------------------- the ending
+
+
+def interrupted(*arguments: object, **options: object) -> object:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_leaves_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    found = iter([check.Finding("glue", "one", True)])
+
+    def one_and_no_more(*arguments: object) -> Finding:
+        return next(found, None) or interrupted()  # type: ignore[return-value]
+
+    monkeypatch.setattr(check, "check", one_and_no_more)
+    assert check.main(["--interpret", "--only", "glue", "--json", str(tmp_path / "check.json")]) == 130
+    assert [one["name"] for one in figures(tmp_path / "check.json")["findings"]] == ["one"]
+    monkeypatch.setattr(kernels, "time_case", interrupted)
+    assert kernels.main(["--interpret", "--json", str(tmp_path / "kernels.json")]) == 130
+    assert figures(tmp_path / "kernels.json")["timed"] == []
+    monkeypatch.setattr(engine, "bench", interrupted)
+    assert engine.main(["--interpret", "--json", str(tmp_path / "engine.json")]) == 130
+    assert exit_code(interrupted) == 130  # type: ignore[arg-type]
+
+
+def test_sigterm_removes_the_adapters() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with endable() as ending, scratch_folder() as folder:
+        assert folder.is_dir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert ending.code == 143
+    assert not folder.exists()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_nothing_is_left_of_a_part_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "GRACE_S", 0.1)
+    monkeypatch.setattr(adapters, "SHARED_MEMORY", tmp_path)
+    stubborn = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"pathlib.Path({str(tmp_path)!r}, f'loraplex-gpu-{{os.getpid()}}-x').mkdir(); time.sleep(600)"
+    )
+    with (tmp_path / "log").open("w") as log:
+        assert driver.run_until([sys.executable, "-c", stubborn], log, 2.0) == "ended after 2 s"
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_an_earlier_run_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("check.json", "check.log", "kernels.json", "gpu.md"):
+        (tmp_path / name).write_text("old")
+    monkeypatch.setattr(driver, "run_part", interrupted)
+    assert driver.main(["--out", str(tmp_path), "--only", "check"]) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.md", "kernels.json"]
+    assert "## check: not whole: it was ended" in (tmp_path / "gpu.md").read_text()
