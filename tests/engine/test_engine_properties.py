@@ -351,6 +351,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert driver.registry.unload(name).is_drained
         driver.step()
         driver.check_idle()
+        for _ in range(100):  # a load that nobody wants any more ends in its thread
+            if not driver.engine.adapters.stats().num_loading:
+                break
+            driver.engine.adapters.wait_for_change(0.05)
         stats = driver.engine.adapters.stats()
         assert (stats.num_adapters, stats.num_loading, stats.retiring_bytes, stats.pinned_bytes) == (0, 0, 0, 0)
         assert stats.device.used_bytes == stats.host.used_bytes == self.pool.used_bytes == 0

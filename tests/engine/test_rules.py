@@ -696,3 +696,17 @@ def test_rule_11_an_unload_with_force(driver: Driver, bench: Bench) -> None:
         assert output.finish_reason == "abort"
         assert output.token_ids == asked.case.output_token_ids[: len(output.token_ids)]
     assert driver.stats.num_adapters == len(NAMES) - 1
+
+
+def test_an_unload_drops_the_pin_although_requests_still_run(driver: Driver, bench: Bench) -> None:
+    """Whoever wants its room waits for those requests, and is not refused because of the pin."""
+    adapter_id = driver.registry.resolve("one").adapter_id
+    driver.registry.pin("one")
+    running = Asked(driver, bench, "one")
+    driver.step(2)
+    driver.registry.unload("one")
+    where = {each.adapter_id: each.is_pinned for each in driver.engine.adapters.list_adapters()}
+    assert where.get(adapter_id) is False
+    driver.finish()
+    running.check()
+    assert adapter_id not in {each.adapter_id for each in driver.engine.adapters.list_adapters()}

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 
 from loraplex.adapters.registry.effects import Effects
 from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
@@ -69,6 +70,11 @@ class Drain:
         """
         for parting in partings:
             self.part(parting)
+            if parting.farewell is Farewell.DROP and not parting.done.done():
+                with suppress(AdapterNotFoundError):  # its last request has ended just now
+                    self.lift_pin(
+                        parting.version
+                    )  # or requests for others would be refused for want of its room, until it is drained
         dones = [parting.done for parting in partings]
         in_use = wait(dones, 0 if deadline_s is None else deadline_s).not_done
         num_aborted = 0
