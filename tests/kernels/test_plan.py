@@ -211,6 +211,15 @@ def test_changes_wait_for_a_flush_that_has_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unchanged_table_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before the first change, and not again after a flush."""
     table = SlotTable(TARGETS, 3, torch.full((4096,), 0xFF, dtype=torch.uint8), is_mirrored=True)
-    monkeypatch.setattr(torch, "empty", None)
+    staged: list[object] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: staged.append(sizes) or empty(*sizes, **options))
     table.flush()
+    assert not staged
+    table.set_block("layers.0.qkv", 1, 512, (LAYOUT, None, NO_BIAS))
+    table.flush()
+    assert len(staged) == 1
+    table.flush()
+    assert len(staged) == 1
