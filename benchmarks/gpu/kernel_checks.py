@@ -29,9 +29,9 @@ from benchmarks.gpu.inputs import (
     segments_of,
 )
 from benchmarks.gpu.place import FP32, Place, dtype_name
+from benchmarks.gpu.problems import Planned, Problem
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, make_target
 from loraplex.core import LoraTarget
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
 
@@ -40,27 +40,6 @@ EXACT = ReferenceBackend()
 
 SPLIT_CONTEXT = 600
 """Tokens: so many that the kernel divides them among programs (test_gpu.py)."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """redraw None: not of a decode step. backend: whose kernels are to run; None: the place's."""
-
-    group: str
-    name: str
-    dtype: torch.dtype
-    run: Callable[[], Tensors]
-    expected: Callable[[], Tensors]
-    redraw: Callable[[], None] | None = None
-    backend: KernelBackend | None = None
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A problem whose inputs are not drawn yet."""
-
-    name: str
-    build: Callable[[], Problem]
 
 
 @dataclass(frozen=True)

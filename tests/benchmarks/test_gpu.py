@@ -21,9 +21,10 @@ from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
 from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, lora_case
-from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding, Problem
+from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding
 from benchmarks.gpu.kernel_checks import check as check_problem
 from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code
+from benchmarks.gpu.problems import Problem
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, lora_bytes
 from benchmarks.gpu.timing import Ceilings
 from loraplex.adapters.inspect import inspect_adapter
