@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +31,15 @@ def pytest_configure() -> None:
         raise pytest.UsageError(
             f"loraplex is {found.parent}, not this checkout's; make an environment here: make env-dev"
         )
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_imported() -> None:
+    """A server that a test of this process started has taken the package's logger for itself: `caplog` saw nothing."""
+    logger = logging.getLogger("loraplex")
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+    logger.handlers.clear()
 
 
 @pytest.fixture(scope="session")
