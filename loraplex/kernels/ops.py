@@ -171,6 +171,14 @@ class KernelBackend(Protocol):
         """x W^T + bias; weight [out, in], prepared or not."""
         ...
 
+    def embeds_prepared(self, quantization: str | None) -> bool:
+        """Whether `embedding` reads what `prepare_linear` makes for this quantization: a tied head and its embedding are one then."""
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """Rows [T, in] of a weight [out, in], bit for bit those that it was made of; token_ids int64 [T], each below `out`."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
         ...

@@ -16,6 +16,7 @@ PART_OF = {
     "paged_attention": "attention",
     "rms_norm": "glue",
     "add_rms_norm": "glue",
+    "embedding": "glue",
     "rotary_write_kv": "glue",
     "silu_mul": "glue",
 }

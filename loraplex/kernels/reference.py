@@ -145,6 +145,12 @@ class StockWeights:
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
 
+    def embeds_prepared(self, quantization: str | None) -> bool:
+        return False
+
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding(token_ids, weight)
+
     def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
         return forward
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
@@ -198,14 +197,20 @@ def kv_heads_of_shard(num_kv_heads: int, shard: Shard) -> int:
 
 
 class VocabParallelEmbedding:
-    """y[t] = weight[token_ids[t]]; the vocabulary is cut over the ranks and rows of other ranks' tokens are zero: the sum is y."""
+    """y[t] = weight[token_ids[t]]; the vocabulary is cut over the ranks and rows of other ranks' tokens are zero: the sum is y.
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, setup: LayerSetup) -> None:
+    is_tied: a head has the same weight. Where the kernels can look rows up in the form of a head, there is no other (`is_head`).
+    """
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, setup: LayerSetup, is_tied: bool = False) -> None:
         self.name = name
         self.shard = setup.shard
+        self.ops = setup.ops
         self.full_shape = (vocab_size, hidden_size)
+        self.num_rows = _share(vocab_size, setup.shard)
         self.device = setup.device
-        self.weight = _vocab_share(vocab_size, hidden_size, setup)
+        self.is_head = is_tied and setup.ops.embeds_prepared(_head_quantization(setup))
+        self.weight: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
         self.activation_dtype = setup.activation_dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
@@ -214,10 +219,10 @@ class VocabParallelEmbedding:
 
     def _lookup(self, token_ids: Tensor) -> Tensor:
         if self.shard.size == 1:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self.shard.rank * len(self.weight)
-        is_here = (local >= 0) & (local < len(self.weight))
-        return F.embedding(local * is_here, self.weight) * is_here[:, None]
+            return self.ops.embedding(token_ids, self.weight)
+        local = token_ids - self.shard.rank * self.num_rows
+        is_here = (local >= 0) & (local < self.num_rows)
+        return self.ops.embedding(local * is_here, self.weight) * is_here[:, None]
 
     def weight_parts(self) -> Iterator[WeightPart]:
         yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
@@ -226,13 +231,17 @@ class VocabParallelEmbedding:
         self.weight = torch.empty_like(self.weight, device=self.device)
 
     def prepare(self) -> None:
-        pass
+        if self.is_head:
+            self.weight = self.ops.prepare_linear(self.weight)
 
     def prepared(self) -> dict[str, Tensor]:
-        return {"weight": self.weight}
+        return self.ops.linear_tensors(self.weight) if self.is_head else {"weight": self.weight}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight = tensors["weight"]
+        if self.is_head:
+            self.weight = self.ops.restore_linear(tensors, (self.num_rows, self.full_shape[1]))
+        else:
+            self.weight = tensors["weight"]
 
 
 class ParallelLMHead:
@@ -253,10 +262,20 @@ class ParallelLMHead:
         self.shard = setup.shard
         self.ops = setup.ops
         self.device = setup.device
-        self.quantization = setup.quantization if setup.quantization in HEAD_QUANTIZATIONS else None
+        self.quantization = _head_quantization(setup)
         self.tied_to = tied_to
         self.full_shape = (vocab_size, hidden_size)
-        self.weight: LinearWeight = tied_to.weight if tied_to else _vocab_share(vocab_size, hidden_size, setup)
+        self._shared = tied_to if tied_to is not None and tied_to.is_head else None
+        self._own: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
+
+    @property
+    def weight(self) -> LinearWeight:
+        return self._own if self._shared is None else self._shared.weight
+
+    @property
+    def has_own_weight(self) -> bool:
+        """Whether there is one beside the embedding's, to be loaded and prepared."""
+        return self._shared is None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then widened."""
@@ -264,22 +283,29 @@ class ParallelLMHead:
 
     def allocate(self) -> None:
         if self.tied_to is None:
-            self.weight = torch.empty_like(self.weight, device=self.device)
+            self._own = torch.empty_like(self._own, device=self.device)
 
     def prepare(self) -> None:
-        """A tied head gets a form of its own; the embedding, which has to be loaded before, keeps the rows."""
-        weight = self.weight if self.tied_to is None else self.tied_to.weight
-        self.weight = self.ops.prepare_linear(weight, self.quantization)
+        """From the embedding's rows where it is tied to one, which has to be loaded before."""
+        assert self.has_own_weight
+        self._own = self.ops.prepare_linear(
+            self._own if self.tied_to is None else self.tied_to.weight, self.quantization
+        )
 
     def prepared(self) -> dict[str, Tensor]:
-        return self.ops.linear_tensors(self.weight)
+        return self.ops.linear_tensors(self._own)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight = self.ops.restore_linear(tensors, self.weight.shape)
+        assert self.has_own_weight
+        self._own = self.ops.restore_linear(tensors, self._own.shape)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         if self.tied_to is None:
-            yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
+            yield _vocab_part(self.name, self.full_shape, self._own, self.shard)
+
+
+def _head_quantization(setup: LayerSetup) -> str | None:
+    return setup.quantization if setup.quantization in HEAD_QUANTIZATIONS else None
 
 
 def _vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor:

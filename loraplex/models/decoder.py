@@ -155,7 +155,9 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
-        self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", config.vocab_size, config.hidden_size, setup)
+        self.embed_tokens = VocabParallelEmbedding(
+            "model.embed_tokens", config.vocab_size, config.hidden_size, setup, config.tie_word_embeddings
+        )
         self.layers = [DecoderLayer(i, config, setup, self._linears) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, setup)
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
@@ -230,7 +232,8 @@ class Decoder:
     def weighted_layers(self) -> tuple[WeightedLayer, ...]:
         """Every layer with weights, in the order in which they are to be loaded."""
         norms = [norm for layer in self.layers for norm in layer.norms()]
-        return (self.embed_tokens, *self._linears.bare, *norms, self.norm, self.lm_head)
+        head = (self.lm_head,) if self.lm_head.has_own_weight else ()
+        return (self.embed_tokens, *self._linears.bare, *norms, self.norm, *head)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Every tensor that the checkpoint has to have, and where it goes."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex.core import Shard
+from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.layers.common import LayerSetup, WeightPart
@@ -26,6 +27,9 @@ CPU = torch.device("cpu")
 HIDDEN = 16
 HEADS, HEAD_DIM = 8, 6
 SIZES = (1, 2, 4)
+
+
+needs_native = pytest.mark.skipif(not isinstance(open_library(), NativeLibrary), reason="no native kernels are built")
 
 
 def setup_of(rank: int, size: int) -> LayerSetup:
@@ -115,11 +119,53 @@ def test_vocabulary_shards_recombine(size: int) -> None:
     torch.testing.assert_close(torch.cat(logits, 1), checkpoint["e.weight"][:3] @ checkpoint["e.weight"].T)
 
 
-def test_a_tied_head_shares_the_embedding_and_asks_the_checkpoint_for_nothing() -> None:
-    embedding = VocabParallelEmbedding("e", 32, HIDDEN, setup_of(0, 1))
-    head = ParallelLMHead("lm_head", 32, HIDDEN, setup_of(0, 1), tied_to=embedding)
-    assert head.weight is embedding.weight
-    assert list(head.weight_parts()) == []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "quantization"),
+    [
+        ("reference", None),
+        ("torch", None),
+        pytest.param("native", None, marks=needs_native),
+        pytest.param("native", "int8", marks=needs_native),
+    ],
+)
+def test_a_tied_head_has_the_weight_of_its_embedding(
+    backend: str, size: int, quantization: str | None, dtype: torch.dtype
+) -> None:
+    checkpoint, vocab = {"e.weight": torch.randn(38 * size, HIDDEN).to(dtype)}, 38 * size
+    ops = get_backend(backend, CPU)
+    token_ids, embedded = torch.tensor([0, 37, 7, 8, 15, 16, 16, vocab - 1]), torch.zeros(8, HIDDEN)
+    for rank in range(size):
+        setup = LayerSetup(ops, dtype, CPU, Shard(rank, size), quantization)
+        embedding = VocabParallelEmbedding("e", vocab, HIDDEN, setup, is_tied=True)
+        head = ParallelLMHead("lm_head", vocab, HIDDEN, setup, tied_to=embedding)
+        assert list(head.weight_parts()) == []
+        fill(embedding, checkpoint)
+        embedding.prepare()
+        if head.has_own_weight:
+            head.allocate()
+            head.prepare()
+        else:
+            assert head.weight is embedding.weight
+        embedded += embedding.forward(token_ids)
+        alone = ParallelLMHead("e", vocab, HIDDEN, setup)
+        fill(alone, checkpoint)
+        alone.prepare()
+        x = torch.randn(3, HIDDEN).to(setup.activation_dtype)
+        assert torch.equal(head.forward(x), alone.forward(x))
+    assert torch.equal(embedded, checkpoint["e.weight"][token_ids].float())
+
+
+@needs_native
+def test_native_weights_of_a_tied_head_are_there_once() -> None:
+    ops = get_backend("native", CPU)
+    shared = {
+        q: VocabParallelEmbedding("e", 32, HIDDEN, LayerSetup(ops, torch.float32, CPU, quantization=q), True)
+        for q in (None, "int8")
+    }
+    assert [shared[None].is_head, shared["int8"].is_head] == [True, False]
+    assert not VocabParallelEmbedding("e", 32, HIDDEN, LayerSetup(ops, torch.float32, CPU), is_tied=False).is_head
 
 
 def test_what_cannot_be_dealt_out_evenly_is_refused() -> None:

@@ -18,7 +18,7 @@ from loraplex.kernels.native import lora, sampling
 from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, linear, pack_linear
+from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, embedding, linear, pack_linear
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
@@ -122,6 +122,12 @@ class NativeBackend(TorchBackend):
         if self._recorder is not None:
             return self._recorder.linear(x, weight, bias)
         return linear(self.library, x, weight, bias, self.num_threads)
+
+    def embeds_prepared(self, quantization: str | None) -> bool:
+        return quantization is None
+
+    def embedding(self, token_ids: torch.Tensor, weight: Any) -> torch.Tensor:
+        return embedding(token_ids, weight) if isinstance(weight, PanelWeight) else super().embedding(token_ids, weight)
 
     def rotary_write_kv(
         self,

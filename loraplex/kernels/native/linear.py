@@ -11,6 +11,9 @@ from loraplex.kernels.native.library import NativeLibrary
 PANEL = 16
 PACKED_FORMAT = "panels16.1"
 """Of csrc/panels.h; another name makes another file of a cache on disk."""
+COLUMN_PLACES = {torch.bfloat16: torch.arange(PANEL).view(PANEL // 2, 2).t().flatten()}
+"""Where column c of a panel lies, for dtypes that do not keep the columns in order."""
+
 FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Dtype of the stored weight -> csrc/api.h's Format."""
 
@@ -83,3 +86,12 @@ def linear(
         num_threads,
     )
     return y
+
+
+def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
+    """The rows token_ids int64 [T] of the weight [out, in] that was packed, float formats only: [T, in] in its dtype."""
+    assert weight.scale is None
+    column = token_ids % PANEL
+    if weight.panels.dtype in COLUMN_PLACES:
+        column = COLUMN_PLACES[weight.panels.dtype][column]
+    return weight.panels[token_ids // PANEL, :, column]
