@@ -26,6 +26,8 @@ MOST_LOCAL_DIMS = 192
 ALIGNED = 16
 """Bytes: what one of its loads reads."""
 
+NOT_INSTALLED = "it is not installed"
+
 
 @dataclass(frozen=True, slots=True)
 class FlashSequences:
@@ -42,7 +44,7 @@ def flash_attention_absence(capability: tuple[int, int]) -> str | None:
     try:
         _entry()
     except ModuleNotFoundError as error:
-        return "it is not installed" if error.name == MODULE else f"it cannot be imported: {error}"
+        return NOT_INSTALLED if error.name == MODULE else f"it cannot be imported: {error}"
     except (
         ImportError,
         AttributeError,
