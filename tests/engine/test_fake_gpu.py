@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from loraplex import LoRAConfig
+from loraplex.kernels.triton import attention_choice
 from loraplex.memory.arena import Arena
 from tests.engine.driver import Driver
-from tests.engine.fake_gpu import GPU, FakeGpu, fake_gpu
+from tests.engine.fake_gpu import GPU, ArgumentLauncher, FakeGpu, fake_gpu
 from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 
@@ -93,6 +94,22 @@ def test_prompts_through_flash_attention_wait_for_nothing(bench: Bench, monkeypa
         assert len(flash.calls) == driver.stats.eager_steps["prefill"] * 2  # layers
         assert len({id(call["lens"]) for call in flash.calls}) == driver.stats.eager_steps["prefill"]
         driver.close()
+
+
+def test_tiles_that_flash_attention_leaves_are_compiled_at_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones, whose keys are not divided; the trial has others, and is left out here."""
+    FakeFlashAttention().install(monkeypatch)
+    launched: set[tuple[int, bool]] = set()
+
+    def launch(self: ArgumentLauncher, kernel: Any, *args: Any, **options: Any) -> None:
+        if kernel.__name__ == "prefill_attention_kernel":
+            launched.add((options["ROWS"], options["IS_SPLIT"]))
+
+    with fake_gpu():
+        monkeypatch.setattr(ArgumentLauncher, "launch", launch)
+        monkeypatch.setattr(attention_choice, "_tried", lambda *_: (None, 1.0))
+        make(bench, attention_backend="flash_attn").close()
+    assert (64, False) in launched
 
 
 @pytest.mark.parametrize("is_there", [True, False])

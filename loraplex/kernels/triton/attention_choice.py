@@ -61,6 +61,8 @@ def choose_attention(wanted: str, launcher: Launcher, shapes: AttentionShapes) -
         "FlashAttention 3" if is_chosen else "Triton",
         f"FlashAttention 3: {reason or f'{gain:.2f} times as fast as Triton at start'}",
     )
+    if is_chosen and shapes.kv.device.type == "cuda":
+        _run_what_is_left(launcher, shapes)
     return is_chosen
 
 
@@ -100,6 +102,22 @@ def _tried(launcher: Launcher, shapes: AttentionShapes) -> tuple[str | None, flo
             return f"its trial gave other numbers than Triton's, by {float(largest):.1e} of a row", 0.0
         triton_s, flash_s = seconds_of([lambda: run(False), lambda: run(True)], device)
     return None, triton_s / flash_s
+
+
+def _run_what_is_left(launcher: Launcher, shapes: AttentionShapes) -> None:
+    """So many sequences with few queries behind a prefix, beside FlashAttention 3, that their keys are not divided after all.
+
+    The tiles that it leaves are small ones, which the warm-up's steps do not have undivided: Triton would compile them when requests come.
+    """
+    *_, num_kv_heads, block_size, head_dim = shapes.kv.shape
+    count = launcher.target.num_sms // num_kv_heads + 1
+    plan = _plan((2,) * count, (TRIAL_TOKENS // 2,) * count, block_size, shapes.kv.device)
+    plan.block_tables.zero_()
+    q = torch.zeros((2 * count, shapes.num_heads, head_dim), dtype=shapes.dtype, device=shapes.kv.device)
+    kv = torch.zeros((1, 2, num_kv_heads, block_size, head_dim), dtype=shapes.kv.dtype, device=shapes.kv.device)
+    with torch.inference_mode():
+        for window in set(shapes.sliding_windows):
+            paged_attention(launcher, q, kv, plan, head_dim**-0.5, window, is_flash=True)
 
 
 def _plan(
