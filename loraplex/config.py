@@ -14,6 +14,7 @@ from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZATIONS = ("fp8", "int8", "int4")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
 DEFAULT_KV_CACHE_BYTES = 512 * 2**20
 DEFAULT_ADAPTER_BYTES = 1 * 2**30
@@ -193,6 +194,11 @@ class EngineSettings:
     dtype: str = setting("auto", "auto (the checkpoint's), float32, float16 or bfloat16")
     device: str = setting("cpu", "any torch device")
     lora_backend: str = setting("auto", "auto, native (CPU), triton (GPU), torch or reference: which kernels run")
+    attention_backend: str = setting(
+        "auto",
+        "which of a GPU's kernels run the attention of prompts: triton, flash_attn (FlashAttention 3, on capability 9.x), or auto: "
+        "flash_attn where it is installed and was faster when both were measured at start (vLLM's name)",
+    )
     quantization: str | None = setting(
         None,
         "how linears keep their weights: int8 (8 bits, a scale per output; native, triton and reference kernels), int4 (4 bits, a scale "
@@ -260,6 +266,10 @@ class EngineSettings:
         _require(
             self.quantization in (None, *QUANTIZATIONS),
             f"quantization must be one of {QUANTIZATIONS} or unset, got {self.quantization!r}",
+        )
+        _require(
+            self.attention_backend in ATTENTION_BACKENDS,
+            f"attention_backend must be one of {ATTENTION_BACKENDS}, got {self.attention_backend!r}",
         )
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
         _require(

@@ -72,9 +72,20 @@ def _hardware() -> list[str]:
     if torch.cuda.is_available():
         backend = get_backend("auto", torch.device("cuda"))
         lines.append(f"GPU: {torch.cuda.get_device_name()}, kernels: {backend.description}")
+        lines += _flash_attention(torch.cuda.get_device_capability())
     else:
         lines.append("GPU: none that torch can use")
     return lines
+
+
+def _flash_attention(capability: tuple[int, int]) -> list[str]:
+    """Nothing where it is not installed, which few have."""
+    from loraplex.kernels.triton.flash_attention import NOT_INSTALLED, flash_attention_absence
+
+    absence = flash_attention_absence(capability)
+    if absence == NOT_INSTALLED:
+        return []
+    return [f"    FlashAttention 3: {absence or 'for prompts, where an engine measures that it is faster'}"]
 
 
 def _cpu_kernels() -> list[str]:

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import loraplex
-from loraplex import cli
+from loraplex import cli, doctor
 from loraplex.cli import app, parse_sizes
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
 from loraplex.demo import run as demo_run
@@ -36,6 +36,7 @@ from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.testing import FakeAsyncEngine
+from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 from tests.server.live_server import LiveServer
 
 SURFACE = Path(__file__).with_name("cli_surface.txt")
@@ -635,6 +636,14 @@ def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.Mon
         monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: library)
         assert f"kernels on cpu: native {library.isa}, " in doctor()
         assert f"libloraplex_{library.isa}.so" in doctor().replace(" ", "")
+
+
+def test_doctor_says_of_flash_attention_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    assert doctor._flash_attention((9, 0)) == []
+    FakeFlashAttention().install(monkeypatch)
+    assert "for prompts" in doctor._flash_attention((9, 0))[0]
+    assert "not 8.0" in doctor._flash_attention((8, 0))[0]
 
 
 def test_doctor_prints_reasons_and_paths_in_one_piece(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

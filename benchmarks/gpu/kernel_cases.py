@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.flash_attention import flash_absence, flash_backend
 from benchmarks.gpu.inputs import (
     BLOCK_SIZE,
     draw_slots,
@@ -36,7 +37,7 @@ Build = Callable[[], list[Call]]
 class Case:
     """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and computes.
 
-    target: a name of TARGETS. backend: whose kernels are to run; None: the place's.
+    target: a name of TARGETS. backend: whose kernels are to run; None: the place's. missing: peers that are not here, and why.
     """
 
     group: str
@@ -47,6 +48,7 @@ class Case:
     peers: Mapping[str, Build] = field(default_factory=dict)
     target: str = ""
     backend: KernelBackend | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def lora_variant_cases(place: Place) -> Iterator[Case]:
 
 
 def attention_case(place: Place, shape: Shape, query_lens: Sequence[int], context_lens: Sequence[int]) -> Case:
-    """All sequences alike for the peer, which has keys and values side by side and no pages."""
+    """All sequences alike for torch, which has keys and values side by side and no pages; FlashAttention 3 reads the same pages."""
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
     dtype, rows = dtype_of(place), sum(query_lens)
     kv_bytes = 2.0 * sum(context_lens) * kv_heads * dim * dtype.itemsize
@@ -243,13 +245,11 @@ def attention_case(place: Place, shape: Shape, query_lens: Sequence[int], contex
     copies = min(64, copies_for(kv_bytes, place))
     batch, query_len, context = len(query_lens), query_lens[0], context_lens[0]
 
-    def build() -> list[Call]:
+    def paged(backend: KernelBackend) -> list[Call]:
         plan, num_blocks = make_attention(query_lens, context_lens, place.device, rng=np.random.default_rng(0))
         kv = _randn(place, num_blocks, copies, 2, kv_heads, BLOCK_SIZE, dim)
         q = _randn(place, rows, heads, dim)
-        return [
-            lambda layer=kv[:, i]: place.backend.paged_attention(q, layer, plan, dim**-0.5, None) for i in range(copies)
-        ]
+        return [lambda layer=kv[:, i]: backend.paged_attention(q, layer, plan, dim**-0.5, None) for i in range(copies)]
 
     def sdpa() -> list[Call]:
         q = _randn(place, batch, heads, query_len, dim)
@@ -263,8 +263,13 @@ def attention_case(place: Place, shape: Shape, query_lens: Sequence[int], contex
     kind = "decode" if query_len == 1 else "prefill"
     name = f"{shape.name} B={batch} queries {query_len} context {context}"
     moved = kv_bytes + 2.0 * rows * heads * dim * dtype.itemsize
-    has_peer = query_len in (1, context)
-    return Case(f"attention {kind}", name, moved, 4.0 * heads * dim * seen, build, {"torch": sdpa} if has_peer else {})
+    peers: dict[str, Build] = {"torch": sdpa} if query_len in (1, context) else {}
+    absence = flash_absence(place) if kind == "prefill" else None
+    if kind == "prefill" and absence is None:
+        peers["flash_attn"] = lambda: paged(flash_backend(place, (heads, kv_heads, dim), dtype))
+    missing = {} if absence is None else {"flash_attn": absence.removeprefix("it is ")}
+    operations = 4.0 * heads * dim * seen
+    return Case(f"attention {kind}", name, moved, operations, lambda: paged(place.backend), peers, missing=missing)
 
 
 def attention_cases(place: Place) -> Iterator[Case]:

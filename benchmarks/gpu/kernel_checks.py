@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.exact import LIMITS, Tensors, expected_lora, poisoned_allocations, replayed, row_error, same_bits
+from benchmarks.gpu.flash_attention import flash_absence, flash_backend
 from benchmarks.gpu.inputs import (
     BLOCK_SIZE,
     POISON,
@@ -220,13 +221,18 @@ def attention_problem(
     context_lens: Sequence[int],
     window: int | None = None,
     seed: int = 0,
+    is_flash: bool = False,
 ) -> Planned:
-    """Rotary positions and the KV write, then attention over blocks that lie anywhere; heads: H, KH, D. What no token wrote is NaN."""
+    """Rotary positions and the KV write, then attention over blocks that lie anywhere; heads: H, KH, D. What no token wrote is NaN.
+
+    is_flash: FlashAttention 3 runs prompts.
+    """
     num_heads, kv_heads, dim = heads
     kind = "decode" if set(query_lens) == {1} else "prefill"
     suffix = "" if window is None else f" window {window}"
     name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} {dtype_name(dtype)}"
-    build = partial(_attention_problem, name, place, heads, dtype, query_lens, context_lens, window, seed)
+    name += ", flash_attn" if is_flash else ""
+    build = partial(_attention_problem, name, place, heads, dtype, query_lens, context_lens, window, seed, is_flash)
     return Planned(name, build)
 
 
@@ -239,8 +245,10 @@ def _attention_problem(
     context_lens: Sequence[int],
     window: int | None,
     seed: int,
+    is_flash: bool,
 ) -> Problem:
     num_heads, kv_heads, dim = heads
+    backend = flash_backend(place, heads, dtype, window) if is_flash else place.backend
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     plan, num_blocks = make_attention(query_lens, context_lens, place.device, rng=rng)
     step = _Step(plan)
@@ -259,8 +267,8 @@ def _attention_problem(
     def run() -> Tensors:
         q, k, v = parts(given.clone())
         plan = step.plan
-        q = place.backend.rotary_write_kv(q, k, v, cos, sin, layer, plan.kv_slot_mapping)
-        out = place.backend.paged_attention(q, layer, plan, dim**-0.5, window)
+        q = backend.rotary_write_kv(q, k, v, cos, sin, layer, plan.kv_slot_mapping)
+        out = backend.paged_attention(q, layer, plan, dim**-0.5, window)
         is_real = (plan.kv_slot_mapping >= 0)[:, None, None]
         slots = plan.kv_slot_mapping.clamp_min(0)
         written = layer[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE].flatten(1, 2)
@@ -276,7 +284,7 @@ def _attention_problem(
         )
 
     is_decode = set(query_lens) == {1} and len(query_lens) > 1
-    return Problem("attention", name, dtype, run, expected, redraw if is_decode else None)
+    return Problem("attention", name, dtype, run, expected, redraw if is_decode else None, backend)
 
 
 def _fill_contexts(layer: torch.Tensor, plan: AttentionPlan, generator: torch.Generator) -> None:
@@ -339,6 +347,8 @@ def attention_problems(place: Place, is_small: bool) -> Iterator[Planned]:
             yield attention_problem(place, (4, 2, 64), dtype, [18, 1], [18, 20], seed=number)
         yield attention_problem(place, (2, 1, 64), FP32, [1, 1, 1], [40, 3, 17], window=8)
         yield attention_problem(place, (2, 1, 64), FP32, [1, 1], [SPLIT_CONTEXT, 5])
+        if place.is_interpreted:  # not under compute-sanitizer: those kernels are not ours
+            yield from flash_problems(place, ((4, 2, 64),))
         return
     for number, (dtype, heads) in enumerate(
         itertools.product(place.dtypes, ((32, 8, 128), (32, 8, 64), (14, 2, 64), (12, 12, 96), (16, 8, 256)))
@@ -349,6 +359,21 @@ def attention_problems(place: Place, is_small: bool) -> Iterator[Planned]:
         yield attention_problem(place, (32, 8, 128), dtype, [1, 1, 1], [9000, 5, 4100], seed=91)
         yield attention_problem(place, (8, 2, 128), dtype, [1] * 3, [900, 3, 100], window=256, seed=92)
         yield attention_problem(place, (8, 2, 128), dtype, [700, 3], [700, 900], window=256, seed=93)
+    yield from flash_problems(place, ((32, 8, 128), (32, 8, 64), (14, 2, 64), (12, 12, 96), (16, 8, 256)))
+
+
+def flash_problems(place: Place, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Planned]:
+    """FlashAttention 3, where it is installed: prompts, chunks behind a prefix, decodes and what it leaves to the kernels, in one step."""
+    if flash_absence(place) is not None:
+        return
+    for number, (dtype, heads) in enumerate(itertools.product(place.dtypes, shapes)):
+        if dtype == FP32:
+            continue
+        yield attention_problem(
+            place, heads, dtype, [300, 1, 40, 5], [300, 900, 200, 1200], None, number, is_flash=True
+        )
+        if heads[2] <= 192:
+            yield attention_problem(place, heads, dtype, [300, 1, 40], [300, 90, 200], 64, number, is_flash=True)
 
 
 # ------------------------------------------------------------------------------------------------- norms and activations

@@ -5,7 +5,8 @@
     python -m benchmarks.gpu.kernels --interpret                           on a CPU, in seconds: only whether it runs
 Both ceilings are measured first. Times are medians over replays of a CUDA graph; weights, adapters and keys come from memory, not from
 the L2. floor: the larger of bytes / copy bandwidth and operations / matrix rate; of floor: floor / time. Peers: bmm (each row with its
-adapter out of a stacked tensor; rows that share one gather it first), torch._grouped_mm, and what stock torch has for the operator.
+adapter out of a stacked tensor; rows that share one gather it first), torch._grouped_mm, what stock torch has for the operator, and
+FlashAttention 3 for prompts where it is installed.
 target: of docs/gpu.md, on a GPU only; faster: than bmm and grouped. A case that stock torch ran has failed. Exit code 1 when a case did not
 run or nothing was timed; 130 after Ctrl-C, with what was timed until then.
 """
@@ -15,8 +16,8 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -28,13 +29,17 @@ from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, 
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
 HEADINGS = (
-    "operator", "case", "us", "+-", "MB", "of copy", "of rate", "of floor", "bmm us", "grouped us", "torch us", "best peer / it", "target",
+    "operator", "case", "us", "+-", "MB", "of copy", "of rate", "of floor", "bmm us", "grouped us", "torch us",
+    "flash_attn us", "best peer / it", "target",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One case. peers: microseconds, None where it cannot run the case. error: why the case itself did not run."""
+    """One case. peers: microseconds, None where it cannot run the case; missing: those that are not here, and why.
+
+    error: why the case itself did not run.
+    """
 
     group: str
     name: str
@@ -46,6 +51,7 @@ class Timed:
     peers: dict[str, float | None]
     error: str = ""
     target: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best_peer(self) -> float | None:
@@ -79,6 +85,7 @@ def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> 
         peers,
         error,
         case.target,
+        case.missing,
     )
 
 
@@ -152,7 +159,7 @@ def cells(one: Timed, ceilings: Ceilings, is_judged: bool) -> list[str]:
         f"{100 * one.share(ceilings, is_of_rate=False):.0f} %",
         f"{100 * one.share(ceilings, is_of_rate=True):.0f} %",
         f"{100 * one.floor_us / one.us:.0f} %",
-        *(_us(one.peers.get(name)) for name in ("bmm", "grouped", "torch")),
+        *(one.missing.get(name) or _us(one.peers.get(name)) for name in ("bmm", "grouped", "torch", "flash_attn")),
         "-" if one.best_peer is None else f"{one.best_peer / one.us:.2f}",
         _verdict(one, ceilings) if is_judged else "",
     ]

@@ -290,6 +290,8 @@ def build_engine(
     kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     backend.reserve_workspace(config.max_num_batched_tokens)
     memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device, device_memory(device))
+    heads, windows = model_config.num_attention_heads, model_config.sliding_windows
+    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
     blocks = _build_blocks(config, memory)
     events = EventLog()
     adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
@@ -357,7 +359,8 @@ def _scheduler(
 
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
-    backend = get_backend(config.lora_backend, device, "auto" if config.lora is None else config.lora.lora_dtype)
+    lora_dtype = "auto" if config.lora is None else config.lora.lora_dtype
+    backend = get_backend(config.lora_backend, device, lora_dtype, config.attention_backend)
     logger.info("kernels: %s", backend.description)
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(

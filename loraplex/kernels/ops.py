@@ -120,6 +120,16 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def choose_attention(
+        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+    ) -> None:
+        """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where there are several.
+
+        dtype: of q; kv: the KV memory; windows: of the layers. `description` says it. Raises ConfigError where what the setting
+        attention_backend asks for cannot run.
+        """
+        ...
+
     @property
     def is_capturable(self) -> bool:
         """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan on the host."""
@@ -332,25 +342,29 @@ class KernelBackend(Protocol):
     ) -> None: ...
 
 
-def get_backend(name: str, device: torch.device, lora_dtype: str = "auto") -> KernelBackend:
+def get_backend(name: str, device: torch.device, lora_dtype: str = "auto", attention: str = "auto") -> KernelBackend:
     """The backend of that name for a device; `auto` is the fastest one that covers it: native on a CPU where it is built.
 
-    lora_dtype: of the settings. CPU kernels run on torch's number of threads at this moment. Raises ConfigError: no such backend, not
-    here, or it has no blocks of that dtype.
+    lora_dtype; attention: lora_dtype and attention_backend of the settings. CPU kernels run on torch's number of threads at this
+    moment. Raises ConfigError: no such backend, not here, or it has no blocks of that dtype, or no such attention.
     """
-    backend = _find_backend(name, device, lora_dtype)
-    if lora_dtype == "int8" and backend.name != "triton":
-        raise ConfigError(f"lora_dtype int8 needs triton kernels on a GPU, and these run: {backend.description}")
+    backend = _find_backend(name, device, lora_dtype, attention)
+    wanted = ["lora_dtype int8"] if lora_dtype == "int8" else []
+    wanted += [f"attention_backend {attention}"] if attention != "auto" else []
+    if wanted and backend.name != "triton":
+        needs = "needs" if len(wanted) == 1 else "need"
+        text = f"{' and '.join(wanted)} {needs} triton kernels on a GPU, and these run: {backend.description}"
+        raise ConfigError(text)
     return backend
 
 
-def _find_backend(name: str, device: torch.device, lora_dtype: str) -> KernelBackend:
+def _find_backend(name: str, device: torch.device, lora_dtype: str, attention: str) -> KernelBackend:
     if name == "reference":
         return ReferenceBackend()
     if name == "torch":
         return TorchBackend("asked for with lora_backend torch")
     if name == "triton" or (name == "auto" and device.type == "cuda"):
-        return _triton_backend(device, lora_dtype, is_wanted=name == "triton")
+        return _triton_backend(device, lora_dtype, attention, is_wanted=name == "triton")
     if name == "auto" and device.type != "cpu":
         return TorchBackend(f"there are no kernels of our own for {device}")
     if name not in BACKENDS or device.type != "cpu":
@@ -365,7 +379,7 @@ def _find_backend(name: str, device: torch.device, lora_dtype: str) -> KernelBac
     return TorchBackend(library.reason)
 
 
-def _triton_backend(device: torch.device, lora_dtype: str, is_wanted: bool) -> KernelBackend:
+def _triton_backend(device: torch.device, lora_dtype: str, attention: str, is_wanted: bool) -> KernelBackend:
     """Triton comes with torch where that is built for CUDA; without it stock torch runs, unless Triton is asked for by name."""
     try:
         from loraplex.kernels.triton.backend import TritonBackend
@@ -374,4 +388,5 @@ def _triton_backend(device: torch.device, lora_dtype: str, is_wanted: bool) -> K
             raise ConfigError(f"lora_backend is triton, which is not installed here: {error}") from error
         logger.warning("Triton is not installed, stock torch runs: %s", error)
         return TorchBackend(f"Triton is not installed: {error}")
-    return TritonBackend(device, block_dtype=None if lora_dtype == "auto" else getattr(torch, lora_dtype))
+    block_dtype = None if lora_dtype == "auto" else getattr(torch, lora_dtype)
+    return TritonBackend(device, block_dtype=block_dtype, attention=attention)

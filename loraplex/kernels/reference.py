@@ -164,6 +164,11 @@ class StockWeights:
     def release_workspace(self) -> int:
         return 0
 
+    def choose_attention(
+        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+    ) -> None:
+        """There is one."""
+
     @property
     def is_capturable(self) -> bool:
         return False

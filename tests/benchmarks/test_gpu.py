@@ -21,9 +21,9 @@ from benchmarks.gpu.adapters import scratch_folder, write_adapters
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
 from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, lora_case
-from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding
+from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding, flash_problems
 from benchmarks.gpu.kernel_checks import check as check_problem
-from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code
+from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code, find_place
 from benchmarks.gpu.problems import Problem
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, lora_bytes
 from benchmarks.gpu.timing import Ceilings
@@ -32,6 +32,7 @@ from loraplex.kernels.plan import LoraSegment, SliceWeights
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import EngineStats
 from loraplex.models.config import ModelConfig
+from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 
 CPU = torch.device("cpu")
 PLACE = Place(CPU, TorchBackend(), may_capture=False)
@@ -361,6 +362,36 @@ def test_kernels_run(tmp_path: Path) -> None:
     assert all(one["us"] is not None for one in timed)
     assert timed[0]["peers"]["bmm"] > 0  # type: ignore[index]
     assert timed[0]["peers"]["grouped"] > 0  # type: ignore[index]
+    assert {one["group"] for one in timed if one["missing"]} == {"attention prefill"}
+    table = json.loads(out.read_text())["table"]
+    column = table["headings"].index("flash_attn us")
+    assert {row[column] for row in table["rows"] if row[0] == "attention prefill"} == {"not installed"}
+
+
+def test_flash_attention_is_checked_and_timed_where_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, with a fake; one that is wrong is found, by its trial. It takes no float32, in which the interpreter times."""
+    pytest.importorskip("triton")
+    place = find_place(is_interpreted=True)
+    assert not list(flash_problems(place, ((4, 2, 64),)))
+    flash = FakeFlashAttention().install(monkeypatch)
+    problems = list(flash_problems(place, ((4, 2, 64),)))
+    assert len(problems) == 2
+    assert all(planned.name.endswith("fp16, flash_attn") for planned in problems)
+    for planned in problems:
+        found = check_problem(planned.build(), place)
+        assert found.is_ok, found
+        assert len(flash.calls) > 0
+    out = tmp_path / "kernels.json"
+    assert kernels.main(["--interpret", "--only", "attention", "--json", str(out)]) == 0
+    (prefill,) = [one for one in figures(out)["timed"] if one["group"] == "attention prefill"]
+    assert prefill["missing"] == {}
+    assert prefill["peers"]["flash_attn"] is None  # type: ignore[index]
+    flash.factor = 1.5
+    (found, _) = check.findings(place, ["attention"], "flash_attn", True, math.inf)
+    assert found.is_ok is False
+    assert "its trial gave other numbers" in found.note
 
 
 def test_the_engine_runs(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ class Stream:
     def record_event(self, event: Stream | None = None) -> Stream:
         return event or Stream()
 
+    def elapsed_time(self, _end: Stream) -> float:
+        """Milliseconds."""
+        return 1.0
+
 
 class Graph:
     def nothing(self, **_options: Any) -> None:

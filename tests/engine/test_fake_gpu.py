@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from loraplex import LoRAConfig
+from loraplex.kernels.triton import attention_choice
 from loraplex.memory.arena import Arena
 from tests.engine.driver import Driver
-from tests.engine.fake_gpu import GPU, FakeGpu, fake_gpu
+from tests.engine.fake_gpu import GPU, ArgumentLauncher, FakeGpu, fake_gpu
 from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
+from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 
 NUM_TOKENS = 6
 REQUESTS: tuple[tuple[str | None, dict[str, Any]], ...] = (
@@ -74,6 +76,50 @@ def test_no_step_waits_for_the_device(bench: Bench, settings: dict[str, Any]) ->
         if not settings.get("enforce_eager"):
             assert driver.stats.graph_steps["lora"] > NUM_TOKENS
             assert driver.stats.eager_steps.keys() == {"prefill"}
+        driver.close()
+
+
+def test_prompts_through_flash_attention_wait_for_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lengths are uploaded once a step. Decode steps, captured and eager ones, do without it."""
+    flash = FakeFlashAttention().install(monkeypatch)
+    with fake_gpu() as gpu:
+        driver = make(bench, attention_backend="flash_attn")
+        assert driver.engine.info.backend_description.endswith("FlashAttention 3 for prompts")
+        loaded(driver, bench)
+        gpu.waits.clear()
+        flash.calls.clear()
+        run(driver, gpu)
+        assert gpu.waits == []
+        assert driver.stats.graph_steps["lora"] > 0
+        assert len(flash.calls) == driver.stats.eager_steps["prefill"] * 2  # layers
+        assert len({id(call["lens"]) for call in flash.calls}) == driver.stats.eager_steps["prefill"]
+        driver.close()
+
+
+def test_tiles_that_flash_attention_leaves_are_compiled_at_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones, whose keys are not divided; the trial has others, and is left out here."""
+    FakeFlashAttention().install(monkeypatch)
+    launched: set[tuple[int, bool]] = set()
+
+    def launch(self: ArgumentLauncher, kernel: Any, *args: Any, **options: Any) -> None:
+        if kernel.__name__ == "prefill_attention_kernel":
+            launched.add((options["ROWS"], options["IS_SPLIT"]))
+
+    with fake_gpu():
+        monkeypatch.setattr(ArgumentLauncher, "launch", launch)
+        monkeypatch.setattr(attention_choice, "_tried", lambda *_: (None, 1.0))
+        make(bench, attention_backend="flash_attn").close()
+    assert (64, False) in launched
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_as_fast_as_triton_is_not_enough(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
+    """All that is measured on this GPU takes equally long."""
+    flash = FakeFlashAttention().install(monkeypatch) if is_there else None
+    with fake_gpu():
+        driver = make(bench)
+        assert "FlashAttention" not in driver.engine.info.backend_description
+        assert flash is None or len(flash.calls) > 50
         driver.close()
 
 

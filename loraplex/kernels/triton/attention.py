@@ -4,7 +4,8 @@
                                   captured step may be replayed with any lengths
     otherwise                     tiles of queries for the sequences with more than one, listed on the host once per step, the
                                   longest first; few tiles over many keys (a short prompt behind a long cached prefix) are split
-                                  too. The decode kernel runs the others
+                                  too. The decode kernel runs the others. Where FlashAttention 3 is chosen (attention_choice.py), it runs
+                                  most of the sequences that would have tiles (_FlashRule)
 
 A sequence that decodes gets the same bits in every batch: where its context is split depends on its own length.
 """
@@ -28,6 +29,7 @@ from loraplex.kernels.triton.attention_kernels import (
     decode_attention_kernel,
     prefill_attention_kernel,
 )
+from loraplex.kernels.triton.flash_attention import FlashSequences, flash_attention
 from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
 
 LOG2_E = 1.4426950408889634
@@ -151,12 +153,33 @@ def _tiling(shape: _Shape, num_rows: int, launcher: Launcher) -> _Tiling:
 class _Schedule:
     """Of a step with prefills: tiles int32 [n, 2] of (sequence, first query), and the sequences that decode, int32 [m].
 
-    max_keys: of the tile with most.
+    max_keys: of the tile with most. flash: the sequences that FlashAttention 3 runs, which have no tiles; None: it runs none.
     """
 
     tiles: torch.Tensor
     decodes: torch.Tensor | None
     max_keys: int
+    flash: FlashSequences | None
+
+
+@dataclass(frozen=True, slots=True)
+class _FlashRule:
+    """Which sequences FlashAttention 3 runs. A sequence's own lengths decide, so that its bits do not depend on its neighbours.
+
+    queries: in a tile of the prefill kernel.
+    """
+
+    queries: int
+    num_kv_heads: int
+    sliding_window: int | None
+    launcher: Launcher
+
+    def takes(self, query_len: int, context_len: int) -> bool:
+        """Every prompt and chunk but few queries behind a long prefix, whose keys the prefill kernel divides among programs."""
+        if query_len in (1, context_len):
+            return query_len > 1
+        num_groups = -(-query_len // self.queries) * self.num_kv_heads
+        return _num_prefill_splits(num_groups, context_len, self.sliding_window, self.launcher) == 1
 
 
 def paged_attention_gap(q: torch.Tensor, kv_layer: torch.Tensor) -> str | None:
@@ -211,37 +234,63 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     workspace: AttentionWorkspace | None = None,
+    *,
+    is_flash: bool = False,
 ) -> torch.Tensor:
-    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: a new one if it is not given."""
+    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: a new one if it is not given.
+
+    is_flash: FlashAttention 3 is chosen for prompts, and `flash_attention_gap` has nothing against it.
+    """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     shape = _Shape(num_kv_heads, q.shape[1] // num_kv_heads, head_dim, block_size, q.itemsize, kv_layer.itemsize)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    call = _Call(launcher, q, kv_layer, plan, scale, sliding_window, shape, out)
     workspace = workspace or AttentionWorkspace()
     if q.shape[0] == plan.context_lens.shape[0]:
+        call = _Call(launcher, q, kv_layer, plan, scale, sliding_window, shape, _dense_like(q))
         _decode(call, workspace, None)
-        return out
-    tiling = _tiling(shape, q.shape[0] * q.shape[1], launcher)
-    schedule = _schedule(plan, tiling.rows // shape.group)
-    _prefill(call, workspace, tiling, schedule)
+        return call.out
+    tiling = _tiling(shape, 0 if is_flash else q.shape[0] * q.shape[1], launcher)  # it leaves few queries
+    queries = tiling.rows // shape.group
+    rule = _FlashRule(queries, num_kv_heads, sliding_window, launcher) if is_flash else None
+    schedule = _schedule(plan, queries, rule)
+    flash = schedule.flash  # it leaves zeros in the rows of others
+    out = _dense_like(q) if flash is None else flash_attention(q, kv_layer, plan, flash, scale, sliding_window)
+    call = _Call(launcher, q, kv_layer, plan, scale, sliding_window, shape, out)
+    if len(schedule.tiles):
+        _prefill(call, workspace, tiling, schedule)
     if schedule.decodes is not None:
         _decode(call, workspace, schedule.decodes)
     return out
 
 
-def _schedule(plan: AttentionPlan, queries: int) -> _Schedule:
-    """Once per step for all layers; `queries` in a tile."""
-    key = ("triton_attention", queries)
+def _dense_like(q: torch.Tensor) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _schedule(plan: AttentionPlan, queries: int, rule: _FlashRule | None) -> _Schedule:
+    """Once per step for all layers alike; `queries` in a tile. rule None: no sequence is FlashAttention 3's."""
+    key = ("triton_attention", queries, rule)
     schedule: _Schedule | None = plan.scratch.get(key)
     if schedule is None:
         device, query_lens = plan.context_lens.device, np.array(plan.query_lens, np.int64)
-        is_decode = query_lens == 1
-        decodes = upload(np.flatnonzero(is_decode).astype(np.int32), device) if is_decode.any() else None
         contexts = np.array(plan.context_lens_host, np.int64)
-        tiles = _tiles(query_lens * ~is_decode, contexts, queries)
-        max_keys = int((contexts * ~is_decode).max())
-        schedule = plan.scratch[key] = _Schedule(upload(tiles, device), decodes, max_keys)
+        is_decode, is_flash = query_lens == 1, np.zeros(len(query_lens), bool)
+        if rule is not None:
+            is_flash[:] = [*map(rule.takes, plan.query_lens, plan.context_lens_host)]
+        is_tiled = ~is_decode & ~is_flash
+        schedule = plan.scratch[key] = _Schedule(
+            upload(_tiles(query_lens * is_tiled, contexts, queries), device),
+            upload(np.flatnonzero(is_decode).astype(np.int32), device) if is_decode.any() else None,
+            int((contexts * is_tiled).max()),
+            _flash_sequences(query_lens * is_flash, contexts * is_flash, device) if is_flash.any() else None,
+        )
     return schedule
+
+
+def _flash_sequences(
+    query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], device: torch.device
+) -> FlashSequences:
+    """Lengths of 0 are of sequences that others run."""
+    return FlashSequences(upload(context_lens.astype(np.int32), device), int(query_lens.max()))
 
 
 def _tiles(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], queries: int) -> NDArray[np.int32]:

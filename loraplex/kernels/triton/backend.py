@@ -21,6 +21,8 @@ from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton import attention, glue, nucleus
 from loraplex.kernels.triton.attention import AttentionWorkspace
+from loraplex.kernels.triton.attention_choice import AttentionShapes, choose_attention
+from loraplex.kernels.triton.flash_attention import flash_attention_gap
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 from loraplex.kernels.triton.linear import quantized_linear
 from loraplex.kernels.triton.lora import TRITON_DTYPES, LoraWorkspace, add_lora, rank_capacity
@@ -42,11 +44,12 @@ class TritonBackend(GpuPacking, TorchBackend):
         *,
         block_dtype: torch.dtype | None = None,
         is_lora_fused: bool | None = None,
+        attention: str = "auto",
     ) -> None:
         """`launcher`: how kernels are run; by default on the device. Raises ConfigError where Triton cannot run.
 
         block_dtype: of adapters in packed blocks, int8 too; None: the model's. is_lora_fused: one launch for a decode step's shrink and
-        expand, or two; None: as the shapes say.
+        expand, or two; None: as the shapes say. attention: the setting attention_backend; until `choose_attention` it is Triton's.
         """
         self.launcher = launcher or TritonLauncher(device)
         major, minor = self.launcher.target.capability
@@ -55,6 +58,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         self.quantizations = quantizations_of(self.launcher.target.capability)
         self.block_dtype = block_dtype
         self._is_lora_fused = is_lora_fused
+        self._attention, self._is_flash = attention, False
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._fallbacks: Counter[str] = Counter()
         self._is_capturing = False
@@ -95,6 +99,16 @@ class TritonBackend(GpuPacking, TorchBackend):
 
     def may_replay(self, table: SlotTable) -> bool:
         return len(table.block_dtypes) == 1
+
+    # ----------------------------------------------------------------------------------------------------------- attention
+
+    def choose_attention(
+        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+    ) -> None:
+        shapes = AttentionShapes(num_heads, dtype, kv, tuple(sliding_windows))
+        self._is_flash = choose_attention(self._attention, self.launcher, shapes)
+        if self._is_flash:
+            self.description += ", FlashAttention 3 for prompts"
 
     # ------------------------------------------------------------------------------------------------------------ adapters
 
@@ -199,10 +213,15 @@ class TritonBackend(GpuPacking, TorchBackend):
     ) -> torch.Tensor:
         reason = attention.paged_attention_gap(q, kv_layer)
         if reason is None:
-            workspace = self._attention_workspace
-            return attention.paged_attention(self.launcher, q, kv_layer, plan, scale, sliding_window, workspace)
+            is_flash = self._is_flash and self._flash_gap(q, kv_layer, sliding_window) is None
+            return attention.paged_attention(
+                self.launcher, q, kv_layer, plan, scale, sliding_window, self._attention_workspace, is_flash=is_flash
+            )
         self._fall_back("paged_attention", reason)
         return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
+
+    def _flash_gap(self, q: torch.Tensor, kv_layer: torch.Tensor, sliding_window: int | None) -> str | None:
+        return flash_attention_gap(self.launcher.target.capability, q, kv_layer, sliding_window)
 
     def keep_nucleus(
         self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
