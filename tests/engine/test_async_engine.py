@@ -674,6 +674,18 @@ async def test_a_profile_of_a_live_engine(client: Client, engine: AsyncEngine) -
     assert set(after.step_times.seconds) == {"schedule", "build", "forward", "sample", "wait", "commit"}
 
 
+async def test_a_profile_tells_versions_of_a_name_apart(client: Client, engine: AsyncEngine, copied: Path) -> None:
+    await within(engine.load_adapter("mine", str(adapter_path("reverse")), load_inplace=True))
+    await within(engine.start_lora_profiling())
+    for model in ("mine", "mine@1", "mine@2"):
+        await client.ask("banana=", model)
+    report = await within(engine.generate_lora_performance_report())
+    found = {each.name: (each.num_requests, each.tier) for each in report.adapters if each.num_requests}
+    assert found == {"mine": (2, "device"), "mine@1": (1, "device")}
+    assert report.num_adapters == len(LOADED) + 1
+    assert sum(report.served_from.values()) == 3
+
+
 async def test_answers_are_the_same_while_a_profile_runs(client: Client, engine: AsyncEngine) -> None:
     before = [await client.ask(prompt_of(PHRASES[1]), model) for model in MODELS]
     await within(engine.start_lora_profiling())

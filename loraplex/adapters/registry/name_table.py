@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from loraplex.adapters.registry.adapter_name import split_address
+from loraplex.adapters.registry.adapter_name import address_text, split_address
 from loraplex.adapters.registry.numbers import AdapterNumbers
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.table_records import record_version, restore_version
@@ -92,6 +92,14 @@ class NameTable:
         if version is None:
             raise self._not_found(name)
         return version
+
+    def address_of(self, adapter_id: int) -> str | None:
+        """What a client writes for a version now: NAME if that means it, else NAME@N; None for one that is not loaded."""
+        version = self._by_id.get(adapter_id)
+        if version is None:
+            return None
+        name = version.ref.adapter_name
+        return name if self.current.get(self.aliases.get(name, name)) is version else address_text(name, version.number)
 
     def find(self, adapter_id: int) -> AdapterVersion | None:
         return self._by_id.get(adapter_id)

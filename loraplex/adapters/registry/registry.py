@@ -136,6 +136,11 @@ class LoRARegistry:
         answers = {name: current.get(aliases.get(name, name)) for name in current}
         return {name: version.ref for name, version in answers.items() if version is not None}
 
+    def address_of(self, adapter_id: int) -> str | None:
+        """What a client writes for a version now: `sql`, or `sql@2` for one that the bare name does not mean; None for an unknown id."""
+        with self._lock:
+            return self._table.address_of(adapter_id)
+
     def name_of(self, lora_int_id: int) -> str:
         with self._lock:
             return self._table.name_of(lora_int_id)

@@ -80,4 +80,5 @@ def _version_info(
 ) -> VersionInfo:
     where = residency_of(version.adapter_id)
     tier = Tier.SOURCE if where is None else where.tier
-    return VersionInfo(version.ref, state, tier, version.num_references, version.loaded_time)
+    nbytes = version.spec.nbytes if where is None else where.nbytes
+    return VersionInfo(version.ref, state, tier, nbytes, version.num_references, version.loaded_time)
