@@ -21,6 +21,8 @@ class EngineStats:
 
     waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
     adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
+    adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load
+    together count one for what it read.
     num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
     kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
     running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
@@ -45,6 +47,7 @@ class EngineStats:
     num_adapter_promotions: int = 0
     num_adapter_hits: int = 0
     num_adapter_misses: int = 0
+    adapters_found: Mapping[str, int] = field(default_factory=dict)
     adapter_evictions: Mapping[str, int] = field(default_factory=dict)
     resident_bytes: Mapping[str, int] = field(default_factory=dict)
     capacity_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -210,6 +211,24 @@ def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(demo_run, "run_demo", interrupted)
     assert run("demo") == (130, "", "")
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "cyclopts.py").write_text("raise KeyboardInterrupt")  # the first thing that the command line imports
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    command = [sys.executable, "-m", "loraplex", "--version"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["serve", "/nowhere", "--port", "0"], 1)])
+def test_streams_may_be_closed(closed: str, arguments: list[str], code: int) -> None:
+    """A socket that got the number of one would end the process: libuv closes nothing below 3."""
+    script = f'exec "$@" {closed}'
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "loraplex", *arguments]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (code, code), ended.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------- parsing

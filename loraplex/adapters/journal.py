@@ -134,7 +134,8 @@ def _lock(directory: Path) -> IO[str]:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("a+")
     except OSError as error:
-        raise ConfigError(f"the state directory {directory} cannot be used: {error.strerror}") from error
+        why = "it is a file; give a directory" if directory.is_file() else error.strerror
+        raise ConfigError(f"the state directory {directory} cannot be used: {why}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -35,7 +35,7 @@ from loraplex.engine.adapter_verbs import AdapterVerbs
 from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
 from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
-from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
+from loraplex.engine.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.remote_store import RemoteStore
@@ -336,7 +336,7 @@ class AsyncEngine(AdapterVerbs):
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
         check_not_profiling(self._profile)
-        profile = self._profile = LoraProfile(partial(names_of, self.registry), targets)
+        profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
         try:
             profile.begin(EngineState(await self.stats(), await self.memory_report()))
             await self.call(msg.StartProfile)
@@ -352,7 +352,7 @@ class AsyncEngine(AdapterVerbs):
         state = EngineState(await self.stats(), await self.memory_report())
         steps = await self.call(msg.StopProfile)
         self._profile = self._front.outputs.recorder = None
-        report = partial(profile.report, state, steps, kernels_of(self.info), list(map(footprint_of, adapters)))
+        report = partial(profile.report, state, steps, kernels_of(self.info), footprints_of(adapters))
         return await asyncio.get_running_loop().run_in_executor(self._views, report)
 
     async def check_integrity(self) -> None:

@@ -258,6 +258,7 @@ def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> E
         num_adapter_promotions=memory.counters.num_promotions,
         num_adapter_hits=memory.counters.num_hits,
         num_adapter_misses=memory.counters.num_misses,
+        adapters_found=memory.counters.found,
         adapter_evictions=memory.counters.evictions,
         resident_bytes={tier.tier.value: tier.used_bytes for tier in (memory.device, memory.host)},
         capacity_bytes={tier.tier.value: tier.max_bytes for tier in (memory.device, memory.host)},

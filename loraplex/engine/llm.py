@@ -18,7 +18,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
-from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, kernels_of, names_of
+from loraplex.engine.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.engine.processor import PreparedRequest, ProcessedOutput
 from loraplex.engine.prompt_input import PromptInput, listed_prompts, one_each, single_prompt
 from loraplex.engine.tokenizer import Tokenizer
@@ -368,7 +368,7 @@ class LLM:
     def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
         check_not_profiling(self._lora_profile)
-        self._lora_profile = profile = LoraProfile(partial(names_of, self._front.registry), targets)
+        self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
         profile.begin(EngineState(self.engine.stats(), self.engine.memory_report()))
         self.engine.take_events()  # those of before
         self.engine.start_profile()
@@ -382,9 +382,7 @@ class LLM:
             profile.see(event)
         state = EngineState(self.engine.stats(), self.engine.memory_report())
         adapters = [] if self._front.registry is None else self.adapters()
-        return profile.report(
-            state, self.engine.stop_profile(), kernels_of(self.engine.info), list(map(footprint_of, adapters))
-        )
+        return profile.report(state, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from loraplex.adapters.registry import AdapterInfo, LoRARegistry
+from loraplex.adapters.registry.adapter_name import address_text
 from loraplex.core import EngineInfo
 from loraplex.errors import InvalidRequestError
 from loraplex.performance.profile import AdapterFootprint, Kernels, LoraProfile
 
 
-def names_of(registry: LoRARegistry | None) -> dict[int, str]:
-    """The adapters' names by adapter_id."""
-    return {} if registry is None else {ref.adapter_id: ref.adapter_name for ref in registry.refs().values()}
+def address_of(registry: LoRARegistry | None, adapter_id: int) -> str | None:
+    """What a client writes for an adapter: `sql`, or `sql@2` for a version that the bare name does not mean."""
+    return None if registry is None else registry.address_of(adapter_id)
 
 
-def footprint_of(info: AdapterInfo) -> AdapterFootprint:
-    return AdapterFootprint(info.ref.adapter_name, info.tier.value, info.nbytes, info.ref.max_rank)
+def footprints_of(infos: Iterable[AdapterInfo]) -> list[AdapterFootprint]:
+    """Of every name, and of its other versions as `name@N`."""
+    footprints = []
+    for info in infos:
+        name = info.ref.adapter_name
+        footprints.append(AdapterFootprint(name, info.tier.value, info.nbytes, info.ref.max_rank))
+        for each in info.versions:
+            address = address_text(name, each.ref.adapter_version)
+            footprints.append(AdapterFootprint(address, each.tier.value, each.nbytes, each.ref.max_rank, is_kept=True))
+    return footprints
 
 
 def kernels_of(info: EngineInfo) -> Kernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from loraplex.adapters.weights import LoRAModel
@@ -65,8 +66,11 @@ class LoaderThreads:
         self._jobs.put(job)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        while not self._jobs.empty():
-            self._jobs.get()
+        with suppress(queue.Empty):
+            while (
+                True
+            ):  # not while it has jobs: a thread may take the last one after the look, and the wait would be for ever
+                self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

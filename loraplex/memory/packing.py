@@ -89,6 +89,19 @@ class Packer:
         dtype = self._compute_dtype
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
 
+    def least_nbytes(self, lora_dtype: str) -> int:
+        """Bytes that every adapter has: those of rank 1 on the one module where that is least, in 16 bits if adapters may be."""
+        dtype = torch.float32 if lora_dtype == "float32" else torch.float16
+        least = min(
+            self._backend.packed_nbytes(
+                [s if index == only else None for index, s in enumerate(slices)], self._compute_dtype
+            )
+            for target in self._targets
+            for slices in [_rank_one(target, dtype)]
+            for only in range(len(slices))
+        )
+        return least // 2 if lora_dtype == "int8" else least
+
     def form(self, lora_dtype: str) -> str:
         """Names all that decides an adapter's packed bytes beside its content: with equal forms, each other's copies may be used.
 

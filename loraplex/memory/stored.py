@@ -155,6 +155,7 @@ class StoredWeights:
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
     is_restoring: damaged copies were let go and the weights are on their way back.
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
+    brought_from: what the load read that a request caused and that no request has used yet, None when there was none.
     is_prefetch_off: the last load failed and nobody asked since.
     reload_s: what the last load took, its wait for others included; None before the first.
     """
@@ -178,6 +179,7 @@ class StoredWeights:
     wanted_in_pass: int = -1
     has_missed: bool = False
     is_cold: bool = False
+    brought_from: str | None = None
     is_prefetch_off: bool = False
     last_used_s: float = 0.0
     reload_s: float | None = None

@@ -11,12 +11,14 @@ Not thread-safe: the manager calls them under its lock.
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget, Tier
+from loraplex.errors import ConfigError
 from loraplex.kernels.plan import SlotImage, SlotTable
 from loraplex.memory.arena import Arena, Extent, Owner
 from loraplex.memory.compressed_copies import HOST_SHARE, CompressedCopies
@@ -25,6 +27,8 @@ from loraplex.memory.eviction import EvictionPolicy, get_policy
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.stats import TierStats
+
+logger = logging.getLogger(__name__)
 
 MIN_SLOTS = 64
 MAX_SLOTS = 4096
@@ -181,7 +185,24 @@ def build_tiers(
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
     device_pool = None if host_arena is None else pool
     max_bytes = min(lora_config.adapter_memory_bytes, most)
-    return host, DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
+    device = DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
+    is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
+    _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
+    return host, device
+
+
+def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
+    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the log."""
+    least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
+    for cache in caches:
+        size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"
+        if cache.max_bytes < least:
+            raise ConfigError(
+                f"{size}, and the smallest that this model can have (rank 1 on one module) takes {least}: every load would be refused; "
+                f"raise {cache.setting}, or turn LoRA off"
+            )
+        if cache.max_bytes < usual:
+            logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)
 
 
 def compressed_bytes(lora_config: LoRAConfig) -> int:

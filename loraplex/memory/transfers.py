@@ -28,6 +28,9 @@ from loraplex.memory.tiers import Place
 from loraplex.memory.weight_reader import LoadedWeights, WeightReader
 from loraplex.memory.weight_store import WeightStore
 
+REQUESTS_CAUSES = ("request", "prefetch")
+"""Loads that a request causes: when it is to run, or when it arrives. (`prediction` comes before the request.)"""
+
 
 class Transfers:
     """Moves the weights of a store towards the device."""
@@ -188,6 +191,7 @@ class Transfers:
         store.counters.loads[cause] += 1
         store.counters.loads_from[origin] += 1
         store.counters.load_s += seconds
+        weights.brought_from = origin if cause in REQUESTS_CAUSES else None
         weights.reload_s = seconds
         weights.checked_s = store.clock()
         weights.last_used_s = store.clock()  # what was just loaded is not long idle

@@ -78,7 +78,9 @@ class WeightStore:
         self.counters.num_misses += weights.has_missed
         self.counters.num_hits += not weights.has_missed
         (self.ledger.missed if weights.is_cold else self.ledger.used)(weights.digest)
+        self.counters.found[weights.brought_from or (Tier.HOST if weights.has_missed else Tier.DEVICE).value] += 1
         weights.has_missed = weights.is_cold = False
+        weights.brought_from = None
 
     def release(self, adapter: StoredAdapter) -> None:
         adapter.count_running(-1)
@@ -209,6 +211,7 @@ class WeightStore:
             self.host.give(sum(extent.nbytes for extent in place.extents))
             self.host.policy.forget(weights.digest)
             self.ledger.evicted_unused(weights.digest)
+            weights.brought_from = None
             if self.is_shared:
                 self.retired.retire(place.extents)
             else:

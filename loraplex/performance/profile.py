@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.events import Detail, EngineEvent, EventKind
@@ -13,11 +13,12 @@ from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.report import AdapterPerformance, LoraPerformanceReport, MixPerformance, SwitchCost
-from loraplex.performance.requests import OTHERS, Latencies, RequestRecorder, ServiceTargets
+from loraplex.performance.requests import OTHERS, Latencies, NameOf, RequestRecorder, ServiceTargets
 from loraplex.performance.steps import StepProfile, StepSums
 from loraplex.profiler import KERNEL_PARTS, STEP_PARTS
 
 MAX_LISTED_ADAPTERS = 200
+TIERS = ("device", "host", "disk", "source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,13 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFootprint:
-    """Where an adapter is, and how large."""
+    """Where an adapter is, and how large. is_kept: an earlier version, which is listed only when it had requests."""
 
     name: str
     tier: str
     nbytes: int
     rank: int
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,11 @@ class LoraProfile:
 
     def __init__(
         self,
-        names: Callable[[], Mapping[int, str]],
+        name_of: NameOf,
         targets: ServiceTargets | None = None,
     ) -> None:
         self.targets = targets or ServiceTargets()
-        self.requests = RequestRecorder(self.targets, names)
+        self.requests = RequestRecorder(self.targets, name_of)
         self.begun_time = time.time()
         self._begun_s = time.perf_counter()
         self._before = EngineState()
@@ -84,7 +86,6 @@ class LoraProfile:
         self, after: EngineState, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
     ) -> LoraPerformanceReport:
         stats, parts = after.stats, steps.part_seconds
-        loads = self._grown("adapter_loads", stats)
         base = LoraPerformanceReport(
             begun_time=self.begun_time,
             seconds=self.elapsed_s,
@@ -93,10 +94,10 @@ class LoraProfile:
             targets=self.targets,
             requests=self._all(),
             adapters=self._adapters(footprints),
-            num_adapters=len({*self.requests.by_adapter, *(each.name for each in footprints)} - {None, OTHERS}),
+            num_adapters=self._num_adapters(footprints),
             admitted=self._grown("num_admitted", stats),
-            served_from=self._served_from(stats, loads),
-            loads=loads,
+            served_from={**dict.fromkeys(TIERS, 0), **self._grown("adapters_found", stats)},
+            loads=self._grown("adapter_loads", stats),
             num_load_failures=self._num_more("num_adapter_load_failures", stats),
             evictions=self._grown("adapter_evictions", stats),
             switch_cost=self._switch_cost(after),
@@ -121,6 +122,11 @@ class LoraProfile:
         )
         return replace(base, findings=find(base))
 
+    def _num_adapters(self, footprints: Sequence[AdapterFootprint]) -> int:
+        """Names that are loaded, or were; their kept versions are no adapters more."""
+        kept = {each.name for each in footprints if each.is_kept}
+        return len({*self.requests.by_adapter, *(each.name for each in footprints)} - kept - {None, OTHERS})
+
     def _all(self) -> AdapterPerformance:
         total = Latencies()
         for each in self.requests.by_adapter.values():
@@ -131,7 +137,7 @@ class LoraProfile:
         """Those with requests, most first, then what is only in memory, largest first; at most MAX_LISTED_ADAPTERS."""
         where: dict[str | None, AdapterFootprint] = {each.name: each for each in footprints}
         measured = self.requests.by_adapter
-        names = [*measured, *(name for name in where if name not in measured)]
+        names = [*measured, *(each.name for each in footprints if each.name not in measured and not each.is_kept)]
 
         def order(name: str | None) -> tuple[int, int, str]:
             num_requests = measured[name].num_requests if name in measured else 0
@@ -139,15 +145,6 @@ class LoraProfile:
 
         listed = sorted(names, key=order)[:MAX_LISTED_ADAPTERS]
         return tuple(_placed(_performance(name, measured.get(name, Latencies())), where.get(name)) for name in listed)
-
-    def _served_from(self, stats: EngineStats, loads: Mapping[str, int]) -> dict[str, int]:
-        """A miss that no load answered was a promotion from host memory."""
-        misses, loaded = self._num_more("num_adapter_misses", stats), loads.get("request", 0)
-        return {
-            "device": self._num_more("num_adapter_hits", stats),
-            "host": max(0, misses - loaded),
-            "source": min(misses, loaded),
-        }
 
     def _switch_cost(self, after: EngineState) -> SwitchCost:
         num_copies = _growth(self._before.memory.counters, after.memory.counters).get("copies", 0)

@@ -13,6 +13,9 @@ MAX_ADAPTERS = 2048
 OTHERS = "(others)"
 """Where the adapters beyond MAX_ADAPTERS are counted together."""
 
+NameOf = Callable[[int], str | None]
+"""What a client writes for an adapter, by its id; None when that is not known any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceTargets:
@@ -62,19 +65,18 @@ class _Open:
 class RequestRecorder:
     """Follows requests from `begin` to their last output; those that began before it are passed over. One thread calls it.
 
-    names: every adapter's name by its id, as of now; asked when an id is new.
+    name_of: asked once a request, so that a version is counted under what it is called then.
     """
 
     def __init__(
         self,
         targets: ServiceTargets,
-        names: Callable[[], Mapping[int, str]],
+        name_of: NameOf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._targets = targets
-        self._names = names
+        self._name_of = name_of
         self._clock = clock
-        self._name_of: dict[int, str] = {}
         self._open: dict[str, _Open] = {}
         self._latencies: dict[str | None, Latencies] = {}
 
@@ -120,9 +122,7 @@ class RequestRecorder:
         return latencies
 
     def _name(self, adapter_id: int) -> str:
-        if adapter_id not in self._name_of:
-            self._name_of = {adapter_id: f"adapter {adapter_id}", **self._names()}
-        return self._name_of[adapter_id]
+        return self._name_of(adapter_id) or f"adapter {adapter_id}"
 
     @staticmethod
     def _count_tokens(known: _Open, num_tokens: int, now_s: float) -> None:

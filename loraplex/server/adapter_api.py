@@ -28,7 +28,7 @@ from loraplex.server.adapter_schemas import (
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import read_model
 from loraplex.server.context import ServerContext
-from loraplex.server.model_names import lora_is_off
+from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.openapi import request_schema
 from loraplex.server.responses import encode
 
@@ -106,6 +106,8 @@ class AdapterRoutes:
             raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
         registry = self._registry(f"adapter {body.lora_name!r} was to be unloaded")
         ref = registry.refs().get(body.lora_name)
+        if ref is None and has_adapter(registry, body.lora_name):  # a version by its address: refused, and told how
+            await self._engine.unload_adapter(body.lora_name)
         if ref is None:
             raise ApiError(
                 f"The lora adapter '{body.lora_name}' cannot be found.",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loraplex.adapters.registry import LoRARef
+from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError
 from loraplex.server.engine_surface import EngineSurface
@@ -49,7 +49,7 @@ class ModelNames:
     def _by_model(self, model: str) -> str | None:
         if model in self.served:
             return None
-        if self._has_adapter(model):
+        if has_adapter(self._engine.registry, model):
             return model
         for served in self.served:
             if model.startswith(served + ":"):
@@ -59,19 +59,9 @@ class ModelNames:
     def _require_adapter(self, adapter_name: str, model: str, param: str) -> str:
         if self._engine.registry is None:
             raise lora_is_off(f"adapter {adapter_name!r} was asked for")
-        if not self._has_adapter(adapter_name):
+        if not has_adapter(self._engine.registry, adapter_name):
             raise unknown_model(model, param)
         return adapter_name
-
-    def _has_adapter(self, name: str) -> bool:
-        registry = self._engine.registry
-        if registry is None:
-            return False
-        try:
-            registry.resolve(name)
-        except AdapterNotFoundError:
-            return False
-        return True
 
     def cards(self) -> list[ModelCard]:
         info = self._engine.model_info
@@ -87,6 +77,17 @@ class ModelNames:
         if adapter_name is None or registry is None:
             return next(card for card in self.cards() if card.id == model)
         return self._adapter_card(adapter_name, registry.resolve(adapter_name))
+
+
+def has_adapter(registry: LoRARegistry | None, name: str) -> bool:
+    """Whether requests for a name, or for `name@N`, are answered."""
+    if registry is None:
+        return False
+    try:
+        registry.resolve(name)
+    except AdapterNotFoundError:
+        return False
+    return True
 
 
 def unknown_model(model: str, param: str = "model") -> ApiError:

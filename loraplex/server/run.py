@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import errno
 import logging
 import math
 import signal
@@ -35,6 +36,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LISTEN_BACKLOG = 2048
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""
+
+_REMEDIES = {
+    errno.EADDRNOTAVAIL: "it is no address of this machine, choose another --host",
+    errno.EACCES: "ports below 1024 need privileges, choose another --port",
+}
 
 StartEngine = Callable[[], Awaitable[EngineSurface]]
 
@@ -64,9 +70,8 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; stop the program that has it, or choose another --port"
-        ) from error
+        remedy = _REMEDIES.get(error.errno or 0, "stop the program that has it, or choose another --port")
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; {remedy}") from error
     return sock
 
 

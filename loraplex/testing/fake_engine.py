@@ -21,7 +21,7 @@ from loraplex.adapters.registry import (
 )
 from loraplex.core import AddOutcome, LoRARequest, RequestOutput, SamplingParams
 from loraplex.engine.event_hub import EventHub
-from loraplex.engine.lora_profiling import check_not_profiling, check_profiling, footprint_of, names_of
+from loraplex.engine.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -342,7 +342,7 @@ class FakeAsyncEngine:
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         check_not_profiling(self._profile)
         before = EngineState(await self.stats(), self.memory)
-        self._profile = LoraProfile(partial(names_of, self.registry), targets)
+        self._profile = LoraProfile(partial(address_of, self.registry), targets)
         self._profile.begin(before)
 
     async def generate_lora_performance_report(self) -> LoraPerformanceReport:
@@ -351,9 +351,7 @@ class FakeAsyncEngine:
         state = EngineState(await self.stats(), self.memory)
         adapters = await self.list_adapters()
         self._profile = None
-        return profile.report(
-            state, StepProfile(), Kernels("fake", self.model_info.backend), list(map(footprint_of, adapters))
-        )
+        return profile.report(state, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

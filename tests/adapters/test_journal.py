@@ -366,6 +366,8 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         SqliteJournal(tmp_path / "file" / "state", BASE)
+    with pytest.raises(ConfigError, match="file cannot be used: it is a file; give a directory"):
+        SqliteJournal(tmp_path / "file", BASE)
 
 
 def test_a_first_start_that_was_interrupted_is_a_first_start(tmp_path: Path) -> None:

@@ -197,10 +197,24 @@ def test_pins_are_of_what_answers(bench: Bench) -> None:
     reload(bench, "two")
     assert bench.registry.pin("sql@2")
     assert bench.registry.unpin("sql@2")
-    for verb in (bench.registry.pin, bench.registry.unpin, bench.registry.evict):
-        with pytest.raises(InvalidRequestError, match="'sql@1' is not the version that answers for 'sql'"):
-            verb("sql@1")
+    with pytest.raises(
+        InvalidRequestError, match="'sql@1' is not the version that answers for 'sql', and only that is pinned"
+    ):
+        bench.registry.pin("sql@1")
+    assert not bench.registry.unpin("sql@1")
     assert bench.registry.preload("sql@1").is_new
+    assert bench.registry.evict("sql@1")
+    assert bench.registry.describe("sql@2").tier == "device"
+
+
+def test_an_evicted_kept_version_leaves_a_pin_of_the_same_content_alone(bench: Bench) -> None:
+    reload(bench, "one")
+    bench.registry.pin("sql")
+    reload(bench, "one")
+    assert bench.registry.resolve("sql").adapter_version == 2
+    bench.registry.evict("sql@1")
+    assert bench.registry.describe("sql").is_pinned
+    bench.registry.check_integrity()
 
 
 @pytest.mark.parametrize("name", ["sql@1", "a@b@22", "org/x@007"])

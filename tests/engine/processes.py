@@ -16,8 +16,10 @@ import psutil
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import RequestOutput
 from loraplex.demo.tasks import assets_path
+from loraplex.engine import messages as msg
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.sampling_params import SamplingParams
+from tests.engine.holding_process import HOLD_ID, LET_GO_ID
 
 PATIENCE_S = 120.0
 BASE = str(assets_path() / "base")
@@ -93,8 +95,17 @@ class Client:
         return (await self.outputs(prompt, model, **options))[-1].outputs[0].text
 
     def long(self, model: str | None = None, **options: Any) -> AsyncIterator[RequestOutput]:
-        """A stream that is far from its end when its first outputs come."""
+        """A stream that is far from its end when its first outputs come; `holding` says when it may end."""
         return self.stream("banana=", model, **{"max_tokens": None, "ignore_eos": True, **options})
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """In this block no `long` stream of a `holding_process` ends: its request has its first tokens and waits for the rest."""
+        self.engine._engine.send(msg.AbortRequests((HOLD_ID,)))
+        try:
+            yield
+        finally:
+            self.engine._engine.send(msg.AbortRequests((LET_GO_ID,)))
 
 
 async def first(stream: AsyncIterator[RequestOutput]) -> RequestOutput:

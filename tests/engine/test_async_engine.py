@@ -39,6 +39,7 @@ from loraplex.errors import (
 )
 from loraplex.events import EventKind
 from loraplex.performance.requests import ServiceTargets
+from tests.engine import holding_process
 from tests.engine.processes import MAX_MODEL_LEN, Client, demo_config, first, rest, stretched_base, until, within
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -56,7 +57,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(base: str) -> AsyncIterator[AsyncEngine]:
-    engine = await within(AsyncEngine.start(demo_config(model=base), served_model_name="base"))
+    starting = AsyncEngine.start(
+        demo_config(model=base), served_model_name="base", engine_module=holding_process.MODULE
+    )
+    engine = await within(starting)
     for name in LOADED:
         await within(engine.load_adapter(name, str(adapter_path(name))))
     yield engine
@@ -231,7 +235,8 @@ async def test_a_slow_reader_gets_the_latest(client: Client) -> None:
     """It skips what it had no time for; what the request held is back before it reads on."""
     engine = client.engine
     stream = client.long("upper", max_tokens=50)
-    await first(stream)
+    with client.holding():
+        await first(stream)
     await until(lambda: engine.num_unfinished == 0)
     assert engine.registry is not None
     assert engine.registry.num_references == 0
@@ -269,17 +274,19 @@ async def test_the_end_of_a_reader_is_not_the_end_of_the_next_request_of_that_id
     while not (await first(done)).finished:
         pass
     successor = client.long("reverse", request_id="a", max_tokens=100)
-    await first(successor)
-    assert await rest(done) == []
+    with client.holding():
+        await first(successor)
+        assert await rest(done) == []
     outputs = await rest(successor)
     assert len(outputs[-1].outputs[0].token_ids) == 100
 
 
 async def test_an_id_that_looks_like_a_childs(client: Client) -> None:
     several = client.long("upper", request_id="a", n=2, max_tokens=60)
-    await first(several)
-    assert await client.ask("banana=", "upper", request_id="a#0") == "BANANA"
-    assert await client.ask("banana=", "upper", request_id="a#1") == "BANANA"
+    with client.holding():
+        await first(several)
+        assert await client.ask("banana=", "upper", request_id="a#0") == "BANANA"
+        assert await client.ask("banana=", "upper", request_id="a#1") == "BANANA"
     assert all(len(each.token_ids) == 60 for each in (await rest(several))[-1].outputs)
 
 
@@ -356,31 +363,34 @@ async def test_reload_while_a_request_of_the_old_version_runs(client: Client, co
     """The old one ends as it began; the new one answers from the new weights."""
     undisturbed = (await rest(client.long("mine", max_tokens=120)))[-1]
     stream = client.long("mine", max_tokens=120)
-    await first(stream)
-    become(copied, "reverse")
-    result = await within(client.engine.load_adapter("mine", str(copied), load_inplace=True))
-    assert result.status == "reloaded"
-    assert await client.ask("banana=", "mine") == "ananab"
+    with client.holding():
+        await first(stream)
+        become(copied, "reverse")
+        result = await within(client.engine.load_adapter("mine", str(copied), load_inplace=True))
+        assert result.status == "reloaded"
+        assert await client.ask("banana=", "mine") == "ananab"
     assert said((await rest(stream))[-1]) == said(undisturbed)
 
 
 async def test_unload_while_a_request_runs(client: Client, copied: Path) -> None:
     stream = client.long("mine", max_tokens=120)
-    await first(stream)
-    result = await within(client.engine.unload_adapter("mine"))
-    assert not client.engine.has_adapter("mine")
-    with pytest.raises(AdapterNotFoundError):
-        await client.ask("banana=", "mine")
+    with client.holding():
+        await first(stream)
+        result = await within(client.engine.unload_adapter("mine"))
+        assert not client.engine.has_adapter("mine")
+        with pytest.raises(AdapterNotFoundError):
+            await client.ask("banana=", "mine")
     outputs = await rest(stream)
     assert len(outputs[-1].outputs[0].token_ids) == 120
-    assert result.num_references <= 1
+    assert result.num_references == 1
 
 
 async def test_forced_unload_ends_what_runs(client: Client, copied: Path) -> None:
     stream = client.long("mine")
-    await first(stream)
-    result = await within(client.engine.unload_adapter("mine", force=True))
-    last = (await rest(stream))[-1]
+    with client.holding():
+        await first(stream)
+        result = await within(client.engine.unload_adapter("mine", force=True))
+        last = (await rest(stream))[-1]
     assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
     assert (result.num_aborted, result.is_drained) == (1, True)
 
@@ -429,6 +439,9 @@ async def test_a_hundred_switches_while_requests_stream(client: Client, tmp_path
             result = await within(engine.switch_adapter(old, new))
             assert result.ref.adapter_name == new
             assert (result.evict_s is None) == (result.num_references > 0)
+            if number < 2:  # requests go on between switches
+                answer = "ananab" if number == 0 else "BANANA"
+                await until(lambda answer=answer: answer in answers)  # type: ignore[misc]
             await asyncio.sleep(0)
     finally:
         has_ended = True
@@ -445,11 +458,12 @@ async def test_rollback_while_requests_run(client: Client, copied: Path, tmp_pat
     assert await client.ask("banana=", "mine") == "ananab"
     assert await client.ask("banana=", "mine@1") == "BANANA"
     stream = client.long("mine@1", max_tokens=120)
-    await first(stream)
-    result = await within(engine.move_adapter("mine"))
-    assert (result.status, result.ref.adapter_version) == ("moved", 1)
-    assert await client.ask("banana=", "mine") == "BANANA"
-    assert await client.ask("banana=", "mine@2") == "ananab"
+    with client.holding():
+        await first(stream)
+        result = await within(engine.move_adapter("mine"))
+        assert (result.status, result.ref.adapter_version) == ("moved", 1)
+        assert await client.ask("banana=", "mine") == "BANANA"
+        assert await client.ask("banana=", "mine@2") == "ananab"
     assert said((await rest(stream))[-1]) == said(undisturbed)
 
 
@@ -470,9 +484,10 @@ async def test_what_verbs_do_is_told(client: Client, copied: Path) -> None:
 async def test_switch_while_requests_run(client: Client, copied: Path) -> None:
     undisturbed = (await rest(client.long("mine", max_tokens=120)))[-1]
     stream = client.long("mine", max_tokens=120)
-    await first(stream)
-    await within(client.engine.switch_adapter("mine", "reverse"))
-    assert await client.ask("banana=", "mine") == "ananab"
+    with client.holding():
+        await first(stream)
+        await within(client.engine.switch_adapter("mine", "reverse"))
+        assert await client.ask("banana=", "mine") == "ananab"
     assert said((await rest(stream))[-1]) == said(undisturbed)
     assert (await within(client.engine.describe_adapter("mine"))).alias_of == "reverse"
 
@@ -500,11 +515,12 @@ async def test_pin_evict_and_preload(client: Client, copied: Path) -> None:
 
 async def test_an_adapter_in_use_is_not_evicted(client: Client, copied: Path) -> None:
     stream = client.long("mine")
-    await first(stream)
-    info = await within(client.engine.describe_adapter("mine"))
-    assert (info.num_references, info.tier) == (1, Tier.DEVICE)
-    assert not await within(client.engine.evict_adapter("mine"))
-    await stream.aclose()
+    with client.holding():
+        await first(stream)
+        info = await within(client.engine.describe_adapter("mine"))
+        assert (info.num_references, info.tier) == (1, Tier.DEVICE)
+        assert not await within(client.engine.evict_adapter("mine"))
+        await stream.aclose()
 
 
 async def test_verbs_on_unknown_names(client: Client) -> None:
@@ -517,20 +533,21 @@ async def test_verbs_on_unknown_names(client: Client) -> None:
 async def test_bad_loads_disturb_nobody_and_are_not_sticky(client: Client, tmp_path: Path) -> None:
     undisturbed = (await rest(client.long("upper", max_tokens=150)))[-1]
     stream = client.long("upper", max_tokens=150)
-    await first(stream)
-    path = tmp_path / "mine"
-    with pytest.raises(AdapterPathNotFoundError):
+    with client.holding():
+        await first(stream)
+        path = tmp_path / "mine"
+        with pytest.raises(AdapterPathNotFoundError):
+            await within(client.engine.load_adapter("mine", str(path)))
+        shutil.copytree(adapter_path("sort"), path)
+        weights = path / "adapter_model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-100])
+        with pytest.raises(AdapterTruncatedError):
+            await within(client.engine.load_adapter("mine", str(path)))
+        weights.write_bytes(whole)
         await within(client.engine.load_adapter("mine", str(path)))
-    shutil.copytree(adapter_path("sort"), path)
-    weights = path / "adapter_model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    with pytest.raises(AdapterTruncatedError):
-        await within(client.engine.load_adapter("mine", str(path)))
-    weights.write_bytes(whole)
-    await within(client.engine.load_adapter("mine", str(path)))
-    assert await client.ask("banana=", "mine") == "aaabnn"
-    await within(client.engine.unload_adapter("mine"))
+        assert await client.ask("banana=", "mine") == "aaabnn"
+        await within(client.engine.unload_adapter("mine"))
     assert said((await rest(stream))[-1]) == said(undisturbed)
 
 
@@ -655,6 +672,18 @@ async def test_a_profile_of_a_live_engine(client: Client, engine: AsyncEngine) -
     assert report.findings
     after = await within(engine.stats())
     assert set(after.step_times.seconds) == {"schedule", "build", "forward", "sample", "wait", "commit"}
+
+
+async def test_a_profile_tells_versions_of_a_name_apart(client: Client, engine: AsyncEngine, copied: Path) -> None:
+    await within(engine.load_adapter("mine", str(adapter_path("reverse")), load_inplace=True))
+    await within(engine.start_lora_profiling())
+    for model in ("mine", "mine@1", "mine@2"):
+        await client.ask("banana=", model)
+    report = await within(engine.generate_lora_performance_report())
+    found = {each.name: (each.num_requests, each.tier) for each in report.adapters if each.num_requests}
+    assert found == {"mine": (2, "device"), "mine@1": (1, "device")}
+    assert report.num_adapters == len(LOADED) + 1
+    assert sum(report.served_from.values()) == 3
 
 
 async def test_answers_are_the_same_while_a_profile_runs(client: Client, engine: AsyncEngine) -> None:

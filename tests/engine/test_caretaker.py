@@ -221,6 +221,7 @@ def test_a_vanished_source_is_served_from_the_disk_tier(open_driver: OpenDriver,
     request_id = driver.submit(bench.cases[bench.adapters["one"]][0].prompt_token_ids, "mine", max_tokens=8)
     driver.finish()
     assert driver.tokens(request_id) == bench.cases[bench.adapters["one"]][0].output_token_ids[:8]
+    assert driver.engine.stats().adapters_found == {"disk": 1}
     driver.registry.unload("mine")
     assert not list((tmp_path / "disk").rglob("*.lora")) or len(list((tmp_path / "disk").rglob("*.lora"))) == 3
 

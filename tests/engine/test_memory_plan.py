@@ -73,6 +73,31 @@ def test_settings_that_contradict_each_other(engine: dict[str, Any], lora: dict[
         EngineConfig(model="m", lora=LoRAConfig(**lora), **engine)
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"adapter_memory": 1}, "adapter_memory_bytes"),
+        ({"adapter_memory_bytes": 1}, "adapter_memory_bytes"),
+        ({"host_memory_bytes": 1}, "host_memory_bytes"),
+        ({"device_memory": "64MiB", "max_model_len": 64, "adapter_memory": 1}, "adapter_memory_bytes"),
+    ],
+)
+def test_a_budget_that_would_refuse_every_adapter_is_refused_at_the_start(settings: dict[str, Any], name: str) -> None:
+    text = rf"^{name} leaves 1 bytes of \w+ memory for adapters, and the smallest .* takes \d+: .* raise {name}"
+    with pytest.raises(ConfigError, match=text):
+        build(**settings)
+
+
+def test_a_budget_for_tiny_adapters_alone_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    core, _ = build(adapter_memory=2560)
+    core.close()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("adapter_memory_bytes leaves 2560 bytes of device memory for adapters")
+    caplog.clear()
+    build()[0].close()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_without_device_memory_nobody_contends() -> None:
     core, arena = build(kv_cache_memory="8MiB", adapter_memory="4MiB", host_memory_bytes=6 * MIB)
     assert arena.num_lent(Owner.KV) == arena.ceiling(Owner.KV) == arena.limits(Owner.KV).floor

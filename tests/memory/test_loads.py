@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,11 @@ from loraplex.errors import (
     AdapterUnavailableError,
     AdapterValidationError,
     AdapterWeightsMissingError,
+    EngineShutdownError,
 )
 from loraplex.memory.copies import SynchronousCopies
 from loraplex.memory.jobs import FAILURE_TTL_S
+from loraplex.memory.loading import LoaderThreads
 from loraplex.memory.promote import MAX_FAILED_COPIES
 from loraplex.memory.stored import LoadJob
 from tests.memory.rig import Rig, make_model
@@ -523,7 +526,30 @@ def test_verbs_and_requests_from_many_threads_at_once(is_separate: bool) -> None
     rig.manager.close()
 
 
-def test_closing_is_quick_and_final(threaded: Rig) -> None:
+def test_closing_ends_the_loaders_threads(threaded: Rig) -> None:
+    """Its own: those of managers that other tests made in this process are none of its business."""
+    assert isinstance(threaded.manager._loader, LoaderThreads)
+    threads = threaded.manager._loader._threads
     threaded.add(1)
     threaded.manager.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("loraplex-loader") and t.is_alive()]
+    for thread in threads:  # `close` gives up on one after some seconds, which a loaded machine may take
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(EngineShutdownError):
+        threaded.add(2)
+
+
+class OvertakenQueue(queue.SimpleQueue[object]):
+    """A queue whose last job another thread takes right after one has looked whether there is one."""
+
+    def empty(self) -> bool:
+        return False
+
+
+def test_closing_does_not_wait_for_a_job_that_a_thread_has_taken_meanwhile() -> None:
+    loader = LoaderThreads(0)
+    loader._jobs = OvertakenQueue()  # type: ignore[assignment]
+    closing = threading.Thread(target=loader.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

@@ -15,8 +15,7 @@ BEFORE = EngineState(
         num_admitted={"nothing": 10, "load": 2},
         adapter_loads={"add": 3, "request": 1},
         adapter_evictions={"verb": 1},
-        num_adapter_hits=5,
-        num_adapter_misses=5,
+        adapters_found={"device": 5, "source": 5},
         num_adapter_promotions=4,
         num_preemptions=1,
     ),
@@ -27,8 +26,7 @@ AFTER = EngineState(
         num_admitted={"nothing": 15, "load": 2, "room": 1},
         adapter_loads={"add": 3, "request": 4},
         adapter_evictions={"verb": 1, "device_room": 2},
-        num_adapter_hits=12,
-        num_adapter_misses=10,
+        adapters_found={"device": 12, "disk": 3, "source": 7},
         num_adapter_promotions=9,
         num_preemptions=1,
     ),
@@ -37,7 +35,7 @@ AFTER = EngineState(
 
 
 def report(before: EngineState, after: EngineState, profile: LoraProfile | None = None) -> LoraPerformanceReport:
-    profile = profile or LoraProfile(dict)
+    profile = profile or LoraProfile({}.get)
     profile.begin(before)
     footprints = [AdapterFootprint("sql", "host", 100, 8), AdapterFootprint("big", "device", 300, 64)]
     return profile.report(after, StepProfile(), KERNELS, footprints)
@@ -48,7 +46,7 @@ def test_counters_are_of_the_profile_alone() -> None:
     assert found.admitted == {"nothing": 5, "room": 1}
     assert found.loads == {"request": 3}
     assert found.evictions == {"device_room": 2}
-    assert found.served_from == {"device": 7, "host": 2, "source": 3}
+    assert found.served_from == {"device": 7, "host": 0, "disk": 3, "source": 2}
     assert (found.num_preemptions, found.fragmentation_before, found.memory.fragmentation) == (0, 0.25, 0.5)
     cost = found.switch_cost
     assert (cost.num_promotions, cost.num_copies, cost.promote_mean_s) == (5, 4, 0.5)
@@ -62,7 +60,7 @@ def test_an_engine_that_started_again() -> None:
 
 
 def test_events_become_costs() -> None:
-    profile = LoraProfile(dict)
+    profile = LoraProfile({}.get)
     for event in (
         EngineEvent(EventKind.LOAD, 1.0, "", details={"seconds": 0.25}),
         EngineEvent(EventKind.SWITCH, 1.0, "", details={"promote_s": 0.5}),
@@ -78,7 +76,7 @@ def test_events_become_costs() -> None:
 
 
 def test_adapters_with_requests_come_first_and_have_their_place() -> None:
-    profile = LoraProfile(lambda: {1: "sql"})
+    profile = LoraProfile({1: "sql"}.get)
     for request_id, adapter_id in (("a", 1), ("b", None), ("c", 1)):
         profile.requests.begin(Request(request_id, (1,), SamplingParams(), 4, 0, adapter_id=adapter_id))
         profile.requests.see(TokenOutput(request_id, (5,), FinishReason.STOP))
@@ -91,8 +89,23 @@ def test_adapters_with_requests_come_first_and_have_their_place() -> None:
     assert (found.num_adapters, found.requests.num_finished, found.requests.share_in_both) == (2, 3, 1.0)
 
 
+def test_a_kept_version_is_listed_only_with_requests_and_is_no_adapter_more() -> None:
+    profile = LoraProfile({1: "sql@1"}.get)
+    profile.requests.begin(Request("r", (1,), SamplingParams(), 4, 0, adapter_id=1))
+    footprints = [
+        AdapterFootprint("sql", "device", 100, 8),
+        AdapterFootprint("sql@1", "disk", 200, 16, is_kept=True),
+        AdapterFootprint("sql@2", "device", 100, 8, is_kept=True),
+    ]
+    found = profile.report(AFTER, StepProfile(), KERNELS, footprints)
+    assert [(each.name, each.tier, each.rank) for each in found.adapters] == [
+        ("sql@1", "disk", 16),
+        ("sql", "device", 8),
+    ]
+
+
 def test_the_list_of_adapters_is_bounded_and_their_number_is_not() -> None:
-    profile = LoraProfile(lambda: {900: "busy"})
+    profile = LoraProfile({900: "busy"}.get)
     profile.requests.begin(Request("r", (1,), SamplingParams(), 4, 0, adapter_id=900))
     footprints = [AdapterFootprint(f"a{index}", "host", index, 8) for index in range(MAX_LISTED_ADAPTERS + 50)]
     found = profile.report(AFTER, StepProfile(), KERNELS, footprints)

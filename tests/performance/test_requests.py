@@ -15,12 +15,7 @@ class Followed:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.names = {1: "sql", 2: "chat"}
-        self.num_asked = 0
-        self.recorder = RequestRecorder(ServiceTargets(1.0, 0.1), self._names, lambda: self.now_s)
-
-    def _names(self) -> dict[int, str]:
-        self.num_asked += 1
-        return self.names
+        self.recorder = RequestRecorder(ServiceTargets(1.0, 0.1), self.names.get, lambda: self.now_s)
 
     def begin(self, request_id: str, adapter_id: int | None = None) -> None:
         self.recorder.begin(Request(request_id, (1, 2), SamplingParams(), 8, 0, adapter_id=adapter_id))
@@ -78,19 +73,20 @@ def test_ends_of_other_kinds(followed: Followed) -> None:
     assert chat.num_tokens == 4
 
 
-def test_names_are_asked_for_when_an_id_is_new(followed: Followed) -> None:
-    for index, adapter_id in enumerate((1, 2, 1, 2)):
-        followed.begin(f"r{index}", adapter_id)
-    assert followed.num_asked == 1
+def test_a_version_is_counted_under_what_it_is_called_when_a_request_begins(followed: Followed) -> None:
+    followed.begin("before", 1)
+    followed.names.update({1: "sql@1", 3: "sql"})
+    followed.begin("to the kept one", 1)
+    followed.begin("to the new one", 3)
     followed.begin("gone", 7)
-    assert followed.of("adapter 7").num_requests == 1
-    assert followed.num_asked == 2
+    found = {name: each.num_requests for name, each in followed.recorder.by_adapter.items()}
+    assert found == {"sql": 2, "sql@1": 1, "adapter 7": 1}
 
 
 def test_adapters_beyond_the_bound_are_counted_together(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests_module, "MAX_ADAPTERS", 2)
-    for adapter_id in (1, 2, 3, 4, 1):
-        followed.begin(f"r{adapter_id}{followed.num_asked}", adapter_id)
+    for index, adapter_id in enumerate((1, 2, 3, 4, 1)):
+        followed.begin(f"r{index}", adapter_id)
     assert {name: each.num_requests for name, each in followed.recorder.by_adapter.items()} == {
         "sql": 2,
         "chat": 1,

@@ -291,6 +291,62 @@ async def test_versions_and_rollback(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/adapters/sql@2/pin")).status_code == 400
 
 
+async def test_verbs_on_a_kept_version(client: httpx.AsyncClient) -> None:
+    """What can be done to one version is done to it; what is done to a whole name says so; 404 is for versions that are not there."""
+    await client.put("/v1/adapters/sql", json={"path": "/adapters/better"})
+    card = (await client.get("/v1/adapters/sql@1")).json()
+    assert (card["name"], card["version"], card["path"], card["is_pinned"]) == ("sql", 1, "/adapters/sql", False)
+    assert (await client.get("/v1/adapters/sql@2")).json()["version"] == 2
+    assert (await client.post("/v1/adapters/sql@1/preload")).json()["has_changed"]
+    assert (await client.get("/v1/adapters/sql@1")).json()["tier"] == "device"
+    assert (await client.get("/v1/adapters/sql")).json()["tier"] == "device"
+    assert (await client.post("/v1/adapters/sql@1/evict")).json() == {
+        "name": "sql@1",
+        "has_changed": True,
+        "evicted": [],
+    }
+    assert (await client.get("/v1/adapters/sql@1")).json()["tier"] != "device"
+    assert not (await client.post("/v1/adapters/sql@1/unpin")).json()["has_changed"]
+    response = await client.post("/v1/adapters/sql@1/pin")
+    assert (response.status_code, response.json()["error"]["message"]) == (
+        400,
+        "'sql@1' is not the version that answers for 'sql', and only that is pinned; move the name to it first, or preload it",
+    )
+
+
+WHOLE_NAME_VERBS: list[tuple[str, str, dict[str, Any] | None]] = [
+    ("DELETE", "/v1/adapters/{}", None),
+    ("POST", "/v1/adapters/{}/rollback", None),
+    ("PUT", "/v1/adapters/{}", {"version": 1}),
+    ("POST", "/v1/adapters/switch", {"old": "chat", "new": "{}"}),
+    ("POST", UNLOAD, {"lora_name": "{}"}),
+]
+
+
+@pytest.mark.parametrize(("method", "url", "body"), WHOLE_NAME_VERBS)
+async def test_verbs_on_a_name_refuse_its_versions(
+    client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None
+) -> None:
+    async def said(address: str) -> tuple[int, str]:
+        json = body and {key: address if value == "{}" else value for key, value in body.items()}
+        response = await client.request(method, url.format(address), json=json)
+        return response.status_code, response.json()["error"]["message"]
+
+    await client.put("/v1/adapters/sql", json={"path": "/adapters/better"})
+    for address in ("sql@1", "sql@2"):
+        assert await said(address) == (
+            400,
+            f"'{address}' is one version of adapter 'sql', and this is done to all; name 'sql'",
+        )
+    for address, message in (
+        ("sql@9", "adapter 'sql' has not kept version 9; it has 1, 2 (max_versions_kept is 2)"),
+        ("nope@1", "adapter 'nope@1' is not loaded; load it first"),
+    ):
+        expected = f"The lora adapter '{address}' cannot be found." if url == UNLOAD else message
+        assert await said(address) == (404, expected)
+    assert len((await client.get("/v1/adapters/sql")).json()["versions"]) == 2
+
+
 async def test_unload_by_delete(client: httpx.AsyncClient) -> None:
     answer = (await client.delete("/v1/adapters/sql", params={"deadline_s": 0, "force": "true"})).json()
     assert answer["is_drained"]

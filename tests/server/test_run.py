@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -204,8 +205,21 @@ def test_the_port_opens_when_the_server_is_ready() -> None:
 
 
 def test_an_address_that_is_not_this_machines() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7:0"):
+    text = r"cannot listen on 203\.0\.113\.7:0: Cannot assign requested address; it is no address of this machine, choose another --host"
+    with pytest.raises(ConfigError, match=text):
         bind(ServerConfig(host="203.0.113.7", port=0))
+
+
+def test_a_port_that_needs_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(sock: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    text = (
+        r"cannot listen on 127\.0\.0\.1:80: Permission denied; ports below 1024 need privileges, choose another --port"
+    )
+    with pytest.raises(ConfigError, match=text):
+        bind(ServerConfig(port=80))
 
 
 def test_no_thread_stays() -> None:

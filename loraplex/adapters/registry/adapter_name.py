@@ -23,6 +23,19 @@ def split_address(name: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
+def address_text(name: str, number: int) -> str:
+    """The inverse of `split_address`."""
+    return f"{name}@{number}"
+
+
+def is_one_version(address: str) -> InvalidRequestError:
+    """For a verb that is of all versions of a name."""
+    name = address.rpartition("@")[0]
+    return InvalidRequestError(
+        f"{address!r} is one version of adapter {name!r}, and this is done to all; name {name!r}"
+    )
+
+
 def check_adapter_name(adapter_name: str, base_names: Iterable[str]) -> None:
     """Raises InvalidRequestError for a name that cannot be, AdapterConflictError for one that the base model has."""
     if not isinstance(adapter_name, str) or not adapter_name:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from loraplex.adapters.registry.adapter_name import split_address
+from loraplex.adapters.registry.adapter_name import address_text, is_one_version, split_address
 from loraplex.adapters.registry.numbers import AdapterNumbers
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.table_records import record_version, restore_version
@@ -79,19 +79,30 @@ class NameTable:
             return kept[-1]
         found = next((version for version in (current, *kept) if version.number == number), None)
         if found is None:
-            listed = ", ".join(str(each) for each in sorted(version.number for version in (current, *kept)))
-            asked = "an earlier version" if number is None else f"version {number}"
-            raise AdapterNotFoundError(
-                f"adapter {name!r} has not kept {asked}; it has {listed} (max_versions_kept is {self._max_versions_kept})"
-            )
+            raise self._has_not_kept(name, "an earlier version" if number is None else f"version {number}")
         return found
 
+    def _has_not_kept(self, name: str, what: str) -> AdapterNotFoundError:
+        listed = ", ".join(map(str, sorted(version.number for version in self.versions_of(name))))
+        text = f"adapter {name!r} has not kept {what}; it has {listed} (max_versions_kept is {self._max_versions_kept})"
+        return AdapterNotFoundError(text)
+
     def own(self, name: str) -> AdapterVersion:
-        """The version loaded under `name` itself, whoever answers for it; raises AdapterNotFoundError."""
+        """The version loaded under `name` itself, whoever answers for it; raises AdapterNotFoundError, InvalidRequestError for NAME@N."""
         version = self.current.get(name)
+        if version is None and self._addressed(name) is not None:
+            raise is_one_version(name)
         if version is None:
             raise self._not_found(name)
         return version
+
+    def address_of(self, adapter_id: int) -> str | None:
+        """What a client writes for a version now: NAME if that means it, else NAME@N; None for one that is not loaded."""
+        version = self._by_id.get(adapter_id)
+        if version is None:
+            return None
+        name = version.ref.adapter_name
+        return name if self.current.get(self.aliases.get(name, name)) is version else address_text(name, version.number)
 
     def find(self, adapter_id: int) -> AdapterVersion | None:
         return self._by_id.get(adapter_id)
@@ -135,6 +146,9 @@ class NameTable:
             )
         if self.load_under_way(name) is not None:
             return AdapterNotFoundError(f"adapter {name!r} is still being loaded; try again when its load has ended")
+        address = split_address(name)
+        if address is not None and address[0] in self.current:
+            return self._has_not_kept(address[0], f"version {address[1]}")
         return AdapterNotFoundError(f"adapter {name!r} is not loaded; load it first")
 
     # --------------------------------------------------------------------------------------------------------------- load

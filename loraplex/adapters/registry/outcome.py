@@ -79,6 +79,7 @@ class VersionInfo:
     ref: LoRARef
     state: VersionState
     tier: Tier
+    nbytes: int
     num_references: int
     loaded_time: float
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +35,7 @@ from loraplex.adapters.registry.revival import Revival
 from loraplex.adapters.registry.switch import AdapterSwitch
 from loraplex.adapters.registry.turns import Turns
 from loraplex.adapters.registry.verb import LoadWish
-from loraplex.adapters.registry.version import LoRARef, OpenedAdapter, Parting
+from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, Parting
 from loraplex.adapters.registry.views import Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
 from loraplex.errors import InvalidRequestError
@@ -136,6 +137,11 @@ class LoRARegistry:
         answers = {name: current.get(aliases.get(name, name)) for name in current}
         return {name: version.ref for name, version in answers.items() if version is not None}
 
+    def address_of(self, adapter_id: int) -> str | None:
+        """What a client writes for a version now: `sql`, or `sql@2` for one that the bare name does not mean; None for an unknown id."""
+        with self._lock:
+            return self._table.address_of(adapter_id)
+
     def name_of(self, lora_int_id: int) -> str:
         with self._lock:
             return self._table.name_of(lora_int_id)
@@ -236,32 +242,36 @@ class LoRARegistry:
 
     def pin(self, name: str) -> bool:
         """Promote, and exempt from eviction until it is unpinned, evicted or unloaded. Whether something changed."""
-        with self._turns.verb_on(self._own_name(name)) as version:
+        with self._verb_on(name) as (version, is_current):
+            if not is_current:
+                raise InvalidRequestError(
+                    f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, and only that is pinned; "
+                    "move the name to it first, or preload it"
+                )
             has_changed = self._store.pin_adapter(version.adapter_id)
             self._drain.note_pin(version, True)
             return has_changed
 
     def unpin(self, name: str) -> bool:
-        with self._turns.verb_on(self._own_name(name)) as version:
+        with self._verb_on(name) as (version, is_current):
+            if not is_current:
+                return False  # it has no pin
             has_changed = self._store.unpin_adapter(version.adapter_id)
             self._drain.note_pin(version, False)
             return has_changed
 
     def evict(self, name: str) -> bool:
-        """One tier down, which lifts a pin; the name still resolves. Whether something changed."""
-        with self._turns.verb_on(self._own_name(name)) as version:
+        """One tier down, which lifts a pin; the name still resolves. Whether something changed. `name@N` too."""
+        with self._verb_on(name) as (version, _):
             return self._drain.evict(version)
 
-    def _own_name(self, name: str) -> str:
-        """Of the adapter that answers for `name`; a version that is only kept is neither pinned nor evicted by name."""
-        ref = self.resolve(name)
-        with self._lock:
-            is_current = self._table.current.get(ref.adapter_name) is self._table.find(ref.adapter_id)
-        if not is_current:
-            raise InvalidRequestError(
-                f"{name!r} is not the version that answers for {ref.adapter_name!r}; move the name to it first"
-            )
-        return ref.adapter_name
+    @contextmanager
+    def _verb_on(self, name: str) -> Iterator[tuple[AdapterVersion, bool]]:
+        """The version that answers for `name` (or for `name@N`), and whether it is its adapter's current one; no other verb runs."""
+        with self._turns.verb_on(self.resolve(name).adapter_name) as current:
+            with self._lock:
+                version = current if name in self._table.current else self._table.answering(name)
+            yield version, version is current
 
     def preload(self, name: str) -> AddOutcome:
         """Promote now rather than with the first request; `name@N` too."""
@@ -270,7 +280,7 @@ class LoRARegistry:
     # ----------------------------------------------------------------------------------------------------------------- views
 
     def describe(self, name: str) -> AdapterInfo:
-        """What is loaded under `name` itself, and who answers for it."""
+        """What is loaded under `name` itself, and who answers for it; of `name@N` that version."""
         return self._views.describe(name)
 
     def list_adapters(self) -> list[AdapterInfo]:

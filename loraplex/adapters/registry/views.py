@@ -20,13 +20,12 @@ class Views:
         self._table = table
 
     def describe(self, name: str) -> AdapterInfo:
-        """Raises AdapterNotFoundError for a name that nothing is loaded under."""
+        """Of a name, or of the version that `name@N` addresses. Raises AdapterNotFoundError when nothing is loaded under it."""
         with self._lock:
-            self._table.own(name)
+            self._described(name)
         residency = self._residency()
         with self._lock:
-            self._table.own(name)
-            return self._info(name, residency, self._table.aliases_of())
+            return self._info(self._described(name), residency, self._table.aliases_of())
 
     def list_adapters(self) -> list[AdapterInfo]:
         residency = self._residency()
@@ -36,33 +35,41 @@ class Views:
         for name in names:
             with self._lock:  # for one name at a time: requests take it too
                 if name in self._table.current:
-                    infos.append(self._info(name, residency, aliases))
+                    infos.append(self._info(self._table.own(name), residency, aliases))
         return infos
+
+    def _described(self, name: str) -> AdapterVersion:
+        """Never what a switch sends the requests for a name to."""
+        return self._table.own(name) if name in self._table.current else self._table.answering(name)
 
     def _residency(self) -> dict[int, AdapterResidency]:
         return {each.adapter_id: each for each in self._store.list_adapters()}
 
     def _info(
-        self, name: str, residency: Mapping[int, AdapterResidency], aliases: Mapping[str, tuple[str, ...]]
+        self,
+        version: AdapterVersion,
+        residency: Mapping[int, AdapterResidency],
+        aliases: Mapping[str, tuple[str, ...]],
     ) -> AdapterInfo:
         """A version that the store has not, or no longer, is at its source."""
-        table = self._table
-        version, usage = table.current[name], table.usage(name)
+        table, name = self._table, version.ref.adapter_name
+        current, usage = table.own(name), table.usage(name)
         where = residency.get(version.adapter_id)
         kept, draining = table.kept.get(name, ()), table.draining.get(name, ())
-        states = {each.adapter_id: VersionState.KEPT for each in kept} | {version.adapter_id: VersionState.CURRENT}
+        states = {each.adapter_id: VersionState.KEPT for each in kept} | {current.adapter_id: VersionState.CURRENT}
         return AdapterInfo(
             ref=version.ref,
             origin=version.origin,
-            alias_of=table.aliases.get(name),
-            aliases=aliases.get(name, ()),
+            alias_of=table.aliases.get(name) if version is current else None,
+            aliases=aliases.get(name, ()) if version is current else (),
             tier=Tier.SOURCE if where is None else where.tier,
             nbytes=version.spec.nbytes if where is None else where.nbytes,
             lora_slot=None if where is None else where.lora_slot,
             is_pinned=version.is_pinned,
             is_loading=where is not None and where.is_loading,
             num_references=version.num_references,
-            num_draining=len(draining) + sum(each.num_references > 0 for each in kept),
+            num_draining=sum(each is not version for each in draining)
+            + sum(each.num_references > 0 and each is not version for each in kept),
             loaded_time=version.loaded_time,
             last_used_time=version.last_used_time,
             error=None if where is None else where.error,
@@ -80,4 +87,5 @@ def _version_info(
 ) -> VersionInfo:
     where = residency_of(version.adapter_id)
     tier = Tier.SOURCE if where is None else where.tier
-    return VersionInfo(version.ref, state, tier, version.num_references, version.loaded_time)
+    nbytes = version.spec.nbytes if where is None else where.nbytes
+    return VersionInfo(version.ref, state, tier, nbytes, version.num_references, version.loaded_time)

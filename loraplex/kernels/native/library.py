@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import struct
@@ -32,6 +33,9 @@ LOAD_ERRORS = (OSError, ValueError)
 
 _ELF64 = struct.Struct("<5s35xQ10xHH2x")
 """Magic and class; offset of the section headers, size and number of them."""
+
+DIGEST_SUFFIX = ".sha256"
+"""Of the file beside a library in which the build says what its bytes are (CMakeLists.txt)."""
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -118,6 +122,8 @@ def _best_from(best: str) -> NativeLibrary:
         try:
             library = load(isa)
         except LOAD_ERRORS as error:
+            if isinstance(error, ValueError):  # it is there
+                logger.warning("%s is not used: %s", isa, error)
             notes.append(f"not {isa}: {error}")
             continue
         difference = _difference(library)
@@ -162,13 +168,17 @@ def load(isa: str) -> NativeLibrary:
 
 
 def _check_whole(path: Path) -> None:
-    """Raises ValueError for a file that was cut off: opening it would end the process. An ELF file ends with its section headers."""
-    with path.open("rb") as file:
-        header = file.read(_ELF64.size)
+    """Raises ValueError for a file that is not as it was built: to open it, or to call into it, would end the process.
+
+    Without a digest beside it only what was cut off is noticed: an ELF file ends with its section headers.
+    """
+    data, recorded = path.read_bytes(), path.with_name(path.name + DIGEST_SUFFIX)
     is_whole = False
-    if len(header) == _ELF64.size:
-        magic, offset, entry_size, num_entries = _ELF64.unpack(header)
-        is_whole = magic == b"\x7fELF\x02" and path.stat().st_size >= offset + entry_size * num_entries > 0
+    if len(data) >= _ELF64.size:
+        magic, offset, entry_size, num_entries = _ELF64.unpack_from(data)
+        is_whole = magic == b"\x7fELF\x02" and len(data) >= offset + entry_size * num_entries > 0
+    if is_whole and recorded.exists():
+        is_whole = recorded.read_bytes().strip() == hashlib.sha256(data).hexdigest().encode()
     if not is_whole:
         raise ValueError(f"{path} is damaged; install loraplex again")
 

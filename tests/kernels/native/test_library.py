@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import shutil
 import sys
@@ -12,7 +13,7 @@ import torch
 
 import loraplex.kernels.native.library as library_module
 from loraplex.errors import ConfigError
-from loraplex.kernels.native.library import ISA_VARIABLE, ISAS, NativeLibrary, NoLibrary, open_library
+from loraplex.kernels.native.library import DIGEST_SUFFIX, ISA_VARIABLE, ISAS, NativeLibrary, NoLibrary, open_library
 from loraplex.kernels.ops import get_backend
 from tests.kernels.native.machine import library_or_skip
 
@@ -39,8 +40,14 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for isa in ISAS:
         path = library_or_skip(isa).path
         shutil.copy(path, tmp_path)
+        record_digest(tmp_path / path.name)
     monkeypatch.setattr(library_module, "_folders", lambda: iter([tmp_path]))
     return tmp_path
+
+
+def record_digest(path: Path) -> None:
+    """As the build does (CMakeLists.txt)."""
+    path.with_name(path.name + DIGEST_SUFFIX).write_text(hashlib.sha256(path.read_bytes()).hexdigest() + "\n")
 
 
 def opened() -> NativeLibrary | NoLibrary:
@@ -86,6 +93,59 @@ def test_a_library_that_was_cut_off(libraries: Path, part: int) -> None:
     assert "libloraplex_portable.so is damaged; install loraplex again" in reason()
 
 
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 64
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("at", [5000, 50_000, 200_000, -5000])
+def test_a_library_whose_body_is_damaged_is_never_opened(
+    libraries: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header is sound: to open it, or the first call, would end the process."""
+    flip(so(libraries, "portable"), at)
+    monkeypatch.setattr(library_module.ctypes, "CDLL", lambda name: pytest.fail(f"{name} was opened"))
+    assert "libloraplex_portable.so is damaged; install loraplex again" in reason()
+
+
+@pytest.mark.parametrize("damaged", [("avx512",), ("avx512", "avx2")])
+def test_the_next_one_runs_instead_of_a_damaged_one(
+    libraries: Path, damaged: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    for isa in damaged:
+        flip(so(libraries, isa), 100_000)
+    found = library()
+    assert found.isa == ISAS[len(damaged)]
+    for isa in damaged:
+        text = f"libloraplex_{isa}.so is damaged; install loraplex again"
+        assert text in found.note
+        assert [text in record.getMessage() for record in caplog.records].count(True) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 64])
+def test_a_digest_that_says_something_else(libraries: Path, content: bytes) -> None:
+    path = so(libraries, "portable")
+    path.with_name(path.name + DIGEST_SUFFIX).write_bytes(content)
+    assert "libloraplex_portable.so is damaged" in reason()
+
+
+def test_a_library_without_a_digest_is_believed(libraries: Path) -> None:
+    """Built by hand, or by an older build."""
+    for path in libraries.glob(f"*{DIGEST_SUFFIX}"):
+        path.unlink()
+    assert library().isa == "avx512"
+
+
+def test_the_build_records_digests() -> None:
+    for isa in ISAS:
+        path = library_or_skip(isa).path
+        recorded = path.with_name(path.name + DIGEST_SUFFIX)
+        if not recorded.exists():
+            pytest.skip(f"{path.name} is of a build from before there were digests")
+        assert recorded.read_text() == hashlib.sha256(path.read_bytes()).hexdigest() + "\n"
+
+
 def test_the_library_of_something_else(folder: Path) -> None:
     import _ctypes
 
@@ -105,6 +165,7 @@ def test_another_version(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_library_of_another_instruction_set(libraries: Path) -> None:
     """What is said to run would not be what runs, or the processor would lack it."""
     shutil.copy(so(libraries, "avx2"), so(libraries, "avx512"))
+    record_digest(so(libraries, "avx512"))
     assert library().isa == "avx2"
     assert "libloraplex_avx512.so holds the avx2 kernels; install loraplex again" in library().note
 
