@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -41,15 +42,15 @@ class LayerPlan:
     parts: tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Blueprint:
-    """An adapter without its numbers, found good. warnings: of the tensors; those of the configuration are not in it."""
+    """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors, not of the configuration."""
 
     plan: ReadPlan
     layers: tuple[LayerPlan, ...]
     warnings: tuple[str, ...]
 
-    @property
+    @cached_property
     def max_rank(self) -> int:
         return max(layer.rank for layer in self.layers)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.checked_reader import PARTS, AdapterContent, CheckedReader
+from loraplex.adapters.checked_reader import PARTS, AdapterContent, Blueprint, CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensors import WeightFile, is_finite, pack_aligned
 from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
@@ -99,13 +99,17 @@ class DeltaCache:
 
 @dataclass(frozen=True, eq=False)
 class LoRAModel:
-    """All layers of one adapter. `adapter_id` is 0 until somebody gives it one with `clone`; `adapter_digest` identifies the content."""
+    """All layers of one adapter. `adapter_id` is 0 until somebody gives it one with `clone`; `adapter_digest` identifies the content.
+
+    blueprint: models that have the same one differ in nothing but their numbers.
+    """
 
     adapter_digest: str
     rank: int
     layers: Mapping[str, LoRALayerWeights]
     adapter_id: int = 0
     warnings: tuple[str, ...] = ()
+    blueprint: Blueprint | None = None
 
     @property
     def id(self) -> int:
@@ -159,7 +163,8 @@ class LoRAModel:
     ) -> LoRAModel:
         """Cut what was read into layers, in `lora_dtype`. Raises AdapterValidationError for values that do not fit."""
         layers = _convert(_layers(content), lora_config, adapter)
-        return cls(content.adapter_digest, content.rank, layers, adapter_id, content.warnings)
+        warnings, blueprint = content.warnings, content.blueprint
+        return cls(content.adapter_digest, content.rank, layers, adapter_id, warnings, blueprint)
 
 
 def header_nbytes(directory: str | Path, adapter: str = "adapter", max_bytes: int = DEFAULT_HOST_BYTES) -> int:
