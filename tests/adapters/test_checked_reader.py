@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loraplex.adapters import checked_reader
 from loraplex.adapters.checked_reader import CheckedReader
+from loraplex.adapters.digest import digest_line
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.validation import TensorCheck
 from loraplex.adapters.weights import LoRAModel
@@ -184,6 +188,13 @@ def test_the_size_is_checked_with_both_numbers(adapter: PeftAdapter) -> None:
     for _ in range(2):
         with pytest.raises(AdapterTooLargeError, match=rf"{nbytes} bytes.* {nbytes - 1} bytes"):
             read(reader, adapter.path)
+
+
+@given(name=st.text(), shape=st.lists(st.integers(0, 2**47), max_size=8))
+def test_a_line_of_the_digest_is_json(name: str, shape: list[int]) -> None:
+    line = digest_line(name, "F32", tuple(shape))
+    assert json.dumps([name, "F32", shape], separators=(",", ":")).encode() == line[8:]
+    assert int.from_bytes(line[:8], "little") == len(line) - 8
 
 
 def test_what_is_remembered_has_a_bound(
