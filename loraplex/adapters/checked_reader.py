@@ -100,12 +100,11 @@ class CheckedReader:
             file.check_size(self.lora_config.host_memory_bytes)
             blueprint = _blueprint(file, check)
         read = read_tensors(file, blueprint.plan, helper.canonical())
-        is_good = not check.reasons and not check.differences
         check.reasons.extend(
             f"tensor {name!r} has NaN or Inf; train again or take an earlier checkpoint" for name in read.not_finite
         )
         check.raise_if_refused(helper.reasons(self.lora_config))
-        if is_new and is_good:
+        if is_new:
             self._put(key, blueprint)
         return AdapterContent(blueprint, read, (*helper.warnings, *blueprint.warnings))
 
