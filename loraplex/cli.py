@@ -19,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter
 from loraplex import __version__
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.lora_modules import load_lora_modules, parse_lora_modules
+from loraplex.lora_modules import parse_lora_modules
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.views.profile_settings import ProfileSettings
 
@@ -367,13 +367,12 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
         )
         try:
             resumed = {} if engine.registry is None else engine.registry.refs()
-            for name, path in modules:
+            for done, (name, path) in enumerate(modules, 1):
                 if name in resumed:
                     _warn_of_another_path(resumed[name], name, path)
-            new = [(name, path) for name, path in modules if name not in resumed]
-            await load_lora_modules(
-                engine.load_adapter, new, lambda num_done: progress.update("adapters", num_done, len(new))
-            )
+                else:
+                    await engine.load_adapter(name, path)
+                progress.update("adapters", done, len(modules))
         except BaseException:
             await engine.shutdown()
             raise

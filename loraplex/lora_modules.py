@@ -1,16 +1,11 @@
-"""Adapters as the command line names them: `name=path`, or vLLM's JSON; and loading them when a server starts."""
+"""Adapters as the command line names them: `name=path`, or vLLM's JSON."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from json import loads as from_json
 
 from loraplex.errors import ConfigError
-
-MAX_LOADS_AT_ONCE = 4
-"""While the engine packs one adapter the server checks others; more would only wait for the engine's loader threads."""
 
 
 def parse_lora_modules(
@@ -53,31 +48,3 @@ def _lora_module(text: str, is_name_optional: bool) -> tuple[str, str]:
     if is_name_optional and not equals:
         return text, text
     raise ConfigError(f"adapter {text!r}: write name=path, or JSON with name and path")
-
-
-async def load_lora_modules(
-    load: Callable[[str, str], Awaitable[object]],
-    modules: Iterable[tuple[str, str]],
-    on_loaded: Callable[[int], None],
-) -> None:
-    """Call `load(name, path)` for all of them, begun in their order, several at a time; `on_loaded` is told how many are done.
-
-    After a failure no more are begun; the error is raised when those under way have ended.
-    """
-    waiting, num_done = deque(modules), 0
-
-    async def work() -> None:
-        nonlocal num_done
-        while waiting:
-            try:
-                await load(*waiting.popleft())
-            except BaseException:
-                waiting.clear()
-                raise
-            num_done += 1
-            on_loaded(num_done)
-
-    outcomes = await asyncio.gather(*(work() for _ in range(MAX_LOADS_AT_ONCE)), return_exceptions=True)
-    for outcome in outcomes:
-        if outcome is not None:
-            raise outcome

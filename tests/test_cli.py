@@ -32,7 +32,7 @@ from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import ConfigError, ModelNotFoundError
 from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
-from loraplex.lora_modules import MAX_LOADS_AT_ONCE, load_lora_modules, parse_lora_modules
+from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.testing import FakeAsyncEngine
@@ -302,64 +302,6 @@ def test_lora_modules_that_are_refused(text: str, message: str) -> None:
 def test_a_name_without_a_path_is_refused_where_a_path_alone_is_not() -> None:
     with pytest.raises(ConfigError, match="write name=path"):
         parse_lora_modules(["sql="], is_name_optional=True)
-
-
-class SlowLoads:
-    """`load` ends when it is told to; `begun` are those that were called, in order."""
-
-    def __init__(self) -> None:
-        self.begun: dict[str, asyncio.Future[None]] = {}
-        self.counts: list[int] = []
-
-    async def load(self, name: str, path: str) -> None:
-        self.begun[name] = asyncio.get_running_loop().create_future()
-        await self.begun[name]
-
-    def run(self, num_modules: int) -> asyncio.Task[None]:
-        modules = [(str(number), f"/{number}") for number in range(num_modules)]
-        return asyncio.ensure_future(load_lora_modules(self.load, modules, self.counts.append))
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-async def test_adapters_of_the_start_are_begun_in_order_and_a_few_at_a_time() -> None:
-    loads = SlowLoads()
-    running = loads.run(MAX_LOADS_AT_ONCE + 2)
-    await settle()
-    assert list(loads.begun) == [str(number) for number in range(MAX_LOADS_AT_ONCE)]
-    loads.begun["1"].set_result(None)
-    await settle()
-    assert list(loads.begun)[MAX_LOADS_AT_ONCE:] == [str(MAX_LOADS_AT_ONCE)]
-    while not running.done():
-        for load in list(loads.begun.values()):
-            if not load.done():
-                load.set_result(None)
-        await settle()
-    await running
-    assert len(loads.begun) == MAX_LOADS_AT_ONCE + 2
-    assert loads.counts == list(range(1, MAX_LOADS_AT_ONCE + 3))
-
-
-async def test_a_load_of_the_start_that_fails_is_the_last_that_is_begun() -> None:
-    loads = SlowLoads()
-    running = loads.run(2 * MAX_LOADS_AT_ONCE)
-    await settle()
-    loads.begun["1"].set_exception(ModelNotFoundError("bad"))
-    await settle()
-    assert not running.done()
-    for name, load in loads.begun.items():
-        if name != "1":
-            load.set_result(None)
-    with pytest.raises(ModelNotFoundError, match="bad"):
-        await running
-    assert len(loads.begun) == MAX_LOADS_AT_ONCE
-
-
-async def test_no_adapters_at_the_start() -> None:
-    await SlowLoads().run(0)
 
 
 # ------------------------------------------------------------------------------------------------------------------- serve
