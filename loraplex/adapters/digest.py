@@ -11,28 +11,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 
 TAG = b"loraplex-adapter-1"
-_LINE = json.JSONEncoder(separators=(",", ":"))
+_TEXT = json.JSONEncoder()
 
 
-class AdapterHasher:
-    """Feed the tensors in the order of their canonical names."""
+def digest_line(canonical_name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What stands before a tensor's bytes. JSON by hand: an encoder makes itself anew for every list."""
+    sizes = ",".join(map(str, shape))
+    return _sized(f"[{_TEXT.encode(canonical_name)},{_TEXT.encode(dtype)},[{sizes}]]".encode())
 
-    def __init__(self, canonical: bytes) -> None:
-        self._hash = hashlib.blake2b(TAG, digest_size=32)
-        self._add_sized(canonical)
-        self._last = ""
 
-    def add(self, canonical_name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
-        assert canonical_name > self._last, f"{canonical_name} after {self._last}"
-        self._last = canonical_name
-        self._add_sized(_LINE.encode([canonical_name, dtype, shape]).encode())
-        self._hash.update(data)  # releases the interpreter lock
+def adapter_digest(canonical: bytes, tensors: Iterable[tuple[bytes, memoryview]]) -> str:
+    """(line, bytes) of each tensor, in the order of their canonical names."""
+    content = hashlib.blake2b(TAG + _sized(canonical), digest_size=32)
+    for line, data in tensors:
+        content.update(line)
+        content.update(data)  # releases the interpreter lock
+    return content.hexdigest()
 
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
-    def _add_sized(self, data: bytes) -> None:
-        self._hash.update(len(data).to_bytes(8, "little"))
-        self._hash.update(data)
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data

@@ -12,8 +12,10 @@ kills the process (SIGBUS), and the bytes that were hashed must be the bytes tha
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,15 +59,32 @@ DTYPE_BYTES |= {"BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a weight file: `nbytes` at `offset` of `path`, which had `stamp`. `dtype` is safetensors' name for it."""
+    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`. `dtype` is safetensors' name for it."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    path: Path
+    shard: int = 0
     offset: int = 0
-    stamp: Stamp = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file as it was at `stamp`: its header, JSON. expected: the tensors that an index says it has."""
+
+    path: Path
+    stamp: Stamp
+    header: bytes
+    expected: frozenset[str] | None = None
+
+    @property
+    def data_start(self) -> int:
+        return 8 + len(self.header)
+
+    @property
+    def size(self) -> int:
+        return self.stamp[2]
 
 
 # ---------------------------------------------------------------------------------------------------------- directory
@@ -120,53 +139,61 @@ def find_weight_file(directory: Path, adapter: str) -> Path:
 # -------------------------------------------------------------------------------------------------------- safetensors
 
 
-def read_safetensors_entries(weight_file: Path, adapter: str) -> tuple[TensorEntry, ...]:
-    """The tensors of a safetensors file, or of all shards of an index."""
-    shards = _shards(weight_file, adapter) if weight_file.name == INDEX_NAME else {weight_file: None}
+def read_shards(weight_file: Path, adapter: str) -> tuple[Shard, ...]:
+    """The headers of a safetensors file, or of all shards of an index; not parsed yet, since those of many adapters are equal."""
+    if weight_file.name != INDEX_NAME:
+        return (_read_shard(weight_file, adapter, None),)
+    return tuple(_read_shard(path, adapter, expected) for path, expected in _index(weight_file, adapter).items())
+
+
+def parse_shards(shards: Sequence[Shard], adapter: str) -> tuple[TensorEntry, ...]:
+    """Their tensors. Raises AdapterFileFormatError, AdapterTruncatedError."""
     entries: list[TensorEntry] = []
-    for path, expected in shards.items():
-        found = _entries_of_file(path, adapter)
-        if expected is not None and {entry.name for entry in found} != expected:
-            odd = sorted({entry.name for entry in found} ^ expected)[:3]
+    for number, shard in enumerate(shards):
+        found = _entries_of(shard, number, adapter)
+        if shard.expected is not None and {entry.name for entry in found} != shard.expected:
+            odd = sorted({entry.name for entry in found} ^ shard.expected)[:3]
             raise AdapterFileFormatError(
-                f"adapter {adapter!r}: {path.name} and {INDEX_NAME} disagree about {', '.join(odd)}"
+                f"adapter {adapter!r}: {shard.path.name} and {INDEX_NAME} disagree about {', '.join(odd)}"
             )
         entries.extend(found)
     return tuple(entries)
 
 
-def _shards(index: Path, adapter: str) -> dict[Path, set[str] | None]:
+def _index(index: Path, adapter: str) -> dict[Path, frozenset[str]]:
+    """The shards and the tensors that each of them has."""
     where = f"adapter {adapter!r}: {INDEX_NAME}"
     document = _parse_json(_read_bounded(index, adapter, MAX_HEADER_BYTES), where)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AdapterFileFormatError(f"{where} has no weight_map")
-    shards: dict[Path, set[str] | None] = {}
+    shards: dict[Path, set[str]] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name.endswith(".safetensors") or name != os.path.basename(name):
             raise AdapterFileFormatError(
                 f"{where} names the shard {name!r}; a file beside it, ending in .safetensors, is wanted"
             )
-        tensors = shards.setdefault(index.parent / name, set())
-        assert tensors is not None
-        tensors.add(tensor)
+        shards.setdefault(index.parent / name, set()).add(tensor)
     if len(shards) > MAX_SHARDS:
         raise AdapterFileFormatError(f"{where} names {len(shards)} shards, at most {MAX_SHARDS} are read")
-    return shards
+    return {path: frozenset(tensors) for path, tensors in shards.items()}
 
 
-def _entries_of_file(path: Path, adapter: str) -> list[TensorEntry]:
-    where = f"adapter {adapter!r}: {path.name}"
+def _read_shard(path: Path, adapter: str, expected: frozenset[str] | None) -> Shard:
     with RegularFile.open(path, adapter) as file:
-        header, data_start = _read_header(file, where)
-    document = _parse_json(header, where)
+        return Shard(path, file.stamp, _read_header(file, f"adapter {adapter!r}: {path.name}"), expected)
+
+
+def _entries_of(shard: Shard, number: int, adapter: str) -> list[TensorEntry]:
+    where = f"adapter {adapter!r}: {shard.path.name}"
+    document = _parse_json(shard.header, where)
     document.pop("__metadata__", None)
-    entries = [_entry(name, fields, file, data_start, where) for name, fields in document.items()]
-    _check_extents(entries, data_start, file.size, where)
+    entries = [_entry(name, fields, number, shard.data_start, where) for name, fields in document.items()]
+    _check_extents(entries, shard, where)
     return entries
 
 
-def _read_header(file: RegularFile, where: str) -> tuple[bytes, int]:
+def _read_header(file: RegularFile, where: str) -> bytes:
     prefix = bytearray(8)
     if file.read_into(memoryview(prefix), 0) < 8:
         raise AdapterTruncatedError(
@@ -186,7 +213,7 @@ def _read_header(file: RegularFile, where: str) -> tuple[bytes, int]:
     file.read_into(memoryview(header), 8)
     if not header.startswith(b"{"):
         raise AdapterFileFormatError(f"{where} is not safetensors: its header does not begin with '{{'")
-    return bytes(header), 8 + length
+    return bytes(header)
 
 
 def check_no_pointer(start: bytes | bytearray, where: str) -> None:
@@ -213,37 +240,29 @@ def _parse_json(data: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+def _are_sizes(values: Any) -> bool:
+    return type(values) is list and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
-def _entry(name: str, fields: Any, file: RegularFile, data_start: int, where: str) -> TensorEntry:
-    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+def _entry(name: str, fields: Any, shard: int, data_start: int, where: str) -> TensorEntry:
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    is_fine = isinstance(shape, list) and all(map(_is_size, shape)) and len(shape) <= 8
-    is_fine = is_fine and isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))
+    is_fine = _are_sizes(shape) and len(shape) <= 8 and _are_sizes(offsets) and len(offsets) == 2
     if not is_fine or not isinstance(dtype, str):
         raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} has a wrong dtype, shape or offset")
     begin, end = offsets
-    expected = num_elements(shape) * DTYPE_BYTES.get(dtype, 0)
+    expected = math.prod(shape) * DTYPE_BYTES.get(dtype, 0)
     if end < begin or (dtype in DTYPE_BYTES and end - begin != expected):
         raise AdapterFileFormatError(
             f"{where} is damaged: {name!r} takes {end - begin} bytes, its shape and dtype {expected}"
         )
-    return TensorEntry(name, dtype, tuple(shape), end - begin, file.path, data_start + begin, file.stamp)
+    return TensorEntry(name, dtype, tuple(shape), end - begin, shard, data_start + begin)
 
 
-def num_elements(shape: tuple[int, ...] | list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _check_extents(entries: list[TensorEntry], data_start: int, size: int, where: str) -> None:
+def _check_extents(entries: list[TensorEntry], shard: Shard, where: str) -> None:
     """Tensors follow one another without gap or overlap from the header to the end of the file."""
-    position = data_start
+    position, size = shard.data_start, shard.size
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != position:
             raise AdapterFileFormatError(

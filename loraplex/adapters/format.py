@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -231,6 +231,17 @@ class PEFTHelper:
         return [name for name in by_suffix if name in exact or indices.get(name) in self.layers_to_transform]
 
     # --------------------------------------------------------------------------------------------------------- identity
+
+    def naming(self) -> Hashable:
+        """All that decides which tensors are called for, in which shapes, and how they are scaled: with equal ones, equal files are alike.
+
+        Not in it: what is refused or warned of for the configuration alone.
+        """
+        named, excluded = (
+            entries if isinstance(entries, str) else frozenset(entries)  # peft saves a set, in any order
+            for entries in (self.target_modules, self.exclude_modules)
+        )
+        return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern
 
     def canonical(self) -> bytes:
         """The fields that change the mathematics of given tensors, as JSON with sorted keys (patterns in their order: it counts)."""

@@ -11,7 +11,7 @@ from loraplex.adapters.fields import FieldVerdict
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
-from loraplex.adapters.tensors import DTYPES, WeightFile, read_tensors
+from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -88,6 +88,7 @@ def inspect_adapter(
     helper = PEFTHelper.from_local_dir(path)
     try:
         file = WeightFile.open(Path(path), helper.adapter, limits.host_memory_bytes)
+        file.check_size(limits.host_memory_bytes)
     except AdapterError as error:
         return _report(path, helper, [*helper.reasons(limits), error.message])
     names, odd = _parse(file)
@@ -138,7 +139,7 @@ def _parse(file: WeightFile) -> tuple[dict[TensorName, TensorEntry], list[str]]:
 
 def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
     try:
-        read = read_tensors(file, names, helper.canonical(), helper.adapter)
+        read = read_tensors(file, ReadPlan.of(names), helper.canonical())
     except AdapterError as error:
         return "", [error.message]
     return read.adapter_digest, [f"tensor {name!r} has NaN or Inf" for name in read.not_finite]

@@ -116,6 +116,7 @@ def _without(text: str, positions: tuple[int, ...]) -> str:
     return "\0".join(text[start:end] for start, end in zip(starts, ends, strict=True))
 
 
+@functools.lru_cache(maxsize=4096)  # a check asks three times for each module of the base
 def dotted_suffixes(name: str) -> tuple[str, ...]:
     """What an entry of a list may say to name this module: `a.b.c` is named by `a.b.c`, `b.c` and `c`."""
     return (name, *(name[index + 1 :] for index, char in enumerate(name) if char == "."))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from loraplex.errors import (
@@ -16,6 +17,9 @@ from loraplex.errors import (
     AdapterTooLargeError,
     AdapterWeightsMissingError,
 )
+
+MAX_BUFFERS = 512
+"""Pieces of memory in one system call; systems take 1024."""
 
 Stamp = tuple[int, int, int, int]
 """(device, inode, size, time of modification in ns): equal stamps, equal content."""
@@ -56,14 +60,14 @@ class RegularFile:
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill `buffer` from `offset`; returns the bytes that were there (fewer only at the end of the file)."""
-        done, count = 0, -1
-        while done < len(buffer) and count != 0:
-            try:
-                count = os.preadv(self.fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise self._unreadable(error) from error
-            done += count
-        return done
+        return self.read_pieces((buffer,), offset)
+
+    def read_pieces(self, pieces: Sequence[memoryview], offset: int) -> int:
+        """`read_into` for what lies side by side in the file, and not in memory."""
+        try:
+            return transfer(lambda some, at: os.preadv(self.fd, some, at), pieces, offset)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def read_all(self) -> bytearray:
         """The whole file, of one moment."""
@@ -81,6 +85,21 @@ class RegularFile:
             raise AdapterLoadError(
                 f"adapter {self.adapter!r}: {self.path} changed while it was read; load it again when it is complete"
             )
+
+
+def transfer(move: Callable[[list[memoryview], int], int], pieces: Sequence[memoryview], offset: int) -> int:
+    """Bytes that `move`, preadv or pwritev of a file, moved: all, unless the file ends before."""
+    pending = [piece for piece in reversed(pieces) if len(piece)]
+    done, count = 0, -1
+    while pending and count != 0:
+        count = move(list(islice(reversed(pending), MAX_BUFFERS)), offset + done)
+        done += count
+        left = count
+        while pending and left >= len(pending[-1]):
+            left -= len(pending.pop())
+        if left:
+            pending[-1] = pending[-1][left:]
+    return done
 
 
 def check_size(nbytes: int, max_bytes: int, adapter: str) -> None:

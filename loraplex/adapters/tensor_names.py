@@ -11,7 +11,7 @@ The canonical name is `<module>.<part>`: the same adapter saved either way has t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 PREFIX = "base_model.model."
 PARTS = ("lora_A.weight", "lora_B.weight", "lora_B.bias", "bias")
@@ -32,8 +32,7 @@ _REFUSED = (
 )
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TensorName:
+class TensorName(NamedTuple):
     """Where a tensor of an adapter belongs."""
 
     module: str

@@ -1,22 +1,26 @@
-"""Reading of an adapter's tensors: one pass that copies, checks for NaN and Inf, and hashes, tensor by tensor while it is in the cache."""
+"""Reading of an adapter's tensors: where each lies is worked out once for equal headers, then all are read, hashed and looked at for NaN
+and Inf in a few calls, none of which holds the interpreter's lock while it goes over the bytes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from loraplex.adapters.bin_file import read_bin
-from loraplex.adapters.digest import AdapterHasher
+from loraplex.adapters.digest import adapter_digest, digest_line
 from loraplex.adapters.files import (
     BIN_NAME,
+    Shard,
     TensorEntry,
     find_weight_file,
-    read_safetensors_entries,
+    parse_shards,
+    read_shards,
 )
 from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.adapters.tensor_names import TensorName
@@ -31,65 +35,155 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class WeightFile:
-    """The tensors of an adapter directory, by the names in the file; `loaded` holds them when the format reads all at once (.bin)."""
+    """The weights of an adapter directory: of safetensors the headers, as they were read; of .bin all tensors, `loaded`."""
 
     path: Path
-    entries: tuple[TensorEntry, ...]
+    adapter: str
+    shards: tuple[Shard, ...] = ()
     loaded: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
     def open(cls, directory: Path, adapter: str, max_bytes: int) -> WeightFile:
-        """Find and parse the file; of safetensors only headers are read. Raises AdapterTooLargeError beyond `max_bytes` of tensors."""
+        """Find the file and read its headers. Raises AdapterTooLargeError for a .bin beyond `max_bytes`."""
         path = find_weight_file(directory, adapter)
         if path.name == BIN_NAME:
-            loaded = read_bin(path, adapter, max_bytes)
-            return cls(path, tuple(_entry_of(path, name, tensor) for name, tensor in loaded.items()), loaded)
-        file = cls(path, read_safetensors_entries(path, adapter))
-        check_size(file.nbytes, max_bytes, adapter)
-        return file
+            return cls(path, adapter, loaded=read_bin(path, adapter, max_bytes))
+        return cls(path, adapter, read_shards(path, adapter))
+
+    @cached_property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """The tensors, by the names in the file; headers are parsed now. Raises AdapterFileFormatError, AdapterTruncatedError."""
+        if self.loaded is not None:
+            return tuple(_entry_of(name, tensor) for name, tensor in self.loaded.items())
+        return parse_shards(self.shards, self.adapter)
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
 
+    def check_size(self, max_bytes: int) -> None:
+        """Raises AdapterTooLargeError beyond `max_bytes` of tensors, and what parsing the headers raises."""
+        if self.loaded is None:
+            check_size(self.nbytes, max_bytes, self.adapter)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """Where tensors lie in their files, and in one block of memory: in canonical order, each aligned to 64 bytes.
+
+    starts: bytes in the block; lines: what the digest has before each of them.
+    """
+
+    names: tuple[TensorName, ...]
+    entries: tuple[TensorEntry, ...]
+    starts: tuple[int, ...]
+    lines: tuple[bytes, ...]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, names: Mapping[TensorName, TensorEntry]) -> ReadPlan:
+        """names: what to read; dtypes of DTYPES only."""
+        ordered = sorted(names.items(), key=lambda item: item[0].canonical)
+        entries = tuple(entry for _, entry in ordered)
+        ends = [0]
+        for entry in entries:
+            ends.append(ends[-1] + _aligned(entry.nbytes))
+        lines = tuple(digest_line(name.canonical, entry.dtype, entry.shape) for name, entry in ordered)
+        return cls(tuple(name for name, _ in ordered), entries, tuple(ends[:-1]), lines, ends[-1])
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of the tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @cached_property
+    def views(self) -> tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Of each tensor: dtype, shape, strides, and its first element, counted in elements from the block's start."""
+        shapes = [
+            (DTYPES[entry.dtype], entry.shape, start) for entry, start in zip(self.entries, self.starts, strict=True)
+        ]
+        return tuple((dtype, shape, _strides(shape), start // dtype.itemsize) for dtype, shape, start in shapes)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of tensors that follow one another in a file without a gap, in its order."""
+        runs: list[list[int]] = []
+        place = (-1, 0)
+        for index in sorted(range(len(self.entries)), key=lambda i: (self.entries[i].shard, self.entries[i].offset)):
+            entry = self.entries[index]
+            if (entry.shard, entry.offset) != place:
+                runs.append([])
+            runs[-1].append(index)
+            place = entry.shard, entry.offset + entry.nbytes
+        return tuple(tuple(run) for run in runs)
+
+
+@dataclass(frozen=True, eq=False)
 class ReadTensors:
-    """Tensors by canonical name, each aligned to 64 bytes in one block; names (of the file) of those with NaN or Inf; the digest."""
+    """What was read by a plan: the block, names (of the file) of tensors with NaN or Inf, the digest."""
 
-    by_name: Mapping[TensorName, torch.Tensor]
+    plan: ReadPlan
+    block: torch.Tensor
     not_finite: tuple[str, ...]
     adapter_digest: str
 
-
-def read_tensors(
-    file: WeightFile, names: Mapping[TensorName, TensorEntry], canonical: bytes, adapter: str
-) -> ReadTensors:
-    """Read the entries of `names` (dtypes of DTYPES only) in canonical order."""
-    ordered = sorted(names.items(), key=lambda item: item[0].canonical)
-    hasher = AdapterHasher(canonical)
-    block = torch.empty(sum(_aligned(entry.nbytes) for _, entry in ordered), dtype=torch.uint8)
-    view, offset = block.numpy().data, 0
-    found: dict[TensorName, torch.Tensor] = {}
-    with _Source(file, adapter) as source:
-        for name, entry in ordered:
-            part = view[offset : offset + entry.nbytes]
-            source.read(entry, part)
-            tensor = block[offset : offset + entry.nbytes].view(DTYPES[entry.dtype]).view(entry.shape)
-            hasher.add(name.canonical, entry.dtype, entry.shape, part)
-            found[name] = tensor
-            offset += _aligned(entry.nbytes)
-    return ReadTensors(found, _not_finite(block, ordered, found), hasher.hexdigest())
+    def tensors(self) -> list[torch.Tensor]:
+        """In the plan's order."""
+        return _tensors(self.plan, self.block)
 
 
-def _not_finite(
-    block: torch.Tensor, entries: Sequence[tuple[TensorName, TensorEntry]], found: Mapping[TensorName, torch.Tensor]
-) -> tuple[str, ...]:
+def read_tensors(file: WeightFile, plan: ReadPlan, canonical: bytes) -> ReadTensors:
+    block = torch.empty(plan.block_bytes, dtype=torch.uint8)
+    view = block.numpy().data
+    parts = [view[start : start + entry.nbytes] for start, entry in zip(plan.starts, plan.entries, strict=True)]
+    if file.loaded is None:
+        _read_shards_into(parts, file, plan)
+    else:
+        for entry, part in zip(plan.entries, parts, strict=True):
+            part[:] = file.loaded[entry.name].contiguous().view(-1).view(torch.uint8).numpy().data
+    digest = adapter_digest(canonical, zip(plan.lines, parts, strict=True))
+    return ReadTensors(plan, block, _not_finite(plan, block), digest)
+
+
+def _read_shards_into(parts: Sequence[memoryview], file: WeightFile, plan: ReadPlan) -> None:
+    """Each file must be the one whose header was read, at the beginning and at the end."""
+    with contextlib.ExitStack() as stack:
+        opened: dict[int, RegularFile] = {}
+        for run in plan.runs:
+            number = plan.entries[run[0]].shard
+            if number not in opened:
+                opened[number] = stack.enter_context(_unchanged(file.shards[number], file.adapter))
+            done = opened[number].read_pieces([parts[index] for index in run], plan.entries[run[0]].offset)
+            for index in run:
+                done -= plan.entries[index].nbytes
+                if done < 0:
+                    raise AdapterTruncatedError(
+                        f"adapter {file.adapter!r}: {file.shards[number].path.name} ended within "
+                        f"{plan.entries[index].name!r} while it was read; copy the file again"
+                    )
+
+
+@contextlib.contextmanager
+def _unchanged(shard: Shard, adapter: str) -> Iterator[RegularFile]:
+    with RegularFile.open(shard.path, adapter) as file:
+        file.check_unchanged(shard.stamp)
+        yield file
+        file.check_unchanged(shard.stamp)
+
+
+def _tensors(plan: ReadPlan, block: torch.Tensor) -> list[torch.Tensor]:
+    typed = {dtype: block.view(dtype) for dtype in {dtype for dtype, *_ in plan.views}}
+    return [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in plan.views]
+
+
+def _not_finite(plan: ReadPlan, block: torch.Tensor) -> tuple[str, ...]:
     """Names of the tensors with NaN or Inf. The whole block is looked at first, which is quicker than hundreds of tensors."""
-    dtypes = {tensor.dtype for tensor in found.values()}
-    if len(dtypes) == 1 and is_finite(block.view(*dtypes)):
+    dtypes = {entry.dtype for entry in plan.entries}
+    if len(dtypes) == 1 and is_finite(block.view(DTYPES[dtypes.pop()])):
         return ()
-    return tuple(entry.name for name, entry in entries if not is_finite(found[name]))
+    return tuple(
+        entry.name for entry, tensor in zip(plan.entries, _tensors(plan, block), strict=True) if not is_finite(tensor)
+    )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -114,40 +208,15 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _entry_of(path: Path, name: str, tensor: torch.Tensor) -> TensorEntry:
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of dense rows."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry:
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
-    return TensorEntry(name, dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size(), path)
-
-
-class _Source:
-    """Copies the bytes of entries; opens each shard once, and makes sure that it is the file whose header was read."""
-
-    def __init__(self, file: WeightFile, adapter: str) -> None:
-        self._loaded = file.loaded
-        self._adapter = adapter
-        self._open: dict[Path, RegularFile] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        with self._stack:
-            if kind is None:
-                for file in self._open.values():
-                    file.check_unchanged(file.stamp)
-
-    def read(self, entry: TensorEntry, into: memoryview) -> None:
-        if self._loaded is not None:
-            into[:] = self._loaded[entry.name].contiguous().view(-1).view(torch.uint8).numpy().data
-        elif self._file(entry).read_into(into, entry.offset) < entry.nbytes:
-            raise AdapterTruncatedError(
-                f"adapter {self._adapter!r}: {entry.path.name} ended within {entry.name!r} while it was read; copy the file again"
-            )
-
-    def _file(self, entry: TensorEntry) -> RegularFile:
-        if entry.path not in self._open:
-            file = self._stack.enter_context(RegularFile.open(entry.path, self._adapter))
-            file.check_unchanged(entry.stamp)
-            self._open[entry.path] = file
-        return self._open[entry.path]
+    return TensorEntry(name, dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size())

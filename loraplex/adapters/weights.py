@@ -14,15 +14,12 @@ from pathlib import Path
 
 import torch
 
+from loraplex.adapters.checked_reader import PARTS, AdapterContent, Blueprint, CheckedReader
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName
-from loraplex.adapters.tensors import ReadTensors, WeightFile, is_finite, pack_aligned, read_tensors
-from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
+from loraplex.adapters.tensors import WeightFile, is_finite, pack_aligned
 from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterValidationError
-
-PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +99,17 @@ class DeltaCache:
 
 @dataclass(frozen=True, eq=False)
 class LoRAModel:
-    """All layers of one adapter. `adapter_id` is 0 until somebody gives it one with `clone`; `adapter_digest` identifies the content."""
+    """All layers of one adapter. `adapter_id` is 0 until somebody gives it one with `clone`; `adapter_digest` identifies the content.
+
+    blueprint: models that have the same one differ in nothing but their numbers.
+    """
 
     adapter_digest: str
     rank: int
     layers: Mapping[str, LoRALayerWeights]
     adapter_id: int = 0
     warnings: tuple[str, ...] = ()
+    blueprint: Blueprint | None = None
 
     @property
     def id(self) -> int:
@@ -153,45 +154,40 @@ class LoRAModel:
         Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
         AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format).
         """
-        file = WeightFile.open(Path(directory), peft_helper.adapter, lora_config.host_memory_bytes)
-        check = TensorCheck(peft_helper, base_modules(targets))
-        for entry in file.entries:
-            check.add(entry)
-        check.check()
-        readable = {name: entry for name, entry in check.names.items() if entry.dtype in SUPPORTED_DTYPES}
-        read = read_tensors(file, readable, peft_helper.canonical(), peft_helper.adapter)
-        check.reasons.extend(
-            f"tensor {name!r} has NaN or Inf; train again or take an earlier checkpoint" for name in read.not_finite
-        )
-        check.raise_if_refused(peft_helper.reasons(lora_config))
-        layers = _convert(_layers(read, peft_helper), lora_config, peft_helper.adapter)
-        max_rank = max(layer.rank for layer in layers.values())
-        return cls(read.adapter_digest, max_rank, layers, adapter_id, (*peft_helper.warnings, *check.warnings))
+        content = CheckedReader(targets, lora_config).read(Path(directory), peft_helper)
+        return cls.from_content(content, lora_config, peft_helper.adapter, adapter_id)
+
+    @classmethod
+    def from_content(
+        cls, content: AdapterContent, lora_config: LoRAConfig, adapter: str, adapter_id: int = 0
+    ) -> LoRAModel:
+        """Cut what was read into layers, in `lora_dtype`. Raises AdapterValidationError for values that do not fit."""
+        layers = _convert(_layers(content), lora_config, adapter)
+        warnings, blueprint = content.warnings, content.blueprint
+        return cls(content.adapter_digest, content.rank, layers, adapter_id, warnings, blueprint)
 
 
 def header_nbytes(directory: str | Path, adapter: str = "adapter", max_bytes: int = DEFAULT_HOST_BYTES) -> int:
     """Bytes of the adapter's tensors in the file's dtypes; of safetensors only headers are read."""
-    return WeightFile.open(Path(directory), adapter, max_bytes).nbytes
+    file = WeightFile.open(Path(directory), adapter, max_bytes)
+    file.check_size(max_bytes)
+    return file.nbytes
 
 
-def _layers(read: ReadTensors, helper: PEFTHelper) -> dict[str, LoRALayerWeights]:
-    modules = sorted({name.module for name in read.by_name})
-    ranks, alphas = helper.ranks(modules), helper.alphas(modules)
+def _layers(content: AdapterContent) -> dict[str, LoRALayerWeights]:
+    tensors = content.tensors()
     layers = {}
-    for module in modules:
-        tensors = {field: read.by_name.get(TensorName(module, part)) for field, part in PARTS.items()}
-        has_lora = tensors["lora_a"] is not None
-        layers[module] = LoRALayerWeights(
-            module_name=module,
-            rank=ranks[module] if has_lora else 0,
-            lora_alpha=alphas[module],
-            lora_a=tensors["lora_a"],
-            lora_b=tensors["lora_b"],
-            lora_bias=tensors["lora_bias"],
-            bias=tensors["bias"],
-            scaling=helper.scaling(alphas[module], ranks[module]),
+    for plan in content.blueprint.layers:
+        a, b, lora_bias, bias = (None if part is None else tensors[part] for part in plan.parts)
+        layers[plan.module_name] = LoRALayerWeights(
+            plan.module_name, plan.rank, plan.lora_alpha, a, b, lora_bias, bias, plan.scaling
         )
     return layers
+
+
+def is_converted(lora_config: LoRAConfig) -> bool:
+    """Whether tensors get another dtype when they are read."""
+    return lora_config.lora_dtype not in ("auto", "int8")
 
 
 def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapter: str) -> dict[str, LoRALayerWeights]:
@@ -199,7 +195,7 @@ def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapt
 
     A value that does not fit is a reason to refuse.
     """
-    if lora_config.lora_dtype in ("auto", "int8"):
+    if not is_converted(lora_config):
         return layers
     dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
     converted = {

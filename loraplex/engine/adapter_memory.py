@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.config import LoRAConfig
 from loraplex.engine.adapter_opener import read_spec
 from loraplex.events import EventLog
@@ -37,7 +39,7 @@ def build_manager(
         backend,
         model.activation_dtype,
         arena,
-        open_weights=lambda spec: read_spec(spec, targets, lora),
+        open_weights=partial(read_spec, reader=CheckedReader(targets, lora)),
         base_bias=model.base_bias,
         host_arena=host_arena,
         copies=copies,

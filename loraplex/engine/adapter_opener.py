@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from loraplex.adapters.checked_reader import AdapterContent, CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.weights import LoRAModel
-from loraplex.config import LoRAConfig
-from loraplex.core import AdapterSpec, LoraTarget
+from loraplex.adapters.weights import LoRAModel, is_converted
+from loraplex.core import AdapterSpec
 
 
 @dataclass(frozen=True)
 class AdapterOpener:
-    """Opens adapters for one base model, which publishes `targets`. Raises AdapterLoadError and its kin."""
+    """Opens adapters for one base model, whose reader it has. Raises AdapterLoadError and its kin."""
 
     source: AdapterSource
-    targets: tuple[LoraTarget, ...]
-    lora_config: LoRAConfig
+    reader: CheckedReader
 
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
-        directory = self.source.fetch(path_or_id)
-        model = read_adapter(str(directory), path_or_id, self.targets, self.lora_config)
-        return OpenedAdapter(str(directory), model.adapter_digest, model.nbytes, model.rank)
+        directory, config = str(self.source.fetch(path_or_id)), self.reader.lora_config
+        content = read_adapter(directory, path_or_id, self.reader)
+        nbytes = content.nbytes
+        if is_converted(config):  # whose values must fit
+            nbytes = LoRAModel.from_content(content, config, path_or_id).nbytes
+        return OpenedAdapter(directory, content.adapter_digest, nbytes, content.rank)
 
 
-def read_adapter(path: str, adapter_name: str, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> LoRAModel:
-    return LoRAModel.from_local_checkpoint(path, PEFTHelper.from_local_dir(path, adapter_name), targets, lora_config)
+def read_adapter(path: str, adapter_name: str, reader: CheckedReader) -> AdapterContent:
+    return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name))
 
 
-def read_spec(spec: AdapterSpec, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> LoRAModel:
+def read_spec(spec: AdapterSpec, reader: CheckedReader) -> LoRAModel:
     """The weights of a registered version, read from its local directory."""
-    return read_adapter(spec.path, spec.adapter_name, targets, lora_config).clone(spec.adapter_id)
+    content = read_adapter(spec.path, spec.adapter_name, reader)
+    return LoRAModel.from_content(content, reader.lora_config, spec.adapter_name, spec.adapter_id)

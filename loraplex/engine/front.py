@@ -65,15 +65,15 @@ def make_front(
 
     journal, on_change: as in `LoRARegistry`.
     """
-    from loraplex.engine.adapter_opener import (
-        AdapterOpener,  # brings in torch: a second, spent while an engine process starts
-    )
+    # These bring in torch: a second, spent while an engine process starts.
+    from loraplex.adapters.checked_reader import CheckedReader
+    from loraplex.engine.adapter_opener import AdapterOpener
 
     tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
     registry = None
     if config.lora is not None and store is not None:
         roots = None if adapter_roots is None else tuple(Path(root).resolve() for root in adapter_roots)
-        opener = AdapterOpener(AdapterSource(roots), info.targets, config.lora)
+        opener = AdapterOpener(AdapterSource(roots), CheckedReader(info.targets, config.lora))
         names = {served_model_name, *base_names}
         registry = LoRARegistry(
             store,

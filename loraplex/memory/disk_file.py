@@ -18,15 +18,15 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loraplex.adapters.regular_file import transfer
 from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, SliceLayout
 from loraplex.memory.checksum import checksum
 from loraplex.memory.packing import PackedBlock, PackedLayout
@@ -47,9 +47,6 @@ _REST = struct.Struct(f"<IIQ{IDENTITY_BYTES}s")
 _PREFIX_BYTES = _START.size + _REST.size
 _FIRST_READ = 1 << 15
 """Bytes in which most headers are whole."""
-
-_MAX_BUFFERS = 512
-"""Pieces of memory in one system call; systems take 1024."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
@@ -125,7 +122,7 @@ def read_header(fd: int, identity: bytes) -> Header:
 def read_extents(fd: int, header: Header, views: Sequence[torch.Tensor]) -> None:
     """Into `views`, which have the sizes of the extents. Raises DamagedFileError, with the views half written."""
     wanted = sum(view.numel() for view in views)
-    done = _transfer(lambda pieces, offset: os.preadv(fd, pieces, offset), _memory_of(views), header.nbytes)
+    done = transfer(lambda pieces, offset: os.preadv(fd, pieces, offset), _memory_of(views), header.nbytes)
     if done != wanted:
         raise DamagedFileError(f"it ends after {done} bytes of {wanted}")
     for index, (view, expected) in enumerate(zip(views, header.checksums, strict=True)):
@@ -136,26 +133,11 @@ def read_extents(fd: int, header: Header, views: Sequence[torch.Tensor]) -> None
 def write_file(fd: int, header: bytes, views: Sequence[torch.Tensor]) -> None:
     """Raises OSError."""
     pieces = [memoryview(header), *_memory_of(views)]
-    _transfer(lambda some, offset: os.pwritev(fd, some, offset), pieces, 0)
+    transfer(lambda some, offset: os.pwritev(fd, some, offset), pieces, 0)
 
 
 def _memory_of(views: Sequence[torch.Tensor]) -> list[memoryview]:
     return [view.numpy().data for view in views]
-
-
-def _transfer(move: Callable[[list[memoryview], int], int], pieces: Sequence[memoryview], offset: int) -> int:
-    """Bytes moved: all, unless the file ends before."""
-    pending = [piece for piece in reversed(pieces) if len(piece)]
-    done, count = 0, -1
-    while pending and count != 0:
-        count = move(list(islice(reversed(pending), _MAX_BUFFERS)), offset + done)
-        done += count
-        left = count
-        while pending and left >= len(pending[-1]):
-            left -= len(pending.pop())
-        if left:
-            pending[-1] = pending[-1][left:]
-    return done
 
 
 # ---------------------------------------------------------------------------------------------------------- the layout

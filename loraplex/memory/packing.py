@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
+from loraplex.adapters.checked_reader import Blueprint
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget
 from loraplex.distributed import shard_bias, shard_lora_a, shard_lora_b
@@ -46,17 +48,11 @@ class PackedLayout:
         return sum(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class _PlannedBlock:
-    target_name: str
-    slices: tuple[SliceWeights | None, ...]
-    extent_index: int
-    offset: int
-    nbytes: int
-
-
 class Packer:
-    """Packs adapters for one model. No state of its own: any number of threads may use it at once."""
+    """Packs adapters for one model. Any number of threads may use it at once.
+
+    Adapters of one blueprint share one layout object: it is hundreds of small ones.
+    """
 
     def __init__(
         self, targets: Sequence[LoraTarget], backend: KernelBackend, compute_dtype: torch.dtype, base_bias: BaseBias
@@ -66,23 +62,21 @@ class Packer:
         self._backend = backend
         self._compute_dtype = compute_dtype
         self._base_bias = base_bias
+        self._layouts: WeakKeyDictionary[Blueprint, PackedLayout] = WeakKeyDictionary()
 
     def plan(self, model: LoRAModel) -> PackingPlan:
-        """Cut `model` and lay it out. Raises ValueError when a tensor does not fit its target."""
-        blocks: list[_PlannedBlock] = []
-        sizes: list[int] = []
-        last_layer: int | None = None
-        for target in self._targets:
-            slices = tuple(self._slice(model, target, index) for index in range(len(target.slices)))
-            nbytes = self._backend.packed_nbytes(slices, self._compute_dtype)
-            if nbytes == 0:
-                continue
-            if target.layer != last_layer:
-                sizes.append(0)
-                last_layer = target.layer
-            blocks.append(_PlannedBlock(target.name, slices, len(sizes) - 1, sizes[-1], nbytes))
-            sizes[-1] += nbytes
-        return PackingPlan(self._backend, self._compute_dtype, tuple(sizes), tuple(blocks))
+        """Lay `model` out. Raises ValueError when a tensor does not fit its target."""
+        layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
+        if layout is None:
+            layout = self._lay_out(model)
+            if model.blueprint is not None:
+                self._layouts[model.blueprint] = layout
+        return PackingPlan(self, model, layout)
+
+    def write(self, model: LoRAModel, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
+        """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host."""
+        for block in layout.blocks:
+            self.repack(block, self._slices(model, self._by_name[block.target_name]), views[block.extent_index])
 
     def smallest_nbytes(self) -> int:
         """Bytes of an adapter of rank 1 on every target: a yardstick for how many adapters a budget may hold."""
@@ -151,6 +145,26 @@ class Packer:
         if tuple(sizes) != layout.sizes:
             raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {sizes}")
 
+    def _lay_out(self, model: LoRAModel) -> PackedLayout:
+        blocks: list[PackedBlock] = []
+        sizes: list[int] = []
+        last_layer: int | None = None
+        for target in self._targets:
+            slices = self._slices(model, target)
+            nbytes = self._backend.packed_nbytes(slices, self._compute_dtype)
+            if nbytes == 0:
+                continue
+            if target.layer != last_layer:
+                sizes.append(0)
+                last_layer = target.layer
+            layouts = self._backend.packed_layouts(slices, self._compute_dtype)
+            blocks.append(PackedBlock(target.name, len(sizes) - 1, sizes[-1], layouts))
+            sizes[-1] += nbytes
+        return PackedLayout(tuple(sizes), tuple(blocks))
+
+    def _slices(self, model: LoRAModel, target: LoraTarget) -> tuple[SliceWeights | None, ...]:
+        return tuple(self._slice(model, target, index) for index in range(len(target.slices)))
+
     def _slice(self, model: LoRAModel, target: LoraTarget, index: int) -> SliceWeights | None:
         layer = model.get_lora(target.slices[index].module_name)
         if layer is None:
@@ -179,33 +193,23 @@ class Packer:
         return total.to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """An adapter cut and laid out, not yet written. `sizes` are the bytes of its extents, one per layer that it touches."""
+    """An adapter laid out, not yet written."""
 
-    def __init__(
-        self,
-        backend: KernelBackend,
-        compute_dtype: torch.dtype,
-        sizes: tuple[int, ...],
-        blocks: tuple[_PlannedBlock, ...],
-    ) -> None:
-        self.sizes = sizes
-        self._backend = backend
-        self._compute_dtype = compute_dtype
-        self._blocks = blocks
+    packer: Packer
+    model: LoRAModel
+    layout: PackedLayout
 
-    def layout(self) -> PackedLayout:
-        """The layout alone; what is packed for it is thrown away."""
-        return self.write([torch.empty(nbytes, dtype=torch.uint8) for nbytes in self.sizes])
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of its extents, one per layer that it touches."""
+        return self.layout.sizes
 
     def write(self, views: Sequence[torch.Tensor]) -> PackedLayout:
         """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host."""
-        placed = []
-        for block in self._blocks:
-            out = views[block.extent_index][block.offset : block.offset + block.nbytes]
-            layouts = self._backend.pack(block.slices, self._compute_dtype, out)
-            placed.append(PackedBlock(block.target_name, block.extent_index, block.offset, tuple(layouts)))
-        return PackedLayout(self.sizes, tuple(placed))
+        self.packer.write(self.model, self.layout, views)
+        return self.layout
 
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:

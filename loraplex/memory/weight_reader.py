@@ -102,7 +102,7 @@ class WeightReader:
             plan = self._packer.plan(model)
         views = self._views(reserve(plan.sizes))
         if views is None:
-            return LoadedWeights(plan.layout(), (), Tier.SOURCE.value, is_placed=False)
+            return LoadedWeights(plan.layout, (), Tier.SOURCE.value, is_placed=False)
         with self._busy:
             layout = plan.write(views)
             checksums = tuple(checksum(view) for view in views)

@@ -232,14 +232,14 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(
     """The header of one file with the data of another would be a wrong adapter that nobody notices."""
     file = adapter.path / "adapter_model.safetensors"
     shutil.copy(file, adapter.path / "new")
-    entries = tensors.read_safetensors_entries
+    shards = tensors.read_shards
 
     def read_then_replace(path: Path, name: str) -> Any:
-        found = entries(path, name)
+        found = shards(path, name)
         os.replace(adapter.path / "new", file)
         return found
 
-    monkeypatch.setattr(tensors, "read_safetensors_entries", read_then_replace)
+    monkeypatch.setattr(tensors, "read_shards", read_then_replace)
     with pytest.raises(AdapterLoadError, match="changed while it was read"):
         load(adapter.path, adapter.targets)
 

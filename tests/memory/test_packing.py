@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from loraplex.adapters.checked_reader import Blueprint
+from loraplex.adapters.tensors import ReadPlan
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget, Shard, ShardKind
 from loraplex.kernels.ops import get_backend
@@ -239,3 +241,21 @@ def test_a_form_names_all_that_decides_the_bytes() -> None:
     assert form() == form("torch") == form(targets=make_targets())  # stock backends share a layout
     if "native" in BACKENDS:
         assert form("native") != form()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_of_one_blueprint_share_their_layout_and_nothing_else(backend: str) -> None:
+    blueprint = Blueprint(ReadPlan.of({}), (), ())
+    packer = Packer(TARGETS, get_backend(backend, CPU), torch.float32, BASE_BIAS.get)
+    layouts = []
+    for digest in ("one", "two"):
+        model = make_model(digest, rank=5)
+        plan = packer.plan(replace(model, blueprint=blueprint))
+        memory = torch.full((sum(plan.sizes),), 255, dtype=torch.uint8)
+        layouts.append(plan.write(list(memory.split(list(plan.sizes)))))
+        alone, expected = pack(model, TARGETS, backend)
+        assert alone == layouts[-1]
+        assert torch.equal(memory, expected)
+    assert layouts[0] is layouts[1]
+    other = packer.plan(replace(make_model("one", rank=3), blueprint=Blueprint(ReadPlan.of({}), (), ())))
+    assert other.layout != layouts[0]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
@@ -26,6 +27,7 @@ from loraplex.memory.manager import LoRAModelManager
 from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta
 
 CONFIG = LoRAConfig(adapter_memory_bytes=1 << 18, host_memory_bytes=1 << 19)
+READER = CheckedReader(TARGETS, CONFIG)
 
 
 def write_adapter(path: Path, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> Path:
@@ -46,7 +48,7 @@ def write_adapter(path: Path, rank: int, seed: int, dtype: torch.dtype = torch.f
 
 
 def spec_of(adapter_id: int, path: Path) -> AdapterSpec:
-    model = read_adapter(str(path), f"a{adapter_id}", TARGETS, CONFIG)
+    model = read_adapter(str(path), f"a{adapter_id}", READER)
     return AdapterSpec(adapter_id, f"a{adapter_id}", 1, model.adapter_digest, str(path), model.nbytes, model.rank)
 
 
@@ -87,7 +89,7 @@ class Served:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     backend = get_backend(request.param, CPU)
     arena = Arena(CONFIG.host_memory_bytes, 4096, CPU)
-    open_weights = partial(read_spec, targets=TARGETS, lora_config=CONFIG)
+    open_weights = partial(read_spec, reader=READER)
     manager = LoRAModelManager(CONFIG, TARGETS, backend, torch.float32, arena, open_weights, BASE_BIAS.get)
     yield Served(manager, backend)
     manager.close()
@@ -100,7 +102,7 @@ def test_a_mixed_batch_of_real_adapters_of_all_dtypes(served: Served, tmp_path: 
         path = write_adapter(tmp_path / str(adapter_id), rank, adapter_id, dtype)
         spec = spec_of(adapter_id, path)
         assert served.manager.add_adapter(spec).is_new
-        slots[served.acquire(adapter_id)] = read_adapter(spec.path, spec.adapter_name, TARGETS, CONFIG)
+        slots[served.acquire(adapter_id)] = read_spec(spec, READER)
     assert sorted(slots) == [0, 1, 2, 3]
     served.check(slots)
     served.manager.check_integrity()
@@ -108,7 +110,7 @@ def test_a_mixed_batch_of_real_adapters_of_all_dtypes(served: Served, tmp_path: 
 
 def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(served: Served, tmp_path: Path) -> None:
     spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
-    model = read_adapter(spec.path, "a1", TARGETS, CONFIG)
+    model = read_spec(spec, READER)
     served.manager.add_adapter(spec)
     shutil.rmtree(tmp_path / "a")
     served.check({served.acquire(1): model})
@@ -125,7 +127,7 @@ def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(serve
 
 def test_files_that_changed_are_noticed_and_the_old_content_is_taken_back(served: Served, tmp_path: Path) -> None:
     spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
-    model = read_adapter(spec.path, "a1", TARGETS, CONFIG)
+    model = read_spec(spec, READER)
     served.manager.add_adapter(spec)
     served.manager.evict_adapter(1)
     write_adapter(tmp_path / "a", 8, 2)

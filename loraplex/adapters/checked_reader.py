@@ -1,0 +1,153 @@
+"""Reading an adapter for one base model: whether it may be loaded is worked out once for equal configurations and headers.
+
+What configuration, names, shapes and dtypes say depends on nothing else than the fields of the one and the header of the other. Those of a
+thousand adapters of one recipe are equal, so what was found good is remembered by them (`Blueprint`); what is refused is not. Read and
+checked each time: the file's identity, its bytes, NaN and Inf, the digest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensor_names import TensorName
+from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_tensors
+from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
+from loraplex.config import LoRAConfig
+from loraplex.core import LoraTarget
+
+PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
+"""Fields of a layer -> parts of a module."""
+
+MAX_BLUEPRINTS = 32
+MAX_KNOWN_HEADER_BYTES = 2**20
+"""Of a larger header nothing is remembered, so that what is has a bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One module: its numbers, and which of the tensors read are its own, in the order of PARTS; None: it has none."""
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    scaling: float
+    parts: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors, not of the configuration."""
+
+    plan: ReadPlan
+    layers: tuple[LayerPlan, ...]
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def max_rank(self) -> int:
+        return max(layer.rank for layer in self.layers)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterContent:
+    """An adapter that was read and found good, not cut into layers yet. `nbytes` of its tensors in the file's dtypes."""
+
+    blueprint: Blueprint
+    read: ReadTensors
+    warnings: tuple[str, ...]
+
+    @property
+    def adapter_digest(self) -> str:
+        return self.read.adapter_digest
+
+    @property
+    def nbytes(self) -> int:
+        return self.blueprint.plan.nbytes
+
+    @property
+    def rank(self) -> int:
+        return self.blueprint.max_rank
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.read.tensors()
+
+
+class CheckedReader:
+    """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once."""
+
+    def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
+        self.lora_config = lora_config
+        self._base = base_modules(targets)
+        self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
+        """Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
+        AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format)."""
+        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes)
+        check = TensorCheck(helper, self._base)
+        key = _key(file, helper)
+        blueprint = self._get(key)
+        is_new = blueprint is None
+        if blueprint is None:
+            file.check_size(self.lora_config.host_memory_bytes)
+            blueprint = _blueprint(file, check)
+        read = read_tensors(file, blueprint.plan, helper.canonical())
+        check.reasons.extend(
+            f"tensor {name!r} has NaN or Inf; train again or take an earlier checkpoint" for name in read.not_finite
+        )
+        check.raise_if_refused(helper.reasons(self.lora_config))
+        if is_new:
+            self._put(key, blueprint)
+        return AdapterContent(blueprint, read, (*helper.warnings, *blueprint.warnings))
+
+    def _get(self, key: Hashable) -> Blueprint | None:
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+            return self._known.get(key)
+
+    def _put(self, key: Hashable, blueprint: Blueprint) -> None:
+        if key is None:
+            return
+        with self._lock:
+            self._known[key] = blueprint
+            if len(self._known) > MAX_BLUEPRINTS:
+                self._known.popitem(last=False)
+
+
+def _key(file: WeightFile, helper: PEFTHelper) -> Hashable:
+    """All that a blueprint depends on beside the base model; None for what is not remembered (.bin, very long headers)."""
+    if file.loaded is not None or sum(len(shard.header) for shard in file.shards) > MAX_KNOWN_HEADER_BYTES:
+        return None
+    return helper.naming(), tuple((shard.header, shard.size, shard.expected) for shard in file.shards)
+
+
+def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
+    """Of what can be read, with the findings about the rest in `check`."""
+    for entry in file.entries:
+        check.add(entry)
+    check.check()
+    plan = ReadPlan.of({name: entry for name, entry in check.names.items() if entry.dtype in SUPPORTED_DTYPES})
+    layers = () if check.reasons or check.differences else _layers(plan, check.helper)
+    return Blueprint(plan, layers, tuple(check.warnings))
+
+
+def _layers(plan: ReadPlan, helper: PEFTHelper) -> tuple[LayerPlan, ...]:
+    modules = sorted({name.module for name in plan.names})
+    ranks, alphas = helper.ranks(modules), helper.alphas(modules)
+    numbers = {name: index for index, name in enumerate(plan.names)}
+    layers = []
+    for module in modules:
+        parts = tuple(numbers.get(TensorName(module, part)) for part in PARTS.values())
+        rank = 0 if parts[0] is None else ranks[module]
+        scaling = helper.scaling(alphas[module], ranks[module])
+        layers.append(LayerPlan(module, rank, alphas[module], scaling, parts))
+    return tuple(layers)
