@@ -16,6 +16,7 @@ from loraplex.adapters.registry import (
     UnloadResult,
     VersionInfo,
 )
+from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import RequestModel
 
 MAX_PATH_CHARS = 4096
@@ -66,9 +67,9 @@ class PutAdapterRequest(RequestModel):
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:
         if self.path is not None and self.version is not None:
-            raise ValueError("path and version exclude each other: send one of them")
+            raise ApiError("path and version exclude each other: send one of them", param="version")
         if not self.model_fields_set:
-            raise ValueError("nothing is to be changed: send path, version, is_pinned or lora_int_id")
+            raise ApiError("nothing is to be changed: send path, version, is_pinned or lora_int_id", param="path")
         return self
 
 

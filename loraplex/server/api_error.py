@@ -41,11 +41,10 @@ class ApiError(LoraplexError):
         code: str | None = None,
         param: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, param=param)
         self.status = status
         self.error_type = kind
         self.code = code
-        self.param = param
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ def error_reply(error: Exception) -> bytes:
     if isinstance(error, ApiError):
         body = ErrorBody(error.message, error.error_type, error.param, error.code)
     elif isinstance(error, LoraplexError):
-        body = ErrorBody(error.message, error.kind, None, _code_of(type(error)))
+        body = ErrorBody(error.message, error.kind, error.param, _code_of(type(error)))
     else:
         body = ErrorBody(INTERNAL_MESSAGE, "internal_error", None, "internal_error")
     return msgspec.json.encode(ErrorReply(body))

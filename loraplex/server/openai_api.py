@@ -76,7 +76,8 @@ class OpenAIRoutes:
         self._check_num_sequences(body.n)
         adapter_name = context.names.adapter_of(body.model, body.lora_path)
         prompt = await context.prompts.from_chat(body)
-        context.prompts.check(prompt, params.max_tokens)
+        limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+        context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
         generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name])
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 

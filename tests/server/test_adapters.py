@@ -263,6 +263,33 @@ async def test_put_refuses(client: httpx.AsyncClient, body: dict[str, Any], text
     assert (await client.get("/v1/adapters/sql")).json()["version"] == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "url", "body", "param"),
+    [
+        ("POST", "/v1/adapters", {"name": "base", "path": "/x"}, "name"),
+        ("POST", "/v1/adapters", {"name": "x@2", "path": "/x"}, "name"),
+        ("POST", "/v1/adapters", {"name": "x", "path": " "}, "path"),
+        ("POST", "/v1/adapters", {"name": "sql", "path": "/other"}, "path"),
+        ("PUT", "/v1/adapters/base", {"path": "/x"}, "name"),
+        ("PUT", "/v1/adapters/sql", {}, "path"),
+        ("PUT", "/v1/adapters/sql", {"path": "/x", "version": 1}, "version"),
+        ("POST", LOAD, {"lora_name": "base:x", "lora_path": "/x"}, "lora_name"),
+        ("POST", LOAD, {"lora_name": "x", "lora_path": " "}, "lora_path"),
+        ("POST", LOAD, {"lora_name": "x"}, "lora_path"),
+        ("POST", LOAD, {"lora_name": "sql", "lora_path": "/x"}, "lora_name"),
+        ("POST", UNLOAD, {"lora_name": "sql", "lora_int_id": 5}, "lora_int_id"),
+        ("POST", "/v1/adapters/switch", {"old": "base", "new": "sql"}, "old"),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": "sql"}, "new"),
+    ],
+)
+async def test_the_field_that_is_refused_is_named(
+    client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any], param: str
+) -> None:
+    response = await client.request(method, url, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert "Value error" not in response.text
+
+
 async def test_put_reads_what_the_server_may_read_only() -> None:
     config = ServerConfig(adapter_roots=("/nowhere",))
     async with client_of(create_app(FakeAsyncEngine(), config)) as client:

@@ -148,7 +148,8 @@ class NameTable:
         if version.ref.lora_path != wish.path:
             raise AdapterConflictError(
                 f"adapter {wish.name!r} is loaded from {version.ref.lora_path!r}, not from {wish.path!r}; "
-                "unload it first, or set load_inplace to replace it"
+                "unload it first, or set load_inplace to replace it",
+                param="path",
             )
         answering = self.answering(wish.name)
         self._adopt(version, wish.lora_int_id)
