@@ -75,6 +75,11 @@ class EngineSurface(Protocol):
     @property
     def registry(self) -> LoRARegistry | None: ...
 
+    @property
+    def max_waiting_requests(self) -> int:
+        """How many completions may wait at a time; one request's all wait before the first of them runs."""
+        ...
+
     def health(self) -> HealthSurface: ...
 
     def generate(
