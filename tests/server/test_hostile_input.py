@@ -67,6 +67,36 @@ async def test_what_is_no_json_object(client: httpx.AsyncClient, name: str) -> N
     assert (await client.post("/v1/completions", json={"model": "base", "prompt": "hi"})).status_code == 200
 
 
+@pytest.mark.parametrize("escape", ["\\ud800", "\\uDBFFab", "a\\ud800 and more", "\\udc00", "\\ud800\\u0041"])
+async def test_half_a_character_is_called_that(client: httpx.AsyncClient, escape: str) -> None:
+    body = f'{{"model": "base", "prompt": "{escape}"}}'.encode()
+    response = await client.post("/v1/completions", content=body, headers=JSON_HEADERS)
+    assert response.status_code == 400
+    assert "surrogate pair" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b'{"model": "base", "prompt": "\\ud800', b'{"model": "base", "prompt": "\\u00'])
+async def test_a_body_that_is_cut_off_is_called_that(client: httpx.AsyncClient, body: bytes) -> None:
+    response = await client.post("/v1/completions", content=body, headers=JSON_HEADERS)
+    assert "truncated" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "x" * 500])
+async def test_packed_bodies_are_415(client: httpx.AsyncClient, encoding: str) -> None:
+    headers = {**JSON_HEADERS, "Content-Encoding": encoding}
+    response = await client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+    assert response.status_code == 415
+    check_error(response)
+    assert encoding[:100] in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity"])
+async def test_bodies_as_they_are_may_say_so(client: httpx.AsyncClient, encoding: str) -> None:
+    headers = {**JSON_HEADERS, "Content-Encoding": encoding}
+    response = await client.post("/v1/completions", content=b'{"model": "base", "prompt": "hi"}', headers=headers)
+    assert response.status_code == 200
+
+
 @pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/x-www-form-urlencoded", "text/json"])
 async def test_other_media_types_are_415(client: httpx.AsyncClient, content_type: str | None) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
