@@ -125,7 +125,12 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 def validation_error(errors: Any) -> ApiError:
     """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first field."""
-    found = [(".".join(map(str, item["loc"])), item["msg"]) for item in errors]
+    found = [(".".join(str(each) for each in item["loc"] if not _is_tag(each)), item["msg"]) for item in errors]
     text = "; ".join(f"{where}: {what}" if where else what for where, what in found[:8])
     param = found[0][0].split(".")[0] if found else None
     return ApiError(text or "the request is not valid", param=param or None)
+
+
+def _is_tag(part: object) -> bool:
+    """Whether a part of a place is no field but one of a union's shapes (`<texts>`), which are named so in schemas.py."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")

@@ -194,6 +194,33 @@ async def test_a_chat_that_the_template_refuses_names_its_messages(client: httpx
     assert (await client.post("/v1/chat/completions", json=chat)).json()["error"]["param"] == "messages"
 
 
+@pytest.mark.parametrize(
+    ("url", "fields", "param", "message"),
+    [
+        (
+            "/v1/completions",
+            {"lora_path": 5},
+            "lora_path",
+            "lora_path: must be a string, or a list of strings and nulls",
+        ),
+        ("/v1/completions", {"lora_path": ["a", 5]}, "lora_path", "lora_path.1: Input should be a valid string"),
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt", "prompt.1: Input should be a valid string"),
+        ("/v1/completions", {"stop": ["a", 5]}, "stop", "stop.1: Input should be a valid string"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages",
+            "messages.0.content.0.text: Input should be a valid string",
+        ),
+    ],
+)
+async def test_places_in_errors_are_those_of_the_body(
+    client: httpx.AsyncClient, url: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = (await client.post(url, json={**dict(ROUTES)[url], **fields})).json()["error"]
+    assert (error["param"], error["message"]) == (param, message)
+
+
 @pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])
 def test_no_field_is_honoured_and_refused(model: type[CompletionRequest]) -> None:
     assert not set(model.model_fields) & set(model.neutral)
