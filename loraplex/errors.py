@@ -13,6 +13,7 @@
     |-- AdapterError                     400
     |   |-- AdapterNotFoundError         404  the name resolves to nothing
     |   |-- AdapterConflictError         400  the name or number belongs to another adapter
+    |   |   `-- AdapterUnloadedError     409  it was unloaded while it was being loaded
     |   |-- AdapterLoadError             400  the source cannot be turned into an adapter
     |   |   |-- AdapterPathNotFoundError     404
     |   |   |-- AdapterConfigMissingError    400
@@ -119,6 +120,11 @@ class AdapterNotFoundError(AdapterError):
 
 class AdapterConflictError(AdapterError):
     pass
+
+
+class AdapterUnloadedError(AdapterConflictError):
+    http_status = 409
+    kind = "conflict_error"
 
 
 class AdapterLoadError(AdapterError):
