@@ -33,6 +33,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.model_names import lora_is_off
 from loraplex.server.openapi import request_schema
 from loraplex.server.responses import encode
+from loraplex.server.strict_route import StrictRoute
 
 STATUS_HEADER = "X-Loraplex-Load-Status"
 """vLLM's route answers in plain words; this header says whether it was loaded, reloaded or loaded_with_eviction."""
@@ -54,7 +55,7 @@ class AdapterRoutes:
         self._roots = AdapterRoots(context.config)
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["adapters"])
+        router = APIRouter(tags=["adapters"], route_class=StrictRoute)
 
         def post(path: str, route: Callable[..., Any], body: type[BaseModel] | None = None) -> None:
             router.add_api_route(

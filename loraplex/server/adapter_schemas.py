@@ -222,7 +222,10 @@ class UnloadReply(msgspec.Struct, frozen=True):
 
 
 class SwitchReply(msgspec.Struct, frozen=True):
-    """New requests for `old` go to `new`. `evict_s` is null while `references` requests still run on `old`."""
+    """New requests for `old` go to `new`.
+
+    is_old_active: `old` was on the device or in use; evict_s: null while `references` requests still run on it.
+    """
 
     old: str
     new: str

@@ -26,6 +26,10 @@ _CODES: dict[type[LoraplexError], str | None] = {
     InvalidRequestError: None,
     PromptTooLongError: "context_length_exceeded",
 }
+_HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
+MAX_SHOWN_CHARS = 80
+"""Of a name or value that a client sent, in an error."""
+
 _log = logging.getLogger("loraplex.server")
 
 
@@ -110,17 +114,27 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return error_response(ApiError(message, status=error.status_code, kind=kind), dict(error.headers or {}))
+    code = _HTTP_CODES.get(error.status_code)
+    return error_response(ApiError(message, status=error.status_code, kind=kind, code=code), dict(error.headers or {}))
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:
     """A query parameter or path of the wrong form."""
     assert isinstance(error, RequestValidationError)
+    unknown = [str(item["loc"][-1]) for item in error.errors() if item["type"] == "extra_forbidden"]
+    if unknown:
+        return error_response(unknown_parameter(unknown[0]))
     return error_response(validation_error([{**item, "loc": item["loc"][1:]} for item in error.errors()]))
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def unknown_parameter(name: str) -> ApiError:
+    """Of a query."""
+    shown = name[:MAX_SHOWN_CHARS]
+    return ApiError(f"unknown query parameter {shown!r}: remove it", code="unknown_field", param=shown)
 
 
 def validation_error(errors: Any) -> ApiError:

@@ -22,6 +22,7 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ModelList, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EventStream, sse, until_disconnect
+from loraplex.server.strict_route import StrictRoute
 
 _log = logging.getLogger("loraplex.server")
 
@@ -41,7 +42,7 @@ class OpenAIRoutes:
         self._context = context
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["OpenAI"])
+        router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
         router.add_api_route(
             "/v1/completions", self.complete, methods=["POST"], openapi_extra=request_schema(CompletionRequest)
         )

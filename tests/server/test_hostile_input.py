@@ -216,10 +216,37 @@ async def test_request_ids_that_cannot_be_used_are_replaced(client: httpx.AsyncC
 
 
 async def test_routes_and_methods_that_do_not_exist(client: httpx.AsyncClient) -> None:
-    for method, url, status in [("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("DELETE", "/health", 405)]:
+    for method, url, status, code in [
+        ("GET", "/nope", 404, "unknown_url"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+    ]:
         response = await client.request(method, url)
-        assert response.status_code == status
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         check_error(response)
+
+
+@pytest.mark.parametrize(
+    ("method", "url"),
+    [
+        ("GET", "/v1/models?x=1"),
+        ("GET", "/v1/models/base?x"),
+        ("POST", "/v1/completions?x=1&y=2"),
+        ("POST", "/v1/chat/completions?x=1"),
+        ("POST", "/tokenize?x=1"),
+        ("GET", "/v1/adapters?x=1"),
+        ("POST", "/v1/adapters/sql/pin?x=1"),
+        ("DELETE", "/v1/adapters/sql?x=1"),
+        ("DELETE", "/v1/adapters/sql?force=true&x=1"),
+        ("GET", "/v1/memory?x=1"),
+        ("GET", "/v1/events?stream=false&x=1"),
+        ("GET", "/v1/profile?x=1"),
+    ],
+)
+async def test_queries_that_nobody_reads_are_refused_by_name(client: httpx.AsyncClient, method: str, url: str) -> None:
+    response = await client.request(method, url)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unknown_field", "x")
 
 
 @pytest.fixture
