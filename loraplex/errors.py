@@ -13,6 +13,7 @@
     |-- AdapterError                     400
     |   |-- AdapterNotFoundError         404  the name resolves to nothing
     |   |-- AdapterConflictError         400  the name or number belongs to another adapter
+    |   |   `-- AdapterUnloadedError     409  it was unloaded while it was being loaded
     |   |-- AdapterLoadError             400  the source cannot be turned into an adapter
     |   |   |-- AdapterPathNotFoundError     404
     |   |   |-- AdapterConfigMissingError    400
@@ -50,10 +51,14 @@ from typing import Any, ClassVar
 
 
 class LoraplexError(Exception):
-    """Base class. `http_status` is what a server answers; `kind` is the OpenAI error type."""
+    """Base class. `http_status` is what a server answers; `kind` is the OpenAI error type; `param` names the argument that is wrong."""
 
     http_status: ClassVar[int] = 500
     kind: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
     @property
     def message(self) -> str:
@@ -61,7 +66,8 @@ class LoraplexError(Exception):
 
     def to_payload(self) -> dict[str, Any]:
         """A plain dict that `error_from_payload` turns into an equal error in another process."""
-        return {"error": type(self).__name__, "message": self.message}
+        payload = {"error": type(self).__name__, "message": self.message}
+        return payload if self.param is None else {**payload, "param": self.param}
 
 
 class ConfigError(LoraplexError, ValueError):
@@ -114,6 +120,11 @@ class AdapterNotFoundError(AdapterError):
 
 class AdapterConflictError(AdapterError):
     pass
+
+
+class AdapterUnloadedError(AdapterConflictError):
+    http_status = 409
+    kind = "conflict_error"
 
 
 class AdapterLoadError(AdapterError):
@@ -259,6 +270,12 @@ def _all_subclasses(cls: type[LoraplexError]) -> Iterator[type[LoraplexError]]:
 
 def error_from_payload(payload: Mapping[str, Any]) -> LoraplexError:
     """The inverse of `to_payload`; a name that is not in the tree becomes an `EngineError`."""
+    error = _bare_error(payload)
+    error.param = payload.get("param")
+    return error
+
+
+def _bare_error(payload: Mapping[str, Any]) -> LoraplexError:
     by_name = {cls.__name__: cls for cls in _all_subclasses(LoraplexError)}
     cls = by_name.get(payload["error"], EngineError)
     if issubclass(cls, AdapterValidationError):

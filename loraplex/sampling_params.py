@@ -48,49 +48,58 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        reasons = self._reasons()
-        if reasons:
-            raise InvalidRequestError("sampling parameters are refused: " + "; ".join(reasons))
+        refused = self._refused()
+        if refused:
+            reasons = "; ".join(reason for _, reason in refused)
+            raise InvalidRequestError(f"sampling parameters are refused: {reasons}", param=refused[0][0])
 
     @property
     def has_penalties(self) -> bool:
         """Whether a draw depends on which tokens were there before."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    def _reasons(self) -> list[str]:
+    def _refused(self) -> list[tuple[str, str]]:
+        """Each field that cannot be, with the reason."""
         checks = [
-            (1 <= self.n <= MAX_COMPLETIONS, f"n must be 1..{MAX_COMPLETIONS}, got {self.n}"),
-            (0 <= self.temperature < float("inf"), f"temperature must be finite and >= 0, got {self.temperature}"),
-            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
-            (self.top_k >= 0, f"top_k must be >= 1, or 0 or -1 for all tokens, got {self.top_k}"),
-            (0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}"),
-            (self.seed is None or -(2**63) <= self.seed < 2**63, f"seed must fit in 64 bits, got {self.seed}"),
-            (self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}"),
-            (self.min_tokens >= 0, f"min_tokens must be >= 0, got {self.min_tokens}"),
+            ("n", 1 <= self.n <= MAX_COMPLETIONS, f"must be 1..{MAX_COMPLETIONS}, got {self.n}"),
+            ("temperature", 0 <= self.temperature < float("inf"), f"must be finite and >= 0, got {self.temperature}"),
+            ("top_p", 0 < self.top_p <= 1, f"must be in (0, 1], got {self.top_p}"),
+            ("top_k", self.top_k >= 0, f"must be >= 1, or 0 or -1 for all tokens, got {self.top_k}"),
+            ("min_p", 0 <= self.min_p <= 1, f"must be in [0, 1], got {self.min_p}"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, f"must fit in 64 bits, got {self.seed}"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, f"must be >= 1, got {self.max_tokens}"),
+            ("min_tokens", self.min_tokens >= 0, f"must be >= 0, got {self.min_tokens}"),
             (
+                "min_tokens",
                 self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})",
+                f"({self.min_tokens}) must not be above max_tokens ({self.max_tokens})",
             ),
-            (len(self.stop) <= MAX_STOP_STRINGS, f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS}"),
-            (all(self.stop), "stop has an empty string"),
-            (not self.stop or self.detokenize, "stop strings need detokenize=True"),
-            (self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"logprobs must be 0..{MAX_LOGPROBS}"),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"has {len(self.stop)} strings, at most {MAX_STOP_STRINGS}"),
+            ("stop", all(self.stop), "has an empty string"),
+            ("stop", not self.stop or self.detokenize, "strings need detokenize=True"),
+            ("logprobs", _is_count(self.logprobs), f"must be 0..{MAX_LOGPROBS}"),
+            ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be 0..{MAX_LOGPROBS}"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, f"must be in [-2, 2], got {self.presence_penalty}"),
             (
-                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-                f"prompt_logprobs must be 0..{MAX_LOGPROBS}",
+                "frequency_penalty",
+                -2 <= self.frequency_penalty <= 2,
+                f"must be in [-2, 2], got {self.frequency_penalty}",
             ),
-            (-2 <= self.presence_penalty <= 2, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}"),
-            (-2 <= self.frequency_penalty <= 2, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}"),
             (
+                "repetition_penalty",
                 0 < self.repetition_penalty <= 10,
-                f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}",
+                f"must be in (0, 10], got {self.repetition_penalty}",
             ),
-            (len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries"),
-            (all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias values must be in [-100, 100]"),
+            ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"has more than {MAX_LOGIT_BIAS} entries"),
+            ("logit_bias", all(-100 <= v <= 100 for v in self.logit_bias.values()), "values must be in [-100, 100]"),
         ]
-        return [reason for is_fine, reason in checks if not is_fine]
+        return [(field, f"{field} {reason}") for field, is_fine, reason in checks if not is_fine]
 
     def child(self, index: int) -> SamplingParams:
         """The parameters of the index-th of `n` completions: n = 1 and a seed of its own."""
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
         return replace(self, n=1, seed=seed)
+
+
+def _is_count(logprobs: int | None) -> bool:
+    return logprobs is None or 0 <= logprobs <= MAX_LOGPROBS

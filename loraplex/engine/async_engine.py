@@ -329,6 +329,10 @@ class AsyncEngine(AdapterVerbs):
             self._profile.see(event)
 
     @property
+    def max_waiting_requests(self) -> int:
+        return self.config.max_waiting_requests
+
+    @property
     def is_profiling(self) -> bool:
         """Whether every request that begins now is recorded."""
         return self._front.outputs.recorder is not None

@@ -69,7 +69,7 @@ def plain_json(value: Json, name: str) -> Json:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{name} of a chat must be plain JSON data: {error}") from error
+        raise InvalidRequestError(f"{name} of a chat must be plain JSON data: {error}", param=name) from error
 
 
 def render_chat(source: str, variables: Mapping[str, Json]) -> str:
@@ -77,10 +77,12 @@ def render_chat(source: str, variables: Mapping[str, Json]) -> str:
     try:
         return _compile_template(source).render(**variables)
     except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(f"the chat template is wrong at line {error.lineno}: {error.message}") from error
+        raise InvalidRequestError(
+            f"the chat template is wrong at line {error.lineno}: {error.message}", param="messages"
+        ) from error
     except Exception as error:  # a template is a program: it can raise anything
         reason = str(error) or type(error).__name__
-        raise InvalidRequestError(f"the chat template refuses this chat: {reason}") from error
+        raise InvalidRequestError(f"the chat template refuses this chat: {reason}", param="messages") from error
 
 
 def render_open_chat(source: str, variables: Mapping[str, Json]) -> str:
@@ -95,11 +97,16 @@ def render_open_chat(source: str, variables: Mapping[str, Json]) -> str:
         parts[texts[-1]] = {**parts[texts[-1]], "text": content + _END_MARK}
         last = {**last, "content": parts}
     else:
-        raise InvalidRequestError("continue_final_message: the last message has no text content to continue")
+        raise InvalidRequestError(
+            "continue_final_message: the last message has no text content to continue", param="continue_final_message"
+        )
     rendered = render_chat(source, {**variables, "messages": [*variables["messages"][:-1], last]})
     before, mark, after = rendered.rpartition(_END_MARK.rstrip())
     if not mark or content.strip() not in before:
-        raise InvalidRequestError("continue_final_message: the chat template drops or changes the last message")
+        raise InvalidRequestError(
+            "continue_final_message: the chat template drops or changes the last message",
+            param="continue_final_message",
+        )
     return before if after.startswith(" ") else before.rstrip()
 
 

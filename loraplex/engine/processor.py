@@ -117,33 +117,38 @@ class InputProcessor:
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self._tokenizer is None:
-            raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids")
+            raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids", param="prompt")
         # A character is at most a few tokens and a token is seldom longer than 64 characters: refuse before the work.
         longest = 256 * self._limits.max_model_len
         if len(prompt) > longest:
-            raise PromptTooLongError(f"the prompt has {len(prompt)} characters, more than {longest}; shorten it")
+            raise PromptTooLongError(
+                f"the prompt has {len(prompt)} characters, more than {longest}; shorten it", param="prompt"
+            )
         return tuple(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
     def _check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         vocab_size, max_model_len = self._limits.vocab_size, self._limits.max_model_len
         if not token_ids:
-            raise InvalidRequestError("the prompt is empty: it must have at least one token")
+            raise InvalidRequestError("the prompt is empty: it must have at least one token", param="prompt")
         if len(token_ids) >= max_model_len:
             raise PromptTooLongError(
                 f"the prompt has {len(token_ids)} tokens and the model's length is {max_model_len}, prompt and output together; "
-                f"shorten the prompt to at most {max_model_len - 1} tokens"
+                f"shorten the prompt to at most {max_model_len - 1} tokens",
+                param="prompt",
             )
         wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
-            raise InvalidRequestError(f"token id {wrong} is not in the vocabulary, 0..{vocab_size - 1}")
-        listed = [*params.stop_token_ids, *params.logit_bias]
-        wrong = next((token for token in listed if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(
-                f"token id {wrong} in stop_token_ids or logit_bias is not in the vocabulary, 0..{vocab_size - 1}"
-            )
+            raise InvalidRequestError(f"token id {wrong} is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
+        for name, listed in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            wrong = next((token for token in listed if not 0 <= token < vocab_size), None)
+            if wrong is not None:
+                raise InvalidRequestError(
+                    f"token id {wrong} in {name} is not in the vocabulary, 0..{vocab_size - 1}", param=name
+                )
         if params.stop and self._tokenizer is None:
-            raise InvalidRequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            raise InvalidRequestError(
+                "stop strings need a tokenizer, and this model has none; use stop_token_ids", param="stop"
+            )
 
 
 @dataclass(slots=True)

@@ -223,7 +223,7 @@ class Tokenizer:
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(f"a prompt is no valid Unicode text: {error}") from error
+            raise InvalidRequestError(f"a prompt is no valid Unicode text: {error}", param="prompt") from error
         return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -291,9 +291,13 @@ class Tokenizer:
         source = self._choose_template(chat_template, has_tools=tools is not None)
         chat = plain_json(messages, "messages")
         if not chat or not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
-            raise InvalidRequestError("messages must be a list of at least one object with role and content")
+            raise InvalidRequestError(
+                "messages must be a list of at least one object with role and content", param="messages"
+            )
         if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError("continue_final_message and add_generation_prompt exclude each other")
+            raise InvalidRequestError(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
         variables = self._template_variables(template_kwargs or {})
         variables |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         variables |= {"tools": plain_json(tools, "tools"), "documents": plain_json(documents, "documents")}
@@ -303,9 +307,10 @@ class Tokenizer:
         taken = [name for name in _TEMPLATE_ARGUMENTS if name in template_kwargs]
         if taken:
             raise InvalidRequestError(
-                f"chat template arguments cannot set {', '.join(taken)}; use the request's own fields"
+                f"chat template arguments cannot set {', '.join(taken)}; use the request's own fields",
+                param="chat_template_kwargs",
             )
-        return {**self.special_tokens_map, **plain_json(dict(template_kwargs), "chat template arguments")}
+        return {**self.special_tokens_map, **plain_json(dict(template_kwargs), "chat_template_kwargs")}
 
     def _choose_template(self, chat_template: str | None, has_tools: bool) -> str:
         if chat_template is not None:
@@ -315,10 +320,13 @@ class Tokenizer:
                 return self.chat_templates[name]
         if self.chat_templates:
             names = ", ".join(sorted(self.chat_templates))
-            raise InvalidRequestError(f"this model has no default chat template, only: {names}; name one of them")
+            raise InvalidRequestError(
+                f"this model has no default chat template, only: {names}; name one of them", param="messages"
+            )
         raise InvalidRequestError(
             "this model has no chat template (none in tokenizer_config.json or chat_template.jinja): use /v1/completions, "
-            "or send a chat_template"
+            "or send a chat_template",
+            param="messages",
         )
 
 

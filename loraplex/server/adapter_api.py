@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARegistry
+from loraplex.errors import LoraplexError
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
@@ -31,6 +33,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.openapi import request_schema
 from loraplex.server.responses import encode
+from loraplex.server.strict_route import StrictRoute
 
 STATUS_HEADER = "X-Loraplex-Load-Status"
 """vLLM's route answers in plain words; this header says whether it was loaded, reloaded or loaded_with_eviction."""
@@ -52,7 +55,7 @@ class AdapterRoutes:
         self._roots = AdapterRoots(context.config)
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["adapters"])
+        router = APIRouter(tags=["adapters"], route_class=StrictRoute)
 
         def post(path: str, route: Callable[..., Any], body: type[BaseModel] | None = None) -> None:
             router.add_api_route(
@@ -82,16 +85,20 @@ class AdapterRoutes:
         """Load an adapter under a name, as in vLLM."""
         body = await read_model(request, LoadLoraAdapterRequest, self._context.config.max_body_bytes)
         if not body.lora_name or not body.lora_path:
-            raise _invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
+            raise _invalid_input(
+                "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
+            )
         registry = self._registry(f"adapter {body.lora_name!r} was to be loaded")
         duplicate = _invalid_input(
             f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place, "
-            "set 'load_inplace' to True."
+            "set 'load_inplace' to True.",
+            "lora_name",
         )
         if not body.load_inplace and body.lora_name in registry.names():
             raise duplicate
-        await self._check_path(body.lora_path)
-        result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
+        with _vllm_names():
+            await self._check_path(body.lora_path)
+            result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
         if result.status is LoadStatus.ALREADY_LOADED:
             raise duplicate
         headers = {STATUS_HEADER: result.status.value}
@@ -103,7 +110,7 @@ class AdapterRoutes:
         """Unload an adapter, as in vLLM. Requests that run on it finish."""
         body = await read_model(request, UnloadLoraAdapterRequest, self._context.config.max_body_bytes)
         if not body.lora_name:
-            raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
+            raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
         registry = self._registry(f"adapter {body.lora_name!r} was to be unloaded")
         ref = registry.refs().get(body.lora_name)
         if ref is None and has_adapter(registry, body.lora_name):  # a version by its address: refused, and told how
@@ -117,7 +124,9 @@ class AdapterRoutes:
                 param="lora_name",
             )
         if body.lora_int_id not in (None, ref.lora_int_id):
-            raise _invalid_input(f"The lora adapter '{body.lora_name}' has not lora_int_id {body.lora_int_id}.")
+            raise _invalid_input(
+                f"The lora adapter '{body.lora_name}' has not lora_int_id {body.lora_int_id}.", "lora_int_id"
+            )
         await self._engine.unload_adapter(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
@@ -185,7 +194,7 @@ class AdapterRoutes:
         body = await read_model(request, SwitchAdapterRequest, self._context.config.max_body_bytes)
         self._registry(f"adapter {body.old!r} was to be switched")
         if body.new_path is not None:
-            await self._check_path(body.new_path)
+            await self._check_path(body.new_path, "new_path")
         result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
         return _json(SwitchReply.of(result))
 
@@ -210,8 +219,8 @@ class AdapterRoutes:
         self._registry(f"adapter {name!r} was named")
         return _json(ResidencyReply(name, await verb(name)))
 
-    async def _check_path(self, path: str) -> None:
-        await asyncio.to_thread(self._roots.check, path)
+    async def _check_path(self, path: str, field: str = "path") -> None:
+        await asyncio.to_thread(self._roots.check, path, field)
 
     def _registry(self, what: str) -> LoRARegistry:
         if self._engine.registry is None:
@@ -219,8 +228,18 @@ class AdapterRoutes:
         return self._engine.registry
 
 
-def _invalid_input(message: str) -> ApiError:
-    return ApiError(message, kind="InvalidUserInput", code="invalid_user_input")
+def _invalid_input(message: str, field: str) -> ApiError:
+    return ApiError(message, kind="InvalidUserInput", code="invalid_user_input", param=field)
+
+
+@contextlib.contextmanager
+def _vllm_names() -> Iterator[None]:
+    """Errors name fields as vLLM's routes do."""
+    try:
+        yield
+    except LoraplexError as error:
+        error.param = {"name": "lora_name", "path": "lora_path"}.get(error.param or "", error.param)
+        raise
 
 
 def _json(reply: Any, status: int = 200) -> Response:

@@ -21,14 +21,14 @@ class AdapterRoots:
         self._roots = config.allowed_adapter_roots
         self._directories = config.local_adapter_roots or ()
 
-    def check(self, path: str) -> None:
-        """Raises AdapterPathForbiddenError. Touches the disk: call it in a thread."""
+    def check(self, path: str, field: str = "path") -> None:
+        """Raises AdapterPathForbiddenError, which names the field that the path came in. Touches the disk: call it in a thread."""
         if self._roots is None:
             return
         is_hub = self._is_hub_id(path)
         if not (self._has_hub_root(path) if is_hub else self._is_inside(path)):
             raise AdapterPathForbiddenError(
-                f"adapter {path[:200]!r} is outside what this server may load: {self._advice()}"
+                f"adapter {path[:200]!r} is outside what this server may load: {self._advice()}", param=field
             )
 
     def _is_hub_id(self, path: str) -> bool:

@@ -16,6 +16,7 @@ from loraplex.adapters.registry import (
     UnloadResult,
     VersionInfo,
 )
+from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import RequestModel
 
 MAX_PATH_CHARS = 4096
@@ -66,9 +67,9 @@ class PutAdapterRequest(RequestModel):
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:
         if self.path is not None and self.version is not None:
-            raise ValueError("path and version exclude each other: send one of them")
+            raise ApiError("path and version exclude each other: send one of them", param="version")
         if not self.model_fields_set:
-            raise ValueError("nothing is to be changed: send path, version, is_pinned or lora_int_id")
+            raise ApiError("nothing is to be changed: send path, version, is_pinned or lora_int_id", param="path")
         return self
 
 
@@ -221,7 +222,10 @@ class UnloadReply(msgspec.Struct, frozen=True):
 
 
 class SwitchReply(msgspec.Struct, frozen=True):
-    """New requests for `old` go to `new`. `evict_s` is null while `references` requests still run on `old`."""
+    """New requests for `old` go to `new`.
+
+    is_old_active: `old` was on the device or in use; evict_s: null while `references` requests still run on it.
+    """
 
     old: str
     new: str

@@ -26,6 +26,10 @@ _CODES: dict[type[LoraplexError], str | None] = {
     InvalidRequestError: None,
     PromptTooLongError: "context_length_exceeded",
 }
+_HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
+MAX_SHOWN_CHARS = 80
+"""Of a name or value that a client sent, in an error."""
+
 _log = logging.getLogger("loraplex.server")
 
 
@@ -41,11 +45,10 @@ class ApiError(LoraplexError):
         code: str | None = None,
         param: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, param=param)
         self.status = status
         self.error_type = kind
         self.code = code
-        self.param = param
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -70,7 +73,7 @@ def error_reply(error: Exception) -> bytes:
     if isinstance(error, ApiError):
         body = ErrorBody(error.message, error.error_type, error.param, error.code)
     elif isinstance(error, LoraplexError):
-        body = ErrorBody(error.message, error.kind, None, _code_of(type(error)))
+        body = ErrorBody(error.message, error.kind, error.param, _code_of(type(error)))
     else:
         body = ErrorBody(INTERNAL_MESSAGE, "internal_error", None, "internal_error")
     return msgspec.json.encode(ErrorReply(body))
@@ -111,12 +114,16 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    return error_response(ApiError(message, status=error.status_code, kind=kind), dict(error.headers or {}))
+    code = _HTTP_CODES.get(error.status_code)
+    return error_response(ApiError(message, status=error.status_code, kind=kind, code=code), dict(error.headers or {}))
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:
     """A query parameter or path of the wrong form."""
     assert isinstance(error, RequestValidationError)
+    unknown = [str(item["loc"][-1]) for item in error.errors() if item["type"] == "extra_forbidden"]
+    if unknown:
+        return error_response(unknown_parameter(unknown[0]))
     return error_response(validation_error([{**item, "loc": item["loc"][1:]} for item in error.errors()]))
 
 
@@ -124,9 +131,20 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+def unknown_parameter(name: str) -> ApiError:
+    """Of a query."""
+    shown = name[:MAX_SHOWN_CHARS]
+    return ApiError(f"unknown query parameter {shown!r}: remove it", code="unknown_field", param=shown)
+
+
 def validation_error(errors: Any) -> ApiError:
     """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first field."""
-    found = [(".".join(map(str, item["loc"])), item["msg"]) for item in errors]
+    found = [(".".join(str(each) for each in item["loc"] if not _is_tag(each)), item["msg"]) for item in errors]
     text = "; ".join(f"{where}: {what}" if where else what for where, what in found[:8])
     param = found[0][0].split(".")[0] if found else None
     return ApiError(text or "the request is not valid", param=param or None)
+
+
+def _is_tag(part: object) -> bool:
+    """Whether a part of a place is no field but one of a union's shapes (`<texts>`), which are named so in schemas.py."""
+    return isinstance(part, str) and part.startswith("<") and part.endswith(">")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +11,9 @@ from pydantic import ValidationError
 
 from loraplex.server.api_error import ApiError, validation_error
 from loraplex.server.request_model import RequestModel
+
+_HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
+"""The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body were cut."""
 
 Model = TypeVar("Model", bound=RequestModel)
 
@@ -38,7 +42,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ApiError("the body is not usable: its JSON is nested too deeply") from None
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}") from None
+        half = _HALF_AT_END.search(body[-16:])
+        reason = f"{half[1].decode()} is half of a surrogate pair, and no character" if half else str(error)
+        raise ApiError(f"the body is not valid JSON: {reason}") from None
     if not isinstance(value, dict):
         raise ApiError(f"the body must be a JSON object, got {type(value).__name__}")
     return value
@@ -61,7 +67,14 @@ def _too_long(max_body_bytes: int) -> ApiError:
 
 
 def _check_media_type(request: Request) -> None:
-    """Other types are refused: a web page may post those to a server on this machine without being asked."""
+    """Other types are refused: a web page may post those to a server on this machine without being asked. So are packed bodies."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise ApiError(
+            f"Content-Encoding {encoding[:100]!r} is not supported: send the body as it is",
+            status=415,
+            code="unsupported_media_type",
+        )
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(

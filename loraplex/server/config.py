@@ -22,6 +22,12 @@ class ServerSettings:
     port: int = setting(8000, "port to listen on; 0 takes a free one")
     cors_allowed_origins: tuple[str, ...] = setting((), "origins of browser pages that may call this server")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; a longer one is answered with 413")
+    max_header_bytes: int = setting(
+        32 * 2**10, "longest request line with its headers; a longer one is answered with 431"
+    )
+    header_timeout_s: float = setting(
+        30.0, "a request's headers must have come within this time, else the connection is closed"
+    )
     max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
     state_dir: str | None = setting(
         None, "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)"
@@ -40,6 +46,8 @@ class ServerSettings:
                 (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
                 (0 <= self.port <= 65535, f"port must be 0..65535, got {self.port}"),
                 (self.max_body_bytes >= 1024, f"max_body_bytes must be >= 1024, got {self.max_body_bytes}"),
+                (self.max_header_bytes >= 1024, f"max_header_bytes must be >= 1024, got {self.max_header_bytes}"),
+                (0 < self.header_timeout_s < inf, f"header_timeout_s must be > 0, got {self.header_timeout_s}"),
                 (
                     self.max_sequences_per_request >= 1,
                     f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",

@@ -75,6 +75,11 @@ class EngineSurface(Protocol):
     @property
     def registry(self) -> LoRARegistry | None: ...
 
+    @property
+    def max_waiting_requests(self) -> int:
+        """How many completions may wait at a time; one request's all wait before the first of them runs."""
+        ...
+
     def health(self) -> HealthSurface: ...
 
     def generate(
@@ -147,10 +152,10 @@ class _NoTokenizer:
     """Stands in for a model that has none: prompts as token ids work, texts are refused."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids")
+        raise InvalidRequestError("this model has no tokenizer: send the prompt as token ids", param="prompt")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        raise InvalidRequestError("this model has no tokenizer: token ids cannot become text")
+        raise InvalidRequestError("this model has no tokenizer: token ids cannot become text", param="tokens")
 
     def token_text(self, token_id: int) -> str:
         return f"token_id:{token_id}"
@@ -169,7 +174,8 @@ class _NoTokenizer:
         continue_final_message: bool = False,
     ) -> str:
         raise InvalidRequestError(
-            "this model has no tokenizer: chat is not possible, send token ids to /v1/completions"
+            "this model has no tokenizer: chat is not possible, send token ids to /v1/completions",
+            param="messages",
         )
 
 

@@ -17,6 +17,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.responses import encode
 from loraplex.server.streaming import EventStream
+from loraplex.server.strict_route import StrictRoute
 
 HEARTBEAT_S = 15.0
 HEARTBEAT = b": heartbeat\n\n"
@@ -100,7 +101,7 @@ class EventRoutes:
         self._sleep = sleep
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["memory"])
+        router = APIRouter(tags=["memory"], route_class=StrictRoute)
         router.add_api_route("/v1/events", self.events, methods=["GET"])
         return router
 

@@ -37,12 +37,14 @@ class HealthRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"])
-        router.add_api_route("/health", self.health, methods=["GET"])
-        router.add_api_route("/ping", self.health, methods=["GET"], operation_id="ping")
+        for path, route in self._routes().items():
+            router.add_api_route(path, route, methods=["GET"], operation_id=path.removeprefix("/"))
+            router.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
         router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
-        router.add_api_route("/version", self.version, methods=["GET"])
-        router.add_api_route("/metrics", self.metrics, methods=["GET"])
         return router
+
+    def _routes(self) -> dict[str, Callable[[], Awaitable[Response]]]:
+        return {"/health": self.health, "/ping": self.health, "/version": self.version, "/metrics": self.metrics}
 
     async def health(self) -> Response:
         """200 while requests can be served, else 503 with the reason."""

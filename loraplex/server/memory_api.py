@@ -14,6 +14,7 @@ from loraplex.metrics import MemoryReport, MemorySample, TierReport
 from loraplex.server.adapter_schemas import AdapterCard
 from loraplex.server.context import ServerContext
 from loraplex.server.responses import encode
+from loraplex.server.strict_route import StrictRoute
 
 
 class MemoryQuery(BaseModel):
@@ -129,7 +130,7 @@ class MemoryRoutes:
         self._engine = context.engine
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["memory"])
+        router = APIRouter(tags=["memory"], route_class=StrictRoute)
         router.add_api_route("/v1/memory", self.memory, methods=["GET"])
         return router
 

@@ -22,6 +22,7 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ModelList, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EventStream, sse, until_disconnect
+from loraplex.server.strict_route import StrictRoute
 
 _log = logging.getLogger("loraplex.server")
 
@@ -41,7 +42,7 @@ class OpenAIRoutes:
         self._context = context
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["OpenAI"])
+        router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
         router.add_api_route(
             "/v1/completions", self.complete, methods=["POST"], openapi_extra=request_schema(CompletionRequest)
         )
@@ -58,7 +59,7 @@ class OpenAIRoutes:
         body = await read_model(request, CompletionRequest, context.config.max_body_bytes)
         params = body.to_sampling_params()
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
-        self._check_num_sequences(num_prompts * body.n)
+        self._check_num_sequences(num_prompts, body.n)
         adapter_names = self._adapters_of(body, num_prompts)
         prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens)
         for prompt in prompts:
@@ -73,10 +74,11 @@ class OpenAIRoutes:
         context = self._context
         body = await read_model(request, ChatCompletionRequest, context.config.max_body_bytes)
         params = body.to_sampling_params()
-        self._check_num_sequences(body.n)
+        self._check_num_sequences(1, body.n)
         adapter_name = context.names.adapter_of(body.model, body.lora_path)
         prompt = await context.prompts.from_chat(body)
-        context.prompts.check(prompt, params.max_tokens)
+        limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+        context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
         generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name])
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
@@ -87,11 +89,18 @@ class OpenAIRoutes:
     async def show_model(self, model: str) -> Response:
         return _json(encode(self._context.names.card(model)))
 
-    def _check_num_sequences(self, num_sequences: int) -> None:
-        limit = self._context.config.max_sequences_per_request
-        if num_sequences > limit:
+    def _check_num_sequences(self, num_prompts: int, n: int) -> None:
+        """Refuse what could not even wait on an idle server: coming again would not help."""
+        limits = (
+            (self._context.config.max_sequences_per_request, "--max-sequences-per-request"),
+            (self._context.engine.max_waiting_requests, "--max-waiting-requests"),
+        )
+        limit, setting = min(limits)
+        if num_prompts * n > limit:
             raise ApiError(
-                f"prompts times n is {num_sequences}, at most {limit} fit in a request: send several", param="n"
+                f"{num_prompts} prompts times n={n} are {num_prompts * n} completions, at most {limit} fit in a request "
+                f"({setting}): send several",
+                param="prompt" if n == 1 else "n",
             )
 
     def _adapters_of(self, body: CompletionRequest, num_prompts: int) -> list[str | None]:

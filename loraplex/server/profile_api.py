@@ -20,6 +20,7 @@ from loraplex.server.context import ServerContext
 from loraplex.server.openapi import request_schema
 from loraplex.server.request_model import RequestModel
 from loraplex.server.responses import encode
+from loraplex.server.strict_route import StrictRoute
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
@@ -57,7 +58,7 @@ class ProfileRoutes:
         self._report: LoraPerformanceReport | None = None
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["profile"])
+        router = APIRouter(tags=["profile"], route_class=StrictRoute)
         body = request_schema(StartProfileRequest)
         router.add_api_route("/v1/profile", self.state, methods=["GET"])
         router.add_api_route("/v1/profile/start", self.start, methods=["POST"], openapi_extra=body)

@@ -40,10 +40,13 @@ class PromptEncoder:
             for item in field
         ]
 
-    async def from_text(self, text: str, add_special_tokens: bool) -> Prompt:
+    async def from_text(self, text: str, add_special_tokens: bool, field: str = "prompt") -> Prompt:
+        """`field` is what the client sent it in: errors name it."""
         longest = MAX_CHARS_PER_TOKEN * self._model_info.max_model_len
         if len(text) > longest:
-            raise PromptTooLongError(f"the prompt has {len(text)} characters, more than {longest}: shorten it")
+            raise PromptTooLongError(
+                f"the prompt has {len(text)} characters, more than {longest}: shorten it", param=field
+            )
         encode = functools.partial(self._tokenizer.encode, text, add_special_tokens)
         token_ids = await _run(encode, len(text))
         return Prompt(tuple(token_ids), text)
@@ -61,23 +64,26 @@ class PromptEncoder:
             continue_final_message=chat.continue_final_message,
         )
         text = await _run(render, sum(len(message["content"]) for message in messages))
-        return await self.from_text(text, chat.add_special_tokens)
+        return await self.from_text(text, chat.add_special_tokens, "messages")
 
-    def check(self, prompt: Prompt, max_tokens: int | None) -> None:
-        """Raises PromptTooLongError and ApiError with the value and the limit."""
+    def check(
+        self, prompt: Prompt, max_tokens: int | None, field: str = "prompt", limit_field: str = "max_tokens"
+    ) -> None:
+        """Raises PromptTooLongError and ApiError with the value, the limit and the field: that of the prompt or of `max_tokens`."""
         num_prompt, limit = len(prompt.token_ids), self._model_info.max_model_len
         if not num_prompt:
-            raise ApiError("the prompt is empty: it must have at least one token", param="prompt")
+            raise ApiError("the prompt is empty: it must have at least one token", param=field)
         if num_prompt + (max_tokens or 1) > limit:
             raise PromptTooLongError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "
                 f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the prompt, {max_tokens or 1} in the completion). "
-                "Please reduce the length of the prompt or of the completion."
+                "Please reduce the length of the prompt or of the completion.",
+                param=field if num_prompt >= limit else limit_field,
             )
         largest = max(prompt.token_ids)
         if largest >= self._model_info.vocab_size:
             raise ApiError(
-                f"token id {largest} is not in the vocabulary, 0..{self._model_info.vocab_size - 1}", param="prompt"
+                f"token id {largest} is not in the vocabulary, 0..{self._model_info.vocab_size - 1}", param=field
             )
 
 

@@ -13,9 +13,8 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import MAX_SHOWN_CHARS, ApiError
 
-MAX_SHOWN_CHARS = 80
 MAX_DEPTH = 32
 
 

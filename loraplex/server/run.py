@@ -29,6 +29,7 @@ from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.http_protocol import bounded_http_protocol
 
 _log = logging.getLogger("loraplex.server")
 
@@ -176,6 +177,7 @@ def _uvicorn_config(app: Callable[..., object], config: ServerConfig) -> uvicorn
         app,
         lifespan="off",
         ws="none",
+        http=bounded_http_protocol(config),
         log_config=_log_config(config.log_level),
         access_log=config.access_log,
         server_header=False,

@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import FreeJson, FreeObject, RequestModel, unsupported
+from loraplex.server.request_model import FreeJson, FreeObject, RequestModel, shown, unsupported
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -24,21 +24,21 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 def _shape(value: Any) -> str | None:
-    """`text`, `ids`, `texts` or `id_lists`: told by the first item, so that an error names one place, not four."""
+    """`<text>`, `<ids>`, `<texts>` or `<id_lists>`: told by the first item, so that an error names one place, not four."""
     if isinstance(value, str):
-        return "text"
+        return "<text>"
     if not isinstance(value, list):
         return None
     if value and isinstance(value[0], list):
-        return "id_lists"
-    return "texts" if value and isinstance(value[0], str) else "ids"
+        return "<id_lists>"
+    return "<texts>" if value and isinstance(value[0], str) else "<ids>"
 
 
 PromptField = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[TokenId], Field(min_length=1), Tag("ids")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Tag("id_lists")],
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[TokenId], Field(min_length=1), Tag("<ids>")]
+    | Annotated[list[str], Tag("<texts>")]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Tag("<id_lists>")],
     Discriminator(
         _shape,
         custom_error_type="prompt_type",
@@ -47,11 +47,21 @@ PromptField = Annotated[
 ]
 
 TextOrTexts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[str], Tag("texts")],
+    Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<texts>")],
     Discriminator(
-        lambda value: "text" if isinstance(value, str) else "texts" if isinstance(value, list) else None,
+        lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
         custom_error_type="text_type",
         custom_error_message="must be a string or a list of strings",
+    ),
+]
+
+
+NameOrNames = Annotated[
+    Annotated[Label, Tag("<name>")] | Annotated[list[Label | None], Tag("<names>")],
+    Discriminator(
+        lambda value: "<name>" if isinstance(value, str) else "<names>" if isinstance(value, list) else None,
+        custom_error_type="name_type",
+        custom_error_message="must be a string, or a list of strings and nulls",
     ),
 ]
 
@@ -186,7 +196,7 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
-    lora_path: Label | list[Label | None] | None = None
+    lora_path: NameOrNames | None = None
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.neutral,
@@ -218,15 +228,27 @@ class ContentPart(RequestModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        kind = data.get("type", "text") if isinstance(data, dict) else "text"
+        if kind != "text":
+            raise ApiError(
+                f"content parts of type {shown(kind)} are not supported by this server: only those of type text are",
+                code="unsupported_field",
+                param="messages",
+            )
+        return data
+
 
 class ChatMessage(RequestModel):
     """One message as the chat template gets it. `developer` is rendered as `system`, which templates know."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[ContentPart], Tag("parts")],
+        Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
         Discriminator(
-            lambda value: "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None,
+            lambda value: "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None,
             custom_error_type="content_type",
             custom_error_message="must be a string or a list of parts",
         ),
@@ -242,6 +264,16 @@ class ChatMessage(RequestModel):
         "function_call": (),
         "refusal": (),
     }
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        """As in OpenAI's schema: only an assistant that calls tools may have no content."""
+        is_silent = "content" not in self.model_fields_set
+        if is_silent and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
+            raise ApiError(
+                f"a message with role {self.role!r} has no content: send a string, which may be empty", param="messages"
+            )
+        return self
 
 
 class ChatFields(RequestModel):

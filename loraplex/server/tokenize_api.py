@@ -11,6 +11,7 @@ from loraplex.server.generation import Prompt
 from loraplex.server.openapi import request_schema
 from loraplex.server.responses import Detokenized, Tokenized, encode
 from loraplex.server.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from loraplex.server.strict_route import StrictRoute
 
 
 class TokenizeRoutes:
@@ -20,7 +21,7 @@ class TokenizeRoutes:
         self._context = context
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["tokenizer"])
+        router = APIRouter(tags=["tokenizer"], route_class=StrictRoute)
         schema = request_schema(TokenizeTextRequest, TokenizeChatRequest)
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"], openapi_extra=schema)
         schema = request_schema(DetokenizeRequest)

@@ -99,12 +99,14 @@ class FakeAsyncEngine:
         errors_by_path: Mapping[str, LoraplexError] | None = None,
         max_resident: int | None = None,
         token_delay_s: float = 0.0,
+        max_waiting_requests: int = 4096,
     ) -> None:
         self._tokenizer = tokenizer or FakeTokenizer()
         self.tokenizer = self._tokenizer if has_tokenizer else None
         self.model_info = model_info or FakeModelInfo()
         self.errors_by_path = dict(errors_by_path or {})
         self.token_delay_s = token_delay_s
+        self.max_waiting_requests = max_waiting_requests
         self.store = FakeAdapterStore(max_resident)
         self.registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []

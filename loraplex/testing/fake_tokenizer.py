@@ -44,7 +44,7 @@ class FakeTokenizer:
     ) -> str:
         """Everything that it is given is in the text; a message with the role `refuse` is refused."""
         if any(message["role"] == "refuse" for message in messages):
-            raise InvalidRequestError("the chat template refuses this chat: no such role")
+            raise InvalidRequestError("the chat template refuses this chat: no such role", param="messages")
         given = {"tools": tools, "documents": documents, **(template_kwargs or {})}
         shown = {name: value for name, value in given.items() if value}
         lines = [json.dumps(shown)] * bool(shown) + [self._line(message) for message in messages]

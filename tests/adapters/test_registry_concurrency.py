@@ -18,6 +18,7 @@ from loraplex.errors import (
     AdapterMemoryError,
     AdapterNoRoomError,
     AdapterNotFoundError,
+    AdapterUnloadedError,
 )
 from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate, MemoryJournal
 
@@ -227,7 +228,7 @@ def test_unload_calls_a_first_load_off(bench: Bench, pool: ThreadPoolExecutor, m
         bench.registry.unload("sql")
     again = bench.registry.load("sql", "/other", lora_int_id=7)  # name and number are free at once
     gate.opened.set()
-    with pytest.raises(AdapterConflictError, match="unloaded while it was being loaded"):
+    with pytest.raises(AdapterUnloadedError, match="unloaded while it was being loaded"):
         load.result(WAIT_S)
     assert bench.registry.refs() == {"sql": again.ref}
 
@@ -240,7 +241,7 @@ def test_unload_calls_a_reload_off(bench: Bench, pool: ThreadPoolExecutor) -> No
     assert gate.arrived.wait(WAIT_S)
     assert bench.registry.unload("sql").num_references == 1
     gate.opened.set()
-    with pytest.raises(AdapterConflictError, match="unloaded while it was being loaded"):
+    with pytest.raises(AdapterUnloadedError, match="unloaded while it was being loaded"):
         load.result(WAIT_S)
     assert bench.registry.names() == ()
     bench.registry.release(held)

@@ -148,17 +148,18 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(inputs: InputP
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "field"),
     [
-        SamplingParams(stop_token_ids=[2, 300]),
-        SamplingParams(stop_token_ids=[-3]),
-        SamplingParams(logit_bias={300: 1.0}),
-        SamplingParams(logit_bias={-1: 1.0}),
+        (SamplingParams(stop_token_ids=[2, 300]), "stop_token_ids"),
+        (SamplingParams(stop_token_ids=[-3]), "stop_token_ids"),
+        (SamplingParams(logit_bias={300: 1.0}), "logit_bias"),
+        (SamplingParams(logit_bias={-1: 1.0}), "logit_bias"),
     ],
 )
-def test_token_ids_of_parameters_are_checked(params: SamplingParams) -> None:
-    with pytest.raises(InvalidRequestError, match="in stop_token_ids or logit_bias is not in the vocabulary"):
+def test_token_ids_of_parameters_are_checked(params: SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"in {field} is not in the vocabulary") as refused:
         without_tokenizer().prepare("r", [5], params)
+    assert refused.value.param == field
 
 
 def test_stop_strings_need_a_tokenizer() -> None:

@@ -9,7 +9,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.errors import AdapterPathNotFoundError, AdapterTruncatedError, AdapterValidationError, LoraplexError
+from loraplex.errors import (
+    AdapterPathNotFoundError,
+    AdapterTruncatedError,
+    AdapterUnloadedError,
+    AdapterValidationError,
+    LoraplexError,
+)
 from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
@@ -220,6 +226,17 @@ async def test_switch(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/adapters/switch", json={"old": "sql"})).status_code == 400
 
 
+async def test_a_switch_says_whether_there_was_something_to_evict(client: httpx.AsyncClient) -> None:
+    """Loaded or not is another question: an `old` on the host is redirected all the same."""
+    await client.post("/v1/adapters/sql/evict")
+    answer = (await client.post("/v1/adapters/switch", json={"old": "sql", "new": "chat"})).json()
+    assert not answer["is_old_active"]
+    assert (await client.get("/v1/adapters/sql")).json()["alias_of"] == "chat"
+    answer = (await client.post("/v1/adapters/switch", json={"old": "nope", "new": "chat"})).json()
+    assert not answer["is_old_active"]
+    assert (await client.get("/v1/adapters/nope")).status_code == 404
+
+
 async def test_put_creates_reloads_and_keeps_what_is_equal(client: httpx.AsyncClient) -> None:
     async def put(**body: Any) -> tuple[int, dict[str, Any]]:
         response = await client.put("/v1/adapters/new", json=body)
@@ -261,6 +278,39 @@ async def test_put_refuses(client: httpx.AsyncClient, body: dict[str, Any], text
     assert response.status_code == 400
     assert text in response.json()["error"]["message"]
     assert (await client.get("/v1/adapters/sql")).json()["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "url", "body", "param"),
+    [
+        ("POST", "/v1/adapters", {"name": "base", "path": "/x"}, "name"),
+        ("POST", "/v1/adapters", {"name": "x@2", "path": "/x"}, "name"),
+        ("POST", "/v1/adapters", {"name": "x", "path": " "}, "path"),
+        ("POST", "/v1/adapters", {"name": "sql", "path": "/other"}, "path"),
+        ("PUT", "/v1/adapters/base", {"path": "/x"}, "name"),
+        ("PUT", "/v1/adapters/sql", {}, "path"),
+        ("PUT", "/v1/adapters/sql", {"path": "/x", "version": 1}, "version"),
+        ("POST", LOAD, {"lora_name": "base:x", "lora_path": "/x"}, "lora_name"),
+        ("POST", LOAD, {"lora_name": "x", "lora_path": " "}, "lora_path"),
+        ("POST", LOAD, {"lora_name": "x"}, "lora_path"),
+        ("POST", LOAD, {"lora_name": "sql", "lora_path": "/x"}, "lora_name"),
+        ("POST", UNLOAD, {"lora_name": "sql", "lora_int_id": 5}, "lora_int_id"),
+        ("POST", "/v1/adapters/switch", {"old": "base", "new": "sql"}, "old"),
+        ("POST", "/v1/adapters/switch", {"old": "sql", "new": "sql"}, "new"),
+    ],
+)
+async def test_the_field_that_is_refused_is_named(
+    client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any], param: str
+) -> None:
+    response = await client.request(method, url, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    assert "Value error" not in response.text
+
+
+async def test_an_unload_during_a_load_is_409(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    engine.errors_by_path["/called/off"] = AdapterUnloadedError("adapter 'x' was unloaded while it was being loaded")
+    response = await client.put("/v1/adapters/x", json={"path": "/called/off"})
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "adapter_unloaded")
 
 
 async def test_put_reads_what_the_server_may_read_only() -> None:

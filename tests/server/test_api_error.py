@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 
-from loraplex.errors import AdapterFaultError, EngineOverloadedError, LoraplexError, error_from_payload
+from loraplex.errors import (
+    AdapterConflictError,
+    AdapterFaultError,
+    AdapterValidationError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    LoraplexError,
+    error_from_payload,
+)
 from loraplex.server.api_error import error_response
 
 
@@ -23,6 +32,21 @@ def test_clients_are_told_when_to_come_again(error: LoraplexError, status: int, 
     for each in (error, error_from_payload(error.to_payload())):  # it comes from the engine's process
         response = error_response(each)
         assert (response.status_code, response.headers.get("Retry-After")) == (status, retry_after)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("no", param="temperature"),
+        AdapterValidationError("no", ("a", "b")),
+        AdapterConflictError("no", param="name"),
+        AdapterFaultError("no", 2.0),
+    ],
+)
+def test_the_field_of_an_error_comes_through_from_another_process(error: LoraplexError) -> None:
+    for each in (error, error_from_payload(error.to_payload()), pickle.loads(pickle.dumps(error))):
+        assert (type(each), each.message) == (type(error), error.message)
+        assert json.loads(error_response(each).body)["error"]["param"] == error.param
 
 
 def test_the_code_names_the_error() -> None:

@@ -145,7 +145,7 @@ async def test_token_ids_on_request(client: httpx.AsyncClient) -> None:
         ({"messages": [{"role": "user"}, "hi"]}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages"),
         ({"messages": [{"role": "assistant", "content": "", "audio": {"id": "1"}}]}, "audio"),
         ({"messages": [{"role": "user", "content": "hi", "mood": "fine"}]}, "mood"),
@@ -170,3 +170,43 @@ async def test_refusals(client: httpx.AsyncClient, fields: dict[str, Any], param
 async def test_what_the_template_refuses_is_400(client: httpx.AsyncClient) -> None:
     error = await refused(client, messages=[{"role": "refuse", "content": "x"}])
     assert "no such role" in error["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", 5])
+async def test_parts_other_than_texts_are_refused_by_their_type(client: httpx.AsyncClient, kind: object) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, "image_url": {"url": "data:,"}}]
+    error = await refused(client, messages=[{"role": "user", "content": parts}])
+    assert (error["code"], error["param"]) == ("unsupported_field", "messages")
+    assert json.dumps(kind) in error["message"]
+    assert "text" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user"},
+        {"role": "user", "content": None},
+        {"role": "user", "content": []},
+        {"role": "system"},
+        {"role": "tool", "tool_call_id": "c1"},
+        {"role": "assistant"},
+        {"role": "assistant", "tool_calls": []},
+        {"role": "user", "tool_calls": [CALL]},
+    ],
+)
+async def test_a_message_without_content_is_refused(client: httpx.AsyncClient, message: dict[str, Any]) -> None:
+    error = await refused(client, messages=[message])
+    assert error["param"] == "messages"
+    assert "content" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    ],
+)
+async def test_messages_that_say_nothing_may(client: httpx.AsyncClient, message: dict[str, Any]) -> None:
+    await chat(client, messages=[*HI, message])

@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.server import ServerConfig, create_app
 from loraplex.testing import FakeAsyncEngine, FakeTokenizer
+from tests.server.conftest import client_of
 from tests.server.sse import events, text_of
 
 URL = "/v1/completions"
@@ -206,3 +208,31 @@ async def test_what_sglangs_benchmark_sends(client: httpx.AsyncClient) -> None:
     chunks = await stream(client, prompt="hi", **fields)
     assert text_of(chunks) == "[sql"
     assert chunks[0]["model"] == "sql"
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "param"), [(9, 1, "prompt"), (1, 9, "n"), (3, 3, "n"), (200, 1, "prompt"), (1, 128, "n")]
+)
+async def test_what_could_never_wait_is_400(num_prompts: int, n: int, param: str) -> None:
+    async with client_of(create_app(FakeAsyncEngine(max_waiting_requests=8))) as client:
+        body = {"model": "base", "prompt": ["a"] * num_prompts, "n": n, "max_tokens": 1}
+        response = await client.post("/v1/completions", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert f"{num_prompts} prompts times n={n} are {num_prompts * n} completions, at most 8 " in error["message"]
+        assert "--max-waiting-requests" in error["message"]
+        assert "Retry-After" not in response.headers
+
+
+async def test_what_just_can_wait_is_served() -> None:
+    async with client_of(create_app(FakeAsyncEngine(max_waiting_requests=8))) as client:
+        body = {"model": "base", "prompt": ["a"] * 4, "n": 2, "max_tokens": 1}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        chat = {"model": "base", "messages": [{"role": "user", "content": "a"}], "n": 9}
+        assert (await client.post("/v1/chat/completions", json=chat)).json()["error"]["param"] == "n"
+
+
+async def test_the_servers_own_limit_is_named() -> None:
+    async with client_of(create_app(FakeAsyncEngine(), ServerConfig(max_sequences_per_request=4))) as client:
+        error = (await client.post("/v1/completions", json={"model": "base", "prompt": ["a"] * 5})).json()["error"]
+        assert "at most 4 fit in a request (--max-sequences-per-request)" in error["message"]

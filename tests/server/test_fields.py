@@ -146,25 +146,79 @@ async def test_values_out_of_range(client: httpx.AsyncClient, fields: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "param", "reason"),
     [
-        ({"temperature": -0.5}, "temperature must be finite"),
-        ({"top_p": 0}, "top_p must be in"),
-        ({"top_p": 1.5}, "top_p must be in"),
-        ({"min_p": 2}, "min_p must be in"),
-        ({"presence_penalty": 3}, "presence_penalty must be in"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be in"),
-        ({"min_tokens": 20}, "min_tokens (20) must not be above max_tokens (16)"),
-        ({"stop": [""]}, "empty string"),
-        ({"stop": ["x"] * 17}, "at most 16"),
-        ({"logit_bias": {"5": 101}}, "logit_bias values"),
-        ({"temperature": -1, "top_p": 2}, "temperature"),
+        ({"temperature": -0.5}, "temperature", "temperature must be finite"),
+        ({"top_p": 0}, "top_p", "top_p must be in"),
+        ({"top_p": 1.5}, "top_p", "top_p must be in"),
+        ({"min_p": 2}, "min_p", "min_p must be in"),
+        ({"presence_penalty": 3}, "presence_penalty", "presence_penalty must be in"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be in"),
+        ({"min_tokens": 20}, "min_tokens", "min_tokens (20) must not be above max_tokens (16)"),
+        ({"stop": [""]}, "stop", "empty string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias values"),
+        ({"temperature": -1, "top_p": 2}, "temperature", "temperature"),
     ],
 )
-async def test_sampling_parameters_out_of_range(client: httpx.AsyncClient, fields: dict[str, Any], reason: str) -> None:
+async def test_sampling_parameters_out_of_range(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str, reason: str
+) -> None:
     response = await client.post("/v1/completions", json={**COMPLETION, **fields})
     assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
     assert reason in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 512}, "prompt"),
+        ("/v1/completions", {"prompt": "x" * (512 * 256 + 1)}, "prompt"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 512}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 512}]}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * (512 * 256 + 1)}]}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 512}, "max_tokens"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 512}, "max_completion_tokens"),
+    ],
+)
+async def test_what_is_too_long_for_the_model_is_named(
+    client: httpx.AsyncClient, url: str, fields: dict[str, Any], param: str
+) -> None:
+    error = (await client.post(url, json={"model": "base", **fields})).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+async def test_a_chat_that_the_template_refuses_names_its_messages(client: httpx.AsyncClient) -> None:
+    chat = {"model": "base", "messages": [{"role": "refuse", "content": "x"}]}
+    assert (await client.post("/v1/chat/completions", json=chat)).json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("url", "fields", "param", "message"),
+    [
+        (
+            "/v1/completions",
+            {"lora_path": 5},
+            "lora_path",
+            "lora_path: must be a string, or a list of strings and nulls",
+        ),
+        ("/v1/completions", {"lora_path": ["a", 5]}, "lora_path", "lora_path.1: Input should be a valid string"),
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt", "prompt.1: Input should be a valid string"),
+        ("/v1/completions", {"stop": ["a", 5]}, "stop", "stop.1: Input should be a valid string"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages",
+            "messages.0.content.0.text: Input should be a valid string",
+        ),
+    ],
+)
+async def test_places_in_errors_are_those_of_the_body(
+    client: httpx.AsyncClient, url: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = (await client.post(url, json={**dict(ROUTES)[url], **fields})).json()["error"]
+    assert (error["param"], error["message"]) == (param, message)
 
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest])

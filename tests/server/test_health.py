@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 import loraplex
@@ -16,6 +17,22 @@ from loraplex.testing import FakeAsyncEngine
 async def test_healthy(client: httpx.AsyncClient) -> None:
     for method, url in (("GET", "/health"), ("GET", "/ping"), ("POST", "/ping")):
         assert (await client.request(method, url)).status_code == 200
+
+
+@pytest.mark.parametrize("url", ["/health", "/ping", "/version", "/metrics"])
+async def test_head_is_get_without_the_body(client: httpx.AsyncClient, engine: FakeAsyncEngine, url: str) -> None:
+    response = await client.head(url)
+    assert (response.status_code, response.headers["content-type"]) == (
+        200,
+        (await client.get(url)).headers["content-type"],
+    )
+    engine.die()
+    assert (await client.head(url)).status_code == (await client.get(url)).status_code
+
+
+async def test_probes_may_have_a_query(client: httpx.AsyncClient) -> None:
+    for url in ("/health", "/ping", "/version", "/metrics"):
+        assert (await client.get(url, params={"now": "1"})).status_code == 200
 
 
 async def test_a_dead_engine_is_503_with_the_reason(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:

@@ -67,6 +67,36 @@ async def test_what_is_no_json_object(client: httpx.AsyncClient, name: str) -> N
     assert (await client.post("/v1/completions", json={"model": "base", "prompt": "hi"})).status_code == 200
 
 
+@pytest.mark.parametrize("escape", ["\\ud800", "\\uDBFFab", "a\\ud800 and more", "\\udc00", "\\ud800\\u0041"])
+async def test_half_a_character_is_called_that(client: httpx.AsyncClient, escape: str) -> None:
+    body = f'{{"model": "base", "prompt": "{escape}"}}'.encode()
+    response = await client.post("/v1/completions", content=body, headers=JSON_HEADERS)
+    assert response.status_code == 400
+    assert "surrogate pair" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b'{"model": "base", "prompt": "\\ud800', b'{"model": "base", "prompt": "\\u00'])
+async def test_a_body_that_is_cut_off_is_called_that(client: httpx.AsyncClient, body: bytes) -> None:
+    response = await client.post("/v1/completions", content=body, headers=JSON_HEADERS)
+    assert "truncated" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "x" * 500])
+async def test_packed_bodies_are_415(client: httpx.AsyncClient, encoding: str) -> None:
+    headers = {**JSON_HEADERS, "Content-Encoding": encoding}
+    response = await client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
+    assert response.status_code == 415
+    check_error(response)
+    assert encoding[:100] in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity"])
+async def test_bodies_as_they_are_may_say_so(client: httpx.AsyncClient, encoding: str) -> None:
+    headers = {**JSON_HEADERS, "Content-Encoding": encoding}
+    response = await client.post("/v1/completions", content=b'{"model": "base", "prompt": "hi"}', headers=headers)
+    assert response.status_code == 200
+
+
 @pytest.mark.parametrize("content_type", [None, "", "text/plain", "application/x-www-form-urlencoded", "text/json"])
 async def test_other_media_types_are_415(client: httpx.AsyncClient, content_type: str | None) -> None:
     headers = {} if content_type is None else {"Content-Type": content_type}
@@ -186,10 +216,37 @@ async def test_request_ids_that_cannot_be_used_are_replaced(client: httpx.AsyncC
 
 
 async def test_routes_and_methods_that_do_not_exist(client: httpx.AsyncClient) -> None:
-    for method, url, status in [("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("DELETE", "/health", 405)]:
+    for method, url, status, code in [
+        ("GET", "/nope", 404, "unknown_url"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+    ]:
         response = await client.request(method, url)
-        assert response.status_code == status
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
         check_error(response)
+
+
+@pytest.mark.parametrize(
+    ("method", "url"),
+    [
+        ("GET", "/v1/models?x=1"),
+        ("GET", "/v1/models/base?x"),
+        ("POST", "/v1/completions?x=1&y=2"),
+        ("POST", "/v1/chat/completions?x=1"),
+        ("POST", "/tokenize?x=1"),
+        ("GET", "/v1/adapters?x=1"),
+        ("POST", "/v1/adapters/sql/pin?x=1"),
+        ("DELETE", "/v1/adapters/sql?x=1"),
+        ("DELETE", "/v1/adapters/sql?force=true&x=1"),
+        ("GET", "/v1/memory?x=1"),
+        ("GET", "/v1/events?stream=false&x=1"),
+        ("GET", "/v1/profile?x=1"),
+    ],
+)
+async def test_queries_that_nobody_reads_are_refused_by_name(client: httpx.AsyncClient, method: str, url: str) -> None:
+    response = await client.request(method, url)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "unknown_field", "x")
 
 
 @pytest.fixture

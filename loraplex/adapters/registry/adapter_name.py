@@ -32,31 +32,35 @@ def is_one_version(address: str) -> InvalidRequestError:
     """For a verb that is of all versions of a name."""
     name = address.rpartition("@")[0]
     return InvalidRequestError(
-        f"{address!r} is one version of adapter {name!r}, and this is done to all; name {name!r}"
+        f"{address!r} is one version of adapter {name!r}, and this is done to all; name {name!r}", param="name"
     )
 
 
-def check_adapter_name(adapter_name: str, base_names: Iterable[str]) -> None:
-    """Raises InvalidRequestError for a name that cannot be, AdapterConflictError for one that the base model has."""
+def check_adapter_name(adapter_name: str, base_names: Iterable[str], *, param: str = "name") -> None:
+    """Raises InvalidRequestError for a name that cannot be, AdapterConflictError for one of the base model; both call it `param`."""
     if not isinstance(adapter_name, str) or not adapter_name:
-        raise InvalidRequestError(f"an adapter's name must be a non-empty string, got {adapter_name!r}")
+        raise InvalidRequestError(f"an adapter's name must be a non-empty string, got {adapter_name!r}", param=param)
     if len(adapter_name) > MAX_NAME_LEN:
         raise InvalidRequestError(
-            f"adapter name {adapter_name[:32]!r}... has {len(adapter_name)} characters, at most {MAX_NAME_LEN} are allowed"
+            f"adapter name {adapter_name[:32]!r}... has {len(adapter_name)} characters, at most {MAX_NAME_LEN} are allowed",
+            param=param,
         )
     if not adapter_name.isprintable() or adapter_name != adapter_name.strip():
         raise InvalidRequestError(
-            f"adapter name {adapter_name!r} has control or invisible characters, or a space at an end; remove them"
+            f"adapter name {adapter_name!r} has control or invisible characters, or a space at an end; remove them",
+            param=param,
         )
     if split_address(adapter_name) is not None:
         raise InvalidRequestError(
             f"adapter name {adapter_name!r} would address a version of {adapter_name.rpartition('@')[0]!r}; "
-            "choose a name without @ and a number at its end"
+            "choose a name without @ and a number at its end",
+            param=param,
         )
     for base_name in base_names:
         if adapter_name == base_name or adapter_name.startswith(base_name + ":"):
             raise AdapterConflictError(
-                f"adapter name {adapter_name!r} would select the base model {base_name!r}; choose another name"
+                f"adapter name {adapter_name!r} would select the base model {base_name!r}; choose another name",
+                param=param,
             )
 
 
@@ -64,12 +68,15 @@ def check_lora_int_id(adapter_name: str, lora_int_id: int | None) -> None:
     is_number = isinstance(lora_int_id, int) and not isinstance(lora_int_id, bool) and lora_int_id >= 1
     if lora_int_id is not None and not is_number:
         raise InvalidRequestError(
-            f"adapter {adapter_name!r}: lora_int_id must be a whole number >= 1, got {lora_int_id!r}"
+            f"adapter {adapter_name!r}: lora_int_id must be a whole number >= 1, got {lora_int_id!r}",
+            param="lora_int_id",
         )
 
 
 def normalize_source(adapter_name: str, path: str) -> str:
     """`path` without slashes at its end, so that `dir` and `dir/` are the same source. Links are not followed."""
     if not isinstance(path, str) or not path.strip():
-        raise InvalidRequestError(f"adapter {adapter_name!r}: the path is empty; give a directory or a hub id")
+        raise InvalidRequestError(
+            f"adapter {adapter_name!r}: the path is empty; give a directory or a hub id", param="path"
+        )
     return path.rstrip("/") or path

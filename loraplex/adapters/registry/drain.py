@@ -22,7 +22,9 @@ _log = logging.getLogger(__name__)
 
 def check_deadline(deadline_s: float | None) -> None:
     if deadline_s is not None and not 0 <= deadline_s < math.inf:
-        raise InvalidRequestError(f"deadline_s must be a number of seconds >= 0, got {deadline_s!r}")
+        raise InvalidRequestError(
+            f"deadline_s must be a number of seconds >= 0, got {deadline_s!r}", param="deadline_s"
+        )
 
 
 class Drain:

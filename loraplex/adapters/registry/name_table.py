@@ -24,7 +24,7 @@ from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.table_records import record_version, restore_version
 from loraplex.adapters.registry.verb import LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
-from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError
+from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError, AdapterUnloadedError
 
 
 class NameTable:
@@ -162,7 +162,8 @@ class NameTable:
         if version.ref.lora_path != wish.path:
             raise AdapterConflictError(
                 f"adapter {wish.name!r} is loaded from {version.ref.lora_path!r}, not from {wish.path!r}; "
-                "unload it first, or set load_inplace to replace it"
+                "unload it first, or set load_inplace to replace it",
+                param="path",
             )
         answering = self.answering(wish.name)
         self._adopt(version, wish.lora_int_id)
@@ -217,7 +218,7 @@ class NameTable:
 
     def _end_load(self, name: str, verb: Verb) -> None:
         if self.verbs.get(name) is not verb:
-            raise AdapterConflictError(f"adapter {name!r} was unloaded while it was being loaded; load it again")
+            raise AdapterUnloadedError(f"adapter {name!r} was unloaded while it was being loaded; load it again")
         del self.verbs[name]
 
     def move(self, version: AdapterVersion) -> tuple[Parting, ...]:

@@ -34,11 +34,14 @@ class AdapterNumbers:
         owner = self._owner.get(lora_int_id, name)
         if owner != name:
             raise AdapterConflictError(
-                f"lora_int_id {lora_int_id} belongs to adapter {owner!r}, not to {name!r}; use another number"
+                f"lora_int_id {lora_int_id} belongs to adapter {owner!r}, not to {name!r}; use another number",
+                param="lora_int_id",
             )
         number = self._of.get(name, lora_int_id)
         if number != lora_int_id:
-            raise AdapterConflictError(f"adapter {name!r} has lora_int_id {number}, not {lora_int_id}; use that number")
+            raise AdapterConflictError(
+                f"adapter {name!r} has lora_int_id {number}, not {lora_int_id}; use that number", param="lora_int_id"
+            )
 
     def bind(self, name: str, lora_int_id: int | None) -> bool:
         """Whether the name has got its number by this."""

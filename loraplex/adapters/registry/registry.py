@@ -213,9 +213,9 @@ class LoRARegistry:
         as in `unload`.
         """
         check_deadline(deadline_s)
-        check_adapter_name(old, self._base_names)
+        check_adapter_name(old, self._base_names, param="old")
         if old == new:
-            raise InvalidRequestError(f"adapter {old!r} cannot be switched to itself; give two names")
+            raise InvalidRequestError(f"adapter {old!r} cannot be switched to itself; give two names", param="new")
         loaded = None if new_path is None else self.load(new, new_path)
         result = self._switch.switch(old, new, deadline_s, force)
         self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
