@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -226,6 +227,31 @@ def test_wrong_types_are_refused(llm: LLM) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+def test_a_sampling_parameter_of_the_wrong_type_is_named(name: str) -> None:
+    """What every field refuses; and a text, a fraction and a truth where they are not meant."""
+    default = getattr(SamplingParams(), name)
+    wrong: list[Any] = [object(), [object()], {"a": "b"}, 7j]
+    wrong += [] if name == "stop" else ["5"]
+    wrong += [] if type(default) is float else [1.5]
+    wrong += [1, "True"] if type(default) is bool else [True]
+    for value in wrong:
+        with pytest.raises(
+            InvalidRequestError, match=f"^sampling parameters are refused: {name} must be .*, got "
+        ) as caught:
+            SamplingParams(**{name: value})
+        assert repr(value)[:40] in str(caught.value)
+
+
+def test_sampling_parameters_may_be_numpys() -> None:
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=np.array([1, 2]), seed=np.int32(3)
+    )
+    assert (params.n, params.temperature, params.stop_token_ids, params.seed) == (2, 0.5, (1, 2), 3)
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}  # type: ignore[dict-item]
 
 
 def test_n_completions_are_those_of_the_seeds_that_follow(llm: LLM) -> None:
