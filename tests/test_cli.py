@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -203,6 +204,24 @@ def test_the_same_as_a_program() -> None:
     )
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == 'error: Command "serve" parameter MODEL requires an argument.\n'
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_a_reader_that_is_gone_is_no_traceback(unbuffered: str) -> None:
+    """`loraplex adapter inspect ... --json | head -1`: met while printing, or at the end."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "loraplex", "adapter", "inspect", UPPER, "--json"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141 if unbuffered else 0, "")
 
 
 def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
