@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 from typing import NoReturn
+
+from loraplex import interrupt
+
+BROKEN_PIPE_CODE = 141
+"""As a shell says of a program that SIGPIPE ended."""
 
 
 def run() -> NoReturn:
     """Run the command and end at once: a thread that still waits for a hub that does not answer must not keep the process."""
-    code: object = 1
+    interrupt.end_at_once()
     _open_closed_streams()
-    try:
-        from loraplex.cli import main  # here: Ctrl-C may come while it is imported
+    from loraplex.cli import main  # half a second of imports
 
+    code: object = 1
+    try:
         main()
     except SystemExit as end:
         code = end.code
-    except KeyboardInterrupt:
-        code = 130
+    except BrokenPipeError:
+        if not _is_reader_gone():
+            raise
+        code = BROKEN_PIPE_CODE
     with contextlib.suppress(OSError):  # whoever read the output may be gone
         sys.stdout.flush()
         sys.stderr.flush()
@@ -35,6 +44,14 @@ def _open_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
     sys.stdout = sys.stdout or os.fdopen(1, "w")
     sys.stderr = sys.stderr or os.fdopen(2, "w")
+
+
+def _is_reader_gone() -> bool:
+    """Whether nobody reads the output any more (`loraplex ... | head -1`), rather than that some other pipe broke."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

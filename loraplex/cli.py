@@ -160,8 +160,11 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
     """
     if serve:
         return _serve_demo(port)
-    if each < 1:
-        raise ConfigError(f"each must be >= 1, got {each}")
+    from loraplex.demo.tasks import TASKS, checkable_word_phrases
+
+    most = len(checkable_word_phrases()) // (len(TASKS) + 1)
+    if not 1 <= each <= most:
+        raise ConfigError(f"each must be 1..{most}, got {each}: there are no more phrases to ask")
     from loraplex.demo.run import run_demo
 
     return run_demo(each, seed)
@@ -240,8 +243,10 @@ def profile(
         Tokens of each completion.
     """
     settings = settings or ProfileSettings()
-    if (model is None) == (settings.url is None):
+    if model is None and settings.url is None:
         raise ConfigError("give a model to run here, or the --url of a running server")
+    if model is not None and settings.url is not None:
+        raise ConfigError(f"give a model to run here, or the --url of a running server, not both: leave out {model!r}")
     if settings.url is not None:
         if (
             engine is not None

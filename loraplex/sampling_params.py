@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any
 
 from loraplex.errors import InvalidRequestError
 
@@ -11,6 +13,53 @@ MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_COMPLETIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What values a field takes, in words, and whether one is of them. Numbers of numpy are; a bool is no number."""
+
+    wanted: str
+    has: Callable[[Any], bool]
+
+    def or_none(self) -> _Kind:
+        return _Kind(f"{self.wanted} or None", lambda value: value is None or self.has(value))
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _is_list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, Collection) and not isinstance(value, str | Mapping) and all(map(is_one, value))
+    )
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        (_is_whole(token) or (isinstance(token, str) and token.isdecimal())) and _is_number(bias)
+        for token, bias in value.items()
+    )
+
+
+_WHOLE, _NUMBER = _Kind("a whole number", _is_whole), _Kind("a number", _is_number)
+_FLAG = _Kind("True or False", lambda value: isinstance(value, bool))
+_STRINGS = _is_list_of(lambda value: isinstance(value, str))
+_KINDS = {
+    **dict.fromkeys(("n", "top_k", "min_tokens"), _WHOLE),
+    **dict.fromkeys(("max_tokens", "seed", "logprobs", "prompt_logprobs"), _WHOLE.or_none()),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"), _FLAG),
+    "stop": _Kind("a string or a list of strings", lambda value: isinstance(value, str) or _STRINGS(value)).or_none(),
+    "stop_token_ids": _Kind("a list of token ids", _is_list_of(_is_whole)).or_none(),
+    "logit_bias": _Kind("a mapping of token ids to numbers", _is_bias).or_none(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +92,16 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        wrong = [
+            f"{name} must be {kind.wanted}, got {getattr(self, name)!r:.80}"
+            for name, kind in _KINDS.items()
+            if not kind.has(getattr(self, name))
+        ]
+        if wrong:
+            raise InvalidRequestError("sampling parameters are refused: " + "; ".join(wrong))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(() if self.stop_token_ids is None else self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         refused = self._refused()

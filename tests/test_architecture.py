@@ -15,6 +15,7 @@ PACKAGE = ROOT / "loraplex"
 
 ORDER = (
     "errors",
+    "interrupt",
     "config",
     "sampling_params",
     "core",

@@ -172,7 +172,7 @@ def test_version(run: Run) -> None:
         (["bench", BASE, "--patterns", "zipf"], "pattern 'zipf' is unknown"),
         (["bench", BASE, "--runs", "0"], "runs must be >= 1, got 0"),
         (["profile"], "give a model to run here, or the --url of a running server"),
-        (["profile", BASE, "--url", "http://127.0.0.1:1"], "give a model to run here, or the --url"),
+        (["profile", BASE, "--url", "http://127.0.0.1:1"], "not both: leave out "),
         (["profile", BASE, "--seconds", "3"], "--seconds is for a running server"),
         (["profile", BASE, "--report", "/nowhere/x.html"], "there is no directory '/nowhere'"),
         (["profile", "--url", "http://127.0.0.1:1", "--pattern", "skewed"], "a running server has its own settings"),
@@ -182,7 +182,8 @@ def test_version(run: Run) -> None:
         (["profile", "--url", "nowhere"], "url must be like http://127.0.0.1:8000, got 'nowhere'"),
         (["top", "http://127.0.0.1:1", "--once"], "http://127.0.0.1:1 does not answer"),
         (["top", "--interval", "0"], "interval must be 0.1 to 3600 seconds, got 0.0"),
-        (["demo", "--each", "0"], "each must be >= 1, got 0"),
+        (["demo", "--each", "0"], "each must be 1..38, got 0"),
+        (["demo", "--each", "39"], "each must be 1..38, got 39: there are no more phrases"),
         (["adapter", "inspect", "/nowhere"], "adapter '/nowhere': no such directory"),
         (["adapter", "inspect", UPPER, "--base", "/nowhere"], "model '/nowhere': there is no such directory"),
     ],
@@ -203,6 +204,24 @@ def test_the_same_as_a_program() -> None:
     )
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr == 'error: Command "serve" parameter MODEL requires an argument.\n'
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_a_reader_that_is_gone_is_no_traceback(unbuffered: str) -> None:
+    """`loraplex adapter inspect ... --json | head -1`: met while printing, or at the end."""
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "loraplex", "adapter", "inspect", UPPER, "--json"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141 if unbuffered else 0, "")
 
 
 def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

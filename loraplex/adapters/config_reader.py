@@ -21,6 +21,7 @@ from loraplex.adapters.patterns import PatternError, check_patterns
 
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
+RANK = f"a positive whole number, at most {MAX_RANK}"
 
 
 def _is_int(value: Any) -> bool:
@@ -51,7 +52,7 @@ class ConfigReader:
     # ------------------------------------------------------------------------------------------------- numbers and flags
 
     def rank(self) -> int:
-        return int(self._number("r", 1, "a positive whole number", _is_rank))
+        return int(self._number("r", 1, RANK, _is_rank))
 
     def alpha(self) -> float:
         return float(self._number("lora_alpha", 1.0, "a positive number", _is_alpha))
@@ -152,7 +153,7 @@ class ConfigReader:
         return tuple(patterns) if self._compiles("layers_pattern", tuple(patterns)) else ()
 
     def rank_pattern(self) -> dict[str, int]:
-        return self._pattern("rank_pattern", "a positive whole number", _is_rank)
+        return self._pattern("rank_pattern", RANK, _is_rank)
 
     def alpha_pattern(self) -> dict[str, float]:
         found = self._pattern("alpha_pattern", "a positive number", _is_alpha)

@@ -29,6 +29,9 @@ from loraplex.adapters.patterns import (
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError
 
+MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Of float32: the least with full precision, and the largest."""
+
 Number = TypeVar("Number", int, float)
 
 ALL_LINEAR = "all-linear"
@@ -191,6 +194,21 @@ class PEFTHelper:
             yield
         except PatternError as error:
             raise AdapterValidationError.from_reasons(self.adapter, [str(error)]) from error
+
+    def unusable_scalings(self, module_names: Sequence[str]) -> list[str]:
+        """Reasons: scalings that float32, in which they are applied, has as infinity or as nothing."""
+        odd: dict[tuple[float, int], list[str]] = {}
+        ranks, alphas = self.ranks(module_names), self.alphas(module_names)
+        for name in module_names:
+            if not MIN_SCALING <= self.scaling(alphas[name], ranks[name]) <= MAX_SCALING:
+                odd.setdefault((alphas[name], ranks[name]), []).append(name)
+        formula = "lora_alpha / sqrt(r)" if self.use_rslora else "lora_alpha / r"
+        limits = f"it must be within {MIN_SCALING:.1e} and {MAX_SCALING:.1e}"
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more modules' if names[1:] else ''}: the scaling {formula} is "
+            f"{self.scaling(alpha, rank):g} with lora_alpha {alpha:g} and r {rank}; {limits}"
+            for (alpha, rank), names in odd.items()
+        ]
 
     def scaling(self, alpha: float, rank: int) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank

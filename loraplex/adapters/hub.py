@@ -30,6 +30,11 @@ class HubAdapter:
     revision: str | None = None
     is_explicit: bool = True
 
+    @property
+    def not_here(self) -> str:
+        """How an error begins for `org/name`, which may have been meant as a directory."""
+        return "" if self.is_explicit else "no such directory here, and "
+
     def __str__(self) -> str:
         return f"adapter {self.repo!r}" + (f" at revision {self.revision!r}" if self.revision else "")
 
@@ -49,7 +54,9 @@ def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) ->
     thread.start()
     thread.join(timeout_s)
     if not result:
-        raise AdapterFetchTimeoutError(f"{adapter}: the hub did not deliver it within {timeout_s:g} s; try again later")
+        raise AdapterFetchTimeoutError(
+            f"{adapter}: {adapter.not_here}the hub did not deliver it within {timeout_s:g} s; try again later"
+        )
     if isinstance(result[0], AdapterLoadError):
         raise result[0]
     return result[0]
@@ -103,10 +110,10 @@ def _as_adapter_error(error: Exception, adapter: HubAdapter) -> AdapterLoadError
             f"{adapter}: no such directory, and the hub has no such repository (or it is private: set HF_TOKEN)"
         )
     if any("Timeout" in type(cause).__name__ for cause in causes):
-        return AdapterFetchTimeoutError(f"{adapter}: the hub did not answer in time; try again later")
+        return AdapterFetchTimeoutError(f"{adapter}: {adapter.not_here}the hub did not answer in time; try again later")
     if any(isinstance(cause, hub.OfflineModeIsEnabled) for cause in causes):
         return _no_hub(adapter, "HF_HUB_OFFLINE is set and the local cache does not have it")
-    return AdapterFetchError(f"{adapter}: the hub cannot be reached or failed: {_first_line(error)}")
+    return AdapterFetchError(f"{adapter}: {adapter.not_here}the hub cannot be reached or failed: {_first_line(error)}")
 
 
 def _no_hub(adapter: HubAdapter, why: str) -> AdapterLoadError:

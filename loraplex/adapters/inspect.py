@@ -148,10 +148,10 @@ def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFT
 def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str]:
     """What can be checked without a base: A with B, and the ranks."""
     try:
-        ranks = helper.ranks(_modules(names))
+        modules = _modules(names)
+        ranks, reasons = helper.ranks(modules), helper.unusable_scalings(modules)
     except AdapterValidationError as error:
         return list(error.reasons)
-    reasons = []
     for module, rank in ranks.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             entry = names.get(TensorName(module, part))

@@ -13,7 +13,9 @@ import sqlalchemy as sa
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.errors import ConfigError
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+UPGRADES = {"1": "ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'"}
+"""Schema to what makes it the present one: a registry without a history takes the order of what is kept."""
 
 _schema = sa.MetaData()
 _about = sa.Table(
@@ -29,6 +31,9 @@ _names = sa.Table(
     sa.Column("lora_int_id", sa.BigInteger, unique=True),
     sa.Column("alias_of", sa.Text),
     sa.Column("last_number", sa.Integer, nullable=False),
+    sa.Column(
+        "history", sa.JSON, nullable=False
+    ),  # [2, "other"]: numbers of its own versions, and names; the last to answer last
     sa.Column("num_loads", sa.Integer, nullable=False),
     sa.Column("num_requests", sa.Integer, nullable=False),
     sa.Column("last_used_time", sa.Float, nullable=False),
@@ -84,6 +89,11 @@ class JournalTables:
                 rows = [{"key": key, "value": value} for key, value in facts.items()]
                 connection.execute(_about.insert(), rows)
                 about = facts
+            if about["schema"] in UPGRADES:
+                # in this order, the first one begins the transaction that both are in
+                connection.execute(_about.update().where(_about.c.key == "schema").values(value=SCHEMA_VERSION))
+                connection.exec_driver_sql(UPGRADES[about["schema"]])
+                about["schema"] = SCHEMA_VERSION
             connection.commit()
         if about["schema"] != SCHEMA_VERSION:
             raise ConfigError(
@@ -105,9 +115,11 @@ class JournalTables:
                 fields = dict(row._mapping)
                 del fields["place"]
                 versions[fields.pop("name")].append(VersionRecord(**fields))
-            for name, lora_int_id, alias_of, last_number, *usage in connection.execute(sa.select(_names)):
-                record = NameRecord(lora_int_id, alias_of, last_number, tuple(versions[name]), NameUsage(name, *usage))
-                names[name] = record
+            for row in connection.execute(sa.select(_names)):
+                usage = NameUsage(row.name, row.num_loads, row.num_requests, row.last_used_time)
+                kept = tuple(versions[row.name])
+                record = NameRecord(row.lora_int_id, row.alias_of, row.last_number, kept, usage, tuple(row.history))
+                names[row.name] = record
             is_last = _about.c.key == "last_adapter_id"
             self._last_adapter_id = int(connection.execute(sa.select(_about.c.value).where(is_last)).scalar_one())
         by_age = sorted(names, key=lambda name: names[name].versions[0].adapter_id)
@@ -150,6 +162,7 @@ def _name_row(name: str, record: NameRecord) -> dict[str, Any]:
         "lora_int_id": record.lora_int_id,
         "alias_of": record.alias_of,
         "last_number": record.last_number,
+        "history": record.history,
         **_counters(record.usage),
     }
 

@@ -18,6 +18,11 @@ from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+def read_files(directory: Path) -> list[Path]:
+    """The files of an adapter's directory that a load may read, there or not; nothing else in it is looked at."""
+    return [directory / CONFIG_NAME, *(directory / name for name in WEIGHT_NAMES), *directory.glob("*.safetensors")]
+
+
 @dataclass(frozen=True)
 class AdapterSource:
     """`allowed_roots` None allows every local path, () none. `hub_cache` None is huggingface_hub's own. `timeout_s` bounds a fetch."""
@@ -60,8 +65,8 @@ class AdapterSource:
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
         check_directory(directory, given)
-        for name in (CONFIG_NAME, *WEIGHT_NAMES, *(file.name for file in directory.glob("*.safetensors"))):
-            self._resolved(directory / name, given)
+        for file in read_files(directory):
+            self._resolved(file, given)
         return directory
 
     def _resolved(self, path: Path, given: str) -> Path:

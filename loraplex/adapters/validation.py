@@ -129,6 +129,7 @@ class TensorCheck:
         matched &= self.base.keys()
         ranks = self.helper.ranks(sorted(matched))
         self.warnings.extend(self.helper.ambiguous_patterns(sorted(matched)))
+        self.reasons.extend(self.helper.unusable_scalings(sorted(matched)))
         in_file = {name.module for name in self.names if name.part != "bias"}
         for module in sorted(matched):
             if module in in_file:

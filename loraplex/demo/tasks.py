@@ -106,14 +106,17 @@ def phrases(split: Split, count: int, seed: int) -> Iterator[str]:
 
 def word_phrases(count: int, seed: int) -> list[str]:
     """`count` different held-out phrases of two English words, for a person to read; the same seed yields the same ones."""
-    draw = random.Random(f"words {seed}")
+    return random.Random(f"words {seed}").sample(checkable_word_phrases(), count)
+
+
+def checkable_word_phrases() -> list[str]:
+    """All held-out phrases of two English words."""
     pairs = (f"{first} {second}" for first, second in permutations(WORDS, 2))
-    usable = [
+    return [
         phrase
         for phrase in pairs
         if len(phrase) <= MAX_PHRASE_LEN and _split_of(phrase) == "held_out" and _has_distinct_answers(phrase)
     ]
-    return draw.sample(usable, count)
 
 
 def assets_path() -> Path:

@@ -121,7 +121,23 @@ class EngineClient:
             self._calls.pop(call_id, None)
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed at once."""
+        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed at once.
+
+        Called off in the middle, nothing stays either: not the process, nor the socket's folder.
+        """
+        try:
+            await self._end_process(grace_s)
+        finally:
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+            for task in self._tasks:
+                task.cancel()
+            self._socket.close(linger=0)
+            self._context.term()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_process(self, grace_s: float) -> None:
         if self._process is not None and self._process.returncode is None:
             if self._has_started and self.death is None and not self._is_stopping:
                 self.send(msg.Shutdown())
@@ -137,9 +153,6 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_calls(EngineDeadError("the engine is shutting down"))
-        self._socket.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _has_started(self) -> bool:

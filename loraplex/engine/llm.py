@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from types import TracebackType
@@ -16,8 +16,10 @@ from typing import Any, Self, cast
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
+from loraplex.engine.calls import Calls, in_turn
 from loraplex.engine.engine import EngineCore, Progress, build_engine
 from loraplex.engine.front import adapter_ref, make_front
+from loraplex.engine.in_process_store import InProcessStore, run_now
 from loraplex.engine.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.engine.processor import PreparedRequest, ProcessedOutput
 from loraplex.engine.prompt_input import PromptInput, listed_prompts, one_each, single_prompt
@@ -48,6 +50,9 @@ class LLM:
 
     `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of `LoRAConfig` beside
     them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`. Raises ConfigError or ModelError.
+
+    Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is the server, or one
+    thread that steps what the others `submit`. After `close` every call raises EngineShutdownError.
     """
 
     def __init__(self, model: str, *, enable_lora: bool = True, **settings: Any) -> None:
@@ -64,14 +69,15 @@ class LLM:
 
     def _start(self, config: EngineConfig, progress: Progress | None, profiler: Profiler | None = None) -> None:
         self.config = config
+        self._calls = Calls()
         self._profiler = profiler or Profiler()
         self.engine: EngineCore = build_engine(config, progress, profiler)
         self._aborted: list[TokenOutput] = []
         self._front = make_front(
             config,
             self.engine.info,
-            None if config.lora is None else _InProcessStore(self.engine, self._aborted),
-            _run_now,
+            None if config.lora is None else InProcessStore(self.engine, self._aborted),
+            run_now,
             served_model_name=config.model,
         )
         self._request_ids = itertools.count()
@@ -87,9 +93,12 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object."""
-        self.engine.close()
-        wait_until_saved()
+        """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object. Again: nothing."""
+        with self._calls.turn:
+            if not self._calls.is_closed:
+                self._calls.is_closed = True
+                self.engine.close()
+                wait_until_saved()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -100,6 +109,7 @@ class LLM:
 
     # --------------------------------------------------------------------------------------------------------- generate
 
+    @in_turn
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
@@ -123,6 +133,7 @@ class LLM:
             [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests], cache_salt
         )
 
+    @in_turn
     def chat(
         self,
         messages: Messages | Sequence[Messages],
@@ -152,6 +163,7 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------- request by request
 
+    @in_turn
     def submit(
         self,
         prompt: PromptInput,
@@ -179,6 +191,7 @@ class LLM:
         self._submitted[prepared.request_id] = (prepared, refs)
         return prepared.request_id
 
+    @in_turn
     def step(self, stalled_wait_s: float = STALLED_WAIT_S) -> list[RequestOutput]:
         """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the last one.
 
@@ -194,6 +207,7 @@ class LLM:
                 self._release(self._submitted.pop(one.request_id)[1])
         return outputs
 
+    @in_turn
     def abort(self, request_id: str) -> bool:
         """End a submitted request; False when it has ended already. No output of it comes any more."""
         _, refs = self._submitted.pop(request_id, (None, None))
@@ -324,6 +338,7 @@ class LLM:
 
     # --------------------------------------------------------------------------------------------------------- adapters
 
+    @in_turn
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter. False when the same one is there already. Raises AdapterError, with every reason at once."""
         self._front.check_lora_request(lora_request)
@@ -335,6 +350,7 @@ class LLM:
         )
         return result.status != "already_loaded"
 
+    @in_turn
     def remove_lora(self, lora_int_id: int) -> bool:
         """Unload an adapter by its number; False when there is none."""
         try:
@@ -344,27 +360,33 @@ class LLM:
         self._front.registry_or_refuse().unload(name)
         return True
 
+    @in_turn
     def pin_lora(self, lora_int_id: int) -> bool:
         """Promote an adapter and keep it on the device until it is unloaded. Raises AdapterNotFoundError, AdapterMemoryError."""
         registry = self._front.registry_or_refuse()
         return registry.pin(registry.name_of(lora_int_id))
 
+    @in_turn
     def list_loras(self) -> set[int]:
         """The numbers of the loaded adapters."""
         return set(self._front.registry_or_refuse().lora_int_ids())
 
+    @in_turn
     def switch_lora(self, old_id: int, new_id: int) -> SwitchResult:
         """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when nobody uses it."""
         registry = self._front.registry_or_refuse()
         return registry.switch(registry.name_of(old_id), registry.name_of(new_id))
 
+    @in_turn
     def adapters(self) -> list[AdapterInfo]:
         """Every loaded adapter with its tier, bytes, rank and references."""
         return self._front.registry_or_refuse().list_adapters()
 
+    @in_turn
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
+    @in_turn
     def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
         check_not_profiling(self._lora_profile)
@@ -374,6 +396,7 @@ class LLM:
         self.engine.start_profile()
         self._front.outputs.recorder = profile.requests
 
+    @in_turn
     def generate_lora_performance_report(self) -> LoraPerformanceReport:
         """End the profile and say what it found. InvalidRequestError when none runs."""
         profile = check_profiling(self._lora_profile)
@@ -386,31 +409,10 @@ class LLM:
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""
-        if self._front.registry is not None:
-            self._front.registry.check_integrity()
-        self.engine.check_integrity()
-
-
-class _InProcessStore:
-    """`AdapterStore` over an engine in this process: the memory's own verbs, and the engine's abort, whose outputs go to `aborted`."""
-
-    def __init__(self, engine: EngineCore, aborted: list[TokenOutput]) -> None:
-        adapters = engine.adapters
-        self.add_adapter = adapters.add_adapter
-        self.attach_adapters = adapters.attach_adapters
-        self.drop_adapter = adapters.drop_adapter
-        self.promote_adapter = adapters.promote_adapter
-        self.evict_adapter = adapters.evict_adapter
-        self.pin_adapter = adapters.pin_adapter
-        self.unpin_adapter = adapters.unpin_adapter
-        self.list_adapters = adapters.list_adapters
-        self._engine = engine
-        self._aborted = aborted
-
-    def abort_adapter(self, adapter_id: int) -> int:
-        outputs = self._engine.abort_adapter(adapter_id)
-        self._aborted += outputs
-        return len(outputs)
+        with self._calls.turn:
+            if self._front.registry is not None:
+                self._front.registry.check_integrity()
+            self.engine.check_integrity()
 
 
 def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOutput:
@@ -425,11 +427,6 @@ def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOu
         metrics=RequestMetrics(prepared.arrival_s, finished_time=time.time()),
         error=error,
     )
-
-
-def _run_now(job: Callable[[], None]) -> None:
-    """The last release of an unloaded adapter drops it on the spot: nobody else waits in an offline engine."""
-    job()
 
 
 def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> EngineConfig:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from loraplex.errors import AdapterNoRoomError, LoraplexError
 from loraplex.events import EventKind
-from loraplex.memory.loading import as_adapter_error, is_out_of_memory, raise_again
-from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredWeights, WeightState, tell
+from loraplex.memory.loading import errors_of, is_out_of_memory, raise_again
+from loraplex.memory.stored import Demand, LoadFailure, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
 from loraplex.memory.weight_store import WeightStore
 
 FAILURE_TTL_S = 60.0
@@ -24,16 +24,20 @@ class LoadJobs:
         weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self._store.clock())
         return weights.job
 
-    def join(self, job: LoadJob, is_error_raised: bool = True) -> None:
-        """Wait for a job; raises its error if it failed, also while requests still run on what did not arrive."""
+    def join(self, job: LoadJob, adapter: StoredAdapter) -> None:
+        """Wait for a job; raises its error for `adapter` if it failed, also while requests still run on what did not arrive.
+
+        When it failed without having tried the adapter's source, nothing is raised: another job is to be begun.
+        """
         while not job.is_done and job.error is None:
             self._store.wait()
-        if job.error is not None and is_error_raised:
-            raise_again(job.error)
+        error = job.error_of(adapter)
+        if error is not None:
+            raise_again(error)
 
     def end(self, job: LoadJob) -> None:
         weights = job.weights
-        weights.job, weights.last_error, job.is_done = None, job.error, True
+        weights.job, weights.failed_job, job.is_done = None, job if job.error is not None else None, True
         if not weights.adapters:
             self._store.drop(weights)
         self._store.lock.notify_all()
@@ -43,7 +47,8 @@ class LoadJobs:
         if is_out_of_memory(error):
             self._store.alarm(f"the load of adapter {job.sources[-1].name!r} could not allocate memory: {error}")
         with self._store.lock:
-            self.end_failed(job, as_adapter_error(error, job.sources[-1].name))
+            job.errors = errors_of(error, job.sources)
+            self.end_failed(job, job.errors[job.sources[-1].adapter_id])
 
     def end_failed(self, job: LoadJob, error: LoraplexError) -> None:
         """`fail` with the lock held."""
@@ -54,7 +59,7 @@ class LoadJobs:
         elif weights.state is WeightState.LOADING:
             self._store.leave_host(weights)
         if job.is_awaited and not isinstance(error, AdapterNoRoomError):  # of an add: requests wait for room
-            weights.failure = LoadFailure(error, self._store.clock())
+            weights.failure = LoadFailure(job, self._store.clock())
         weights.is_prefetch_off = True
         self._store.counters.num_load_failures += 1
         text = f"could not be loaded: {error}"
@@ -72,8 +77,9 @@ class LoadJobs:
                 adapter.is_removed = True
                 del job.weights.adapters[adapter.adapter_id], self._store.adapters[adapter.adapter_id]
 
-    def raise_failure(self, weights: StoredWeights) -> None:
+    def raise_failure(self, adapter: StoredAdapter) -> None:
         """The error of a failed load, to those who waited for it; of an arrival that failed, to everybody until it is gone."""
+        weights = adapter.weights
         if weights.job is not None and weights.job.error is not None:
             raise_again(weights.job.error)
         failure = weights.failure
@@ -81,5 +87,6 @@ class LoadJobs:
             return
         if failure.raised_in_pass is None and self._store.clock() - failure.failed_s <= FAILURE_TTL_S:
             failure.raised_in_pass = self._store.room.pass_id
-        if failure.raised_in_pass == self._store.room.pass_id:
-            raise_again(failure.error)
+        error = failure.job.error_of(adapter)
+        if failure.raised_in_pass == self._store.room.pass_id and error is not None:
+            raise_again(error)

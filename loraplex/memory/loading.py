@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -84,18 +84,35 @@ class LoaderThreads:
 def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> LoRAModel:
     """The content of a digest, from the first source that still has it, the newest adapter's first.
 
-    Raises what the newest adapter's source answered: on a first load the error itself; later AdapterUnavailableError when the
-    source is gone and AdapterContentChangedError when it answers with anything else than the content that was loaded.
+    Raises SourcesFailedError with what each adapter's own source answered: on a first load the error itself; later AdapterUnavailableError
+    when it is gone and AdapterContentChangedError when it answers with anything else than the content that was loaded.
     """
-    first_error: Exception | None = None
+    errors: dict[int, LoraplexError] = {}
     for adapter in reversed(adapters):
         try:
             return _read_source(adapter, weights.digest)
         except Exception as error:
             is_reload = weights.layout is not None or adapter.is_attached
-            first_error = first_error or _explained(error, adapter, is_reload)
-    assert first_error is not None, f"digest {weights.digest} has no source"
-    raise first_error
+            errors[adapter.adapter_id] = _explained(error, adapter, is_reload)
+    assert errors, f"digest {weights.digest} has no source"
+    raise SourcesFailedError(errors)
+
+
+class SourcesFailedError(Exception):
+    """No source of a content could be read. `errors` by adapter_id, since adapters of one content may be different tenants': each is told
+    of its own source and of nobody else's.
+    """
+
+    def __init__(self, errors: Mapping[int, LoraplexError]) -> None:
+        super().__init__("; ".join(map(str, errors.values())))
+        self.errors = errors
+
+
+def errors_of(error: BaseException, adapters: Sequence[StoredAdapter]) -> dict[int, LoraplexError]:
+    """What a failed load is to each of the adapters that it was for, by adapter_id."""
+    if isinstance(error, SourcesFailedError):
+        return dict(error.errors)
+    return {adapter.adapter_id: as_adapter_error(error, adapter.name) for adapter in adapters}
 
 
 def _read_source(adapter: StoredAdapter, digest: str) -> LoRAModel:

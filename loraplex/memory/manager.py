@@ -121,7 +121,7 @@ class LoRAModelManager:
         """A reference for one running request, or what it waits for. Raises AdapterError as core.ResidencyView says."""
         with self._lock:
             adapter = self._records.get(adapter_id)
-            waits_for = self._transfers.ask(adapter.weights)
+            waits_for = self._transfers.ask(adapter)
             if waits_for is not None:
                 return AcquireResult(None, waits_for)
             self._store.acquire(adapter)
@@ -232,7 +232,7 @@ class LoRAModelManager:
         if is_mine:
             self._transfers.run_load(job)
         with self._lock:
-            self._jobs.join(job, is_error_raised=adapter in job.sources)
+            self._jobs.join(job, adapter)
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:

@@ -60,8 +60,8 @@ class LoadJob:
 
     damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request was told
     to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done while requests run
-    on what did not arrive. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must not, or
-    nobody is left to bring that memory back.
+    on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not the same. may_wait: for memory on
+    its way back, since it runs in the thread of who asked; a loader's thread must not, or nobody is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -75,13 +75,18 @@ class LoadJob:
     arriving: Arriving | None = None
     damaged_copies: list[str] = field(default_factory=list)
     error: LoraplexError | None = None
+    errors: dict[int, LoraplexError] = field(default_factory=dict)
+
+    def error_of(self, adapter: StoredAdapter) -> LoraplexError | None:
+        """None when all went well, or failed without having tried the source of `adapter`."""
+        return self.errors.get(adapter.adapter_id) if self.errors else self.error
 
 
 @dataclass(slots=True, eq=False)
 class LoadFailure:
     """What a failed load leaves for the requests that waited for it. `raised_in_pass` is None until the first one gets it."""
 
-    error: LoraplexError
+    job: LoadJob
     failed_s: float
     raised_in_pass: int | None = None
 
@@ -131,6 +136,7 @@ class StoredAdapter:
     def residency(self, resting_tier: Tier, fault: str | None) -> AdapterResidency:
         """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is quarantined."""
         weights = self.weights
+        error = None if weights.failed_job is None else weights.failed_job.error_of(self)
         is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
         return AdapterResidency(
             adapter_id=self.adapter_id,
@@ -141,7 +147,7 @@ class StoredAdapter:
             is_pinned=self.is_pinned,
             is_loading=weights.job is not None,
             last_used_s=weights.last_used_s,
-            error=fault or (None if weights.last_error is None else weights.last_error.message),
+            error=fault or (None if error is None else error.message),
         )
 
 
@@ -154,6 +160,7 @@ class StoredWeights:
     wanted_in_pass: the last scheduling pass in which a request asked in vain.
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
     is_restoring: damaged copies were let go and the weights are on their way back.
+    failed_job: the last one, when it failed.
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
     brought_from: what the load read that a request caused and that no request has used yet, None when there was none.
     is_prefetch_off: the last load failed and nobody asked since.
@@ -174,7 +181,7 @@ class StoredWeights:
     num_readers: int = 0
     job: LoadJob | None = None
     failure: LoadFailure | None = None
-    last_error: LoraplexError | None = None
+    failed_job: LoadJob | None = None
     waits_for: WaitsFor | None = None
     wanted_in_pass: int = -1
     has_missed: bool = False

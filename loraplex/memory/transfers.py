@@ -57,11 +57,12 @@ class Transfers:
             return self._promote(weights, demand)
         return None if weights.is_on_device else WaitsFor.LOAD
 
-    def ask(self, weights: StoredWeights) -> WaitsFor | None:
+    def ask(self, adapter: StoredAdapter) -> WaitsFor | None:
         """`advance` for a request. Raises the error of a failed load to those who waited for it (`LoadFailure`)."""
+        weights = adapter.weights
         if weights.digest in self._store.faults:
             raise_again(self._store.faults[weights.digest])
-        self._jobs.raise_failure(weights)
+        self._jobs.raise_failure(adapter)
         was_on_device = weights.is_on_device
         waits_for = self.advance(weights, Demand("request", is_for_request=True))
         weights.has_missed |= not was_on_device
@@ -89,7 +90,7 @@ class Transfers:
         has_changed = not weights.is_on_device
         while self.advance(weights, demand) is not None or weights.job is not None:
             if weights.job is not None:
-                self._jobs.join(weights.job)
+                self._jobs.join(weights.job, adapter)
             elif self._store.room.is_coming(weights):
                 self._store.wait()
             else:

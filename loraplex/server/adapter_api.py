@@ -180,7 +180,7 @@ class AdapterRoutes:
         return adopted if result is None else replace(result, ref=adopted.ref)
 
     async def rollback(self, name: str) -> Response:
-        """The version that answered before answers again; the one that does now is kept, so a second rollback goes forward."""
+        """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {name!r} was named")
         return _json(LoadReply.of(await self._engine.move_adapter(name)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from loraplex.adapters.source import read_files
 from loraplex.errors import AdapterPathForbiddenError
 from loraplex.server.config import ServerConfig
 
@@ -25,31 +26,47 @@ class AdapterRoots:
         """Raises AdapterPathForbiddenError, which names the field that the path came in. Touches the disk: call it in a thread."""
         if self._roots is None:
             return
-        is_hub = self._is_hub_id(path)
-        if not (self._has_hub_root(path) if is_hub else self._is_inside(path)):
+        outside = self._outside_hub(path) if self._is_hub_id(path) else self._outside(path)
+        if outside is not None:
+            what = f"its {outside} leads" if outside else "is"
             raise AdapterPathForbiddenError(
-                f"adapter {path[:200]!r} is outside what this server may load: {self._advice()}", param=field
+                f"adapter {path[:200]!r} {what} outside what this server may load: {self._advice()}", param=field
             )
 
     def _is_hub_id(self, path: str) -> bool:
         return path.startswith(HUB_PREFIX) or (
-            HUB_ID.fullmatch(path) is not None and not self._is_inside(path, must_exist=True)
+            HUB_ID.fullmatch(path) is not None and not self._is_directory_inside(path)
         )
 
-    def _has_hub_root(self, path: str) -> bool:
+    def _outside_hub(self, path: str) -> str | None:
+        """As `_outside`, of a hub id."""
         repository = HUB_PREFIX + path.removeprefix(HUB_PREFIX)
         roots = [root for root in self._roots or () if root.startswith(HUB_PREFIX)]
-        return any(root == HUB_PREFIX or repository.startswith(root.rstrip("/") + "/") for root in roots)
+        has_root = any(root == HUB_PREFIX or repository.startswith(root.rstrip("/") + "/") for root in roots)
+        return None if has_root else ""
 
-    def _is_inside(self, path: str, must_exist: bool = False) -> bool:
-        """Whether the directory and all that is in it are inside the roots."""
+    def _outside(self, path: str) -> str | None:
+        """None when the directory and all files of it that a load reads are inside the roots; "" or the name of what is not.
+
+        What else is in the directory does not matter: a root may be an adapter, too.
+        """
+        outside = ""
         try:
             real = Path(path).expanduser().resolve()
             if not self._has_root(real):
-                return False
-            files = [entry.resolve() for entry in real.iterdir()] if real.is_dir() else []
-            return all(map(self._has_root, files)) and (real.is_dir() or not must_exist)
+                return outside
+            for file in read_files(real):
+                outside = file.name
+                if not self._has_root(file.resolve()):
+                    return outside
         except (OSError, RuntimeError, ValueError):  # a loop of links, a NUL, no permission
+            return outside
+        return None
+
+    def _is_directory_inside(self, path: str) -> bool:
+        try:
+            return self._outside(path) is None and Path(path).is_dir()
+        except (OSError, ValueError):
             return False
 
     def _has_root(self, real: Path) -> bool:

@@ -177,7 +177,7 @@ class AdapterList(msgspec.Struct, frozen=True):
 class LoadReply(msgspec.Struct, frozen=True):
     """`status`: loaded, already_loaded, loaded_with_eviction (of `evicted`), reloaded, or moved (to a kept version).
 
-    previous_version: the one that answered before a reload or a move.
+    previous_version: the name's own one before a reload or a move; null when another adapter answered until a move.
     """
 
     status: str

@@ -136,7 +136,9 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
     """Signals before the engine is ready end its start."""
     starting = asyncio.ensure_future(start_engine())
     received: list[signal.Signals] = []
-    with _signals(starting.cancel, received):
+    with _signals(
+        lambda: starting.cancel() if len(received) == 1 else None, received
+    ):  # what it clears up is not called off
         try:
             engine = await starting
         except asyncio.CancelledError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from loraplex import interrupt
 from loraplex.errors import LoraplexError
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.views.html_report import html_report
@@ -46,7 +47,7 @@ def give_report(report: LoraPerformanceReport, source: str, settings: ProfileSet
 
 
 def _wait(seconds: float) -> None:
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), interrupt.raised():
         time.sleep(seconds)
 
 

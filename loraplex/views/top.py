@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from loraplex import interrupt
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.views.remote import RemoteServer
 
@@ -41,7 +42,10 @@ def run_top(url: str, interval_s: float, is_once: bool) -> int:
             raise LoraplexError(f"{watcher.url} does not answer: {error}") from error
         return 0
     try:
-        with Live(Text(f"waiting for {watcher.url}"), console=Console(), screen=True, auto_refresh=False) as live:
+        with (
+            interrupt.raised(),
+            Live(Text(f"waiting for {watcher.url}"), console=Console(), screen=True, auto_refresh=False) as live,
+        ):
             while True:
                 live.update(view(watcher), refresh=True)
                 time.sleep(interval_s)

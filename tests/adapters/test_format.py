@@ -197,9 +197,10 @@ def test_a_missing_field_is_named(field: str, how: str) -> None:
     assert f"{field} is missing" in reason
 
 
-@pytest.mark.parametrize("value", [0, -1, 8.0, "8", True, [8], 10**400])
+@pytest.mark.parametrize("value", [0, -1, 8.0, "8", True, [8], 10**9, 10**400])
 def test_r_must_be_a_positive_whole_number(value: Any) -> None:
-    assert "r must be a positive whole number" in reasons(r=value)[0]
+    assert "r must be a positive whole number, at most 65536, got " in reasons(r=value)[0]
+    assert "must be a positive whole number, at most 65536, got " in reasons(rank_pattern={"q_proj": value})[0]
 
 
 @pytest.mark.parametrize("value", [0, -16, "16", True, math.nan, math.inf, [1], 10**400])

@@ -133,6 +133,39 @@ def test_fewer_versions_are_kept_from_now_on(tmp_path: Path) -> None:
     few.journal.close()
 
 
+def test_the_way_back_survives(lives: Callable[[], Life]) -> None:
+    first = lives()
+    for path in ("/a", "/a2"):
+        first.registry.load("a", path, load_inplace=True)
+    first.registry.move("a")
+    for name in ("green", "blue"):
+        first.registry.load(name, f"/{name}")
+        first.registry.switch("a", name)
+    assert [lives().registry.move("a").ref.lora_path for _ in range(2)] == ["/green", "/blue"]
+    life = lives()
+    life.registry.unload("green")
+    assert life.registry.move("a").ref.lora_path == "/a"
+
+
+def test_a_state_directory_without_a_history_is_taken_over(tmp_path: Path) -> None:
+    """As schema 1 wrote it: what is kept says the order, and a switch came last."""
+    first = Life(tmp_path / "state")
+    furnish(first)
+    first.registry.load("c", "/c2", load_inplace=True)
+    first.registry.switch("c", "a")
+    first.journal.close()
+    with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as old:
+        old.execute("ALTER TABLE names DROP COLUMN history")
+        old.execute("UPDATE about SET value = '1' WHERE key = 'schema'")
+    old.close()
+    second = Life(tmp_path / "state")
+    assert second.picture()["c"].history == (1, 2)
+    assert second.registry.move("c").ref.adapter_version == 2
+    assert second.registry.move("b").ref.adapter_version == 1
+    second.journal.close()
+    assert reopened(tmp_path / "state")["c"].history == (1, "a")
+
+
 def test_the_same_load_after_a_restart_is_a_no_op(lives: Callable[[], Life]) -> None:
     furnish(lives())
     life = lives()
@@ -352,7 +385,7 @@ def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as later:
         later.setattr(journal_tables, "SCHEMA_VERSION", "99")
         SqliteJournal(tmp_path, BASE).close()
-    with pytest.raises(ConfigError, match="schema 99, this one has 1"):
+    with pytest.raises(ConfigError, match="schema 99, this one has 2"):
         SqliteJournal(tmp_path, BASE)
 
 

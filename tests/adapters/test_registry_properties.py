@@ -52,6 +52,12 @@ class Named:
     is_leaving: bool = False
     alias_of: str | None = None
     kept: list[tuple[LoRARef, str, str]] = field(default_factory=list)
+    answers: list[int | str] = field(default_factory=list)
+    """All that it ever answered with: versions of its own, names that it was switched to."""
+
+    @property
+    def answer(self) -> int | str:
+        return self.alias_of or self.ref.adapter_version
 
     def keep(self, version: tuple[LoRARef, str, str]) -> None:
         """One more that a rollback can go back to; the eldest goes when they are too many."""
@@ -70,6 +76,27 @@ class Model:
     def answering(self, name: str) -> Named | None:
         own = self.names.get(name)
         return None if own is None else self.names.get(own.alias_of or name)
+
+    def earlier(self, name: str) -> int | str | None:
+        """The last answer that there is still, and that is another than now."""
+        named = self.names[name]
+        for answer in reversed(named.answers):
+            if isinstance(answer, int):
+                if answer != named.answer and answer in {
+                    ref.adapter_version for ref, _, _ in (named.version, *named.kept)
+                }:
+                    return answer
+                continue
+            target = self.names[answer].alias_of or answer if answer in self.names else answer
+            other = answer if target == name else target
+            if target != named.alias_of and other in self.names:
+                return other
+        return None
+
+    def note_answers(self) -> None:
+        for named in self.names.values():
+            if named.answers[-1:] != [named.answer]:
+                named.answers.append(named.answer)
 
     def redirect(self, old: str, new: str) -> None:
         self.names[new].alias_of = None
@@ -115,6 +142,10 @@ class RegistryMachine(RuleBasedStateMachine):
     def is_in_use(self, named: Named) -> bool:
         return any(ref.adapter_id == named.ref.adapter_id for ref in self.held_refs)
 
+    @invariant()
+    def answers_are_remembered(self) -> None:
+        self.model.note_answers()
+
     # ------------------------------------------------------------------------------------------------------------- verbs
 
     @initialize(names=st.sets(NAMES, max_size=MAX_LOADED))
@@ -150,38 +181,56 @@ class RegistryMachine(RuleBasedStateMachine):
         self.model.names[name] = named = Named(result.ref, path, digest, number, is_pinned, is_on_device=is_pinned)
         if known is not None:
             assert result.ref.adapter_version > max(ref.adapter_version for ref, _, _ in (known.version, *known.kept))
-            named.kept = known.kept
+            named.kept, named.answers = known.kept, known.answers
             named.keep(known.version)
 
     @rule(name=NAMES, number=VERSIONS, fails=st.booleans())
     def move(self, name: str, number: int | None, fails: bool) -> None:
         named = self.model.names.get(name)
         versions = {} if named is None else {each[0].adapter_version: each for each in (*named.kept, named.version)}
-        if number is None and named is not None and named.kept:
-            number = named.kept[-1][0].adapter_version
+        if number is None and named is not None:
+            earlier = self.model.earlier(name)
+            if isinstance(earlier, str):
+                self.roll_back_to_adapter(name, earlier, fails)
+                return
+            asked, number = None, earlier
+        else:
+            asked = number
         if named is None or number not in versions:
             with pytest.raises(AdapterNotFoundError):
-                self.registry.move(name, number)
+                self.registry.move(name, asked)
             return
         chosen = versions[number]
         is_there = chosen == named.version
         if is_there and named.alias_of is None:
-            assert self.registry.move(name, number).status is LoadStatus.ALREADY_LOADED
+            assert self.registry.move(name, asked).status is LoadStatus.ALREADY_LOADED
             return
         if fails:
             self.bench.store.faults.errors["promote"] = AdapterTooLargeError("injected")
             self.bench.store.faults.errors["pin"] = AdapterTooLargeError("injected")
             with pytest.raises(AdapterTooLargeError, match="injected"):
-                self.registry.move(name, number)
+                self.registry.move(name, asked)
             self.bench.store.faults.errors.clear()
             return
-        result = self.registry.move(name, number)
+        result = self.registry.move(name, asked)
         assert (result.status, result.ref.adapter_id) == (LoadStatus.MOVED, chosen[0].adapter_id)
         if not is_there:
             named.kept.remove(chosen)
             named.keep(named.version)
             named.ref, named.path, named.digest = chosen
         named.alias_of, named.is_leaving, named.is_on_device = None, False, True
+
+    def roll_back_to_adapter(self, name: str, other: str, fails: bool) -> None:
+        if fails:
+            self.bench.store.faults.errors["promote"] = AdapterTooLargeError("injected")
+            with pytest.raises(AdapterTooLargeError, match="injected"):
+                self.registry.move(name)
+            return
+        result = self.registry.move(name)
+        assert (result.status, result.ref.adapter_id) == (LoadStatus.MOVED, self.model.names[other].ref.adapter_id)
+        self.model.redirect(name, other)
+        self.model.names[other].is_on_device = True
+        self.see_off_if_idle(name)
 
     @rule(name=NAMES, path=PATHS, load_inplace=st.booleans(), verb=st.sampled_from(["open", "add", "pin"]))
     def load_that_fails(self, name: str, path: str, load_inplace: bool, verb: str) -> None:

@@ -294,7 +294,7 @@ def test_a_slow_hub_times_out(hub: Hub, client: Client) -> None:
     hub.delay_s = 5.0
     (answer,) = client.fetch(hub, "org/sql", timeout_s=0.3)
     assert answer["error"] == "AdapterFetchTimeoutError"
-    assert "0.3 s" in answer["message"]
+    assert "no such directory here, and the hub did not deliver it within 0.3 s" in answer["message"]
 
 
 def test_offline_serves_the_cache_and_says_what_is_missing(hub: Hub, client: Client) -> None:
@@ -307,9 +307,11 @@ def test_offline_serves_the_cache_and_says_what_is_missing(hub: Hub, client: Cli
 
 
 def test_an_unreachable_hub(hub: Hub, client: Client) -> None:
-    (answer,) = client.fetch(hub, "org/sql", HF_ENDPOINT="http://127.0.0.1:9")
-    assert answer["error"] == "AdapterFetchError"
-    assert "cannot be reached" in answer["message"]
+    """`org/name` may have been meant as a directory."""
+    answers = client.fetch(hub, "org/sql", "hf://org/sql", HF_ENDPOINT="http://127.0.0.1:9")
+    assert {answer["error"] for answer in answers} == {"AdapterFetchError"}
+    assert all("the hub cannot be reached" in answer["message"] for answer in answers)
+    assert ["no such directory here" in answer["message"] for answer in answers] == [True, False]
 
 
 def test_local_paths_import_no_hub(root: Path) -> None:

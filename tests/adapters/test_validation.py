@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.adapters.inspect import inspect_adapter
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterBaseMismatchError,
@@ -117,6 +118,36 @@ def test_a_config_that_does_not_fit_the_file_is_refused(
     edit_config(adapter.path, **fields)
     reasons = refused(adapter)
     assert any(all(word in reason for word in words) for reason in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("fields", "formula"),
+    [
+        ({"lora_alpha": 1e308}, "lora_alpha / r is 2.5e+307 with lora_alpha 1e+308 and r 4"),
+        ({"lora_alpha": 1.4e39}, "is 3.5e+38 with"),
+        ({"lora_alpha": 1e39, "use_rslora": True}, "lora_alpha / sqrt(r) is 5e+38 with"),
+        ({"lora_alpha": 1e-300}, "is 2.5e-301 with"),
+        (
+            {"alpha_pattern": {"layers.0.self_attn.q_proj": 1e200}},
+            "layers.0.self_attn.q_proj: the scaling lora_alpha / r is 2.5e+199",
+        ),
+    ],
+)
+def test_a_scaling_that_float32_cannot_hold_is_refused(
+    adapter: PeftAdapter, fields: dict[str, Any], formula: str
+) -> None:
+    """Every answer would be NaN, or that of the base."""
+    edit_config(adapter.path, **fields)
+    (reason,) = refused(adapter)
+    assert formula in reason
+    assert "must be within 1.2e-38 and 3.4e+38" in reason
+    assert inspect_adapter(adapter.path).reasons == (reason,)
+
+
+@pytest.mark.parametrize("alpha", [1e38, 1.3e39, 1e-36])
+def test_a_scaling_that_float32_can_hold_is_not(adapter: PeftAdapter, alpha: float) -> None:
+    edit_config(adapter.path, lora_alpha=alpha)
+    assert {layer.scaling for layer in load(adapter.path, adapter.targets)} == {alpha / 4}
 
 
 def test_biases_must_be_there_and_have_a_place(tmp_path: Path) -> None:

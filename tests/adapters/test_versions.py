@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from loraplex.adapters.registry import LoadStatus, VersionState
+from loraplex.adapters.registry.history import MAX_OTHERS
 from loraplex.core import Tier
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -16,7 +18,7 @@ from loraplex.errors import (
     JournalError,
 )
 from loraplex.events import EventKind
-from tests.adapters.fake_store import Bench, MemoryJournal
+from tests.adapters.fake_store import Bench, Gate, MemoryJournal
 
 
 @pytest.fixture
@@ -190,6 +192,109 @@ def test_an_alias_that_is_moved_answers_for_itself(bench: Bench) -> None:
     assert digest(bench, "sql@1") == "one"
     assert bench.registry.move("sql", 1).status is LoadStatus.MOVED
     assert digest(bench, "sql") == "one"
+
+
+def switched(bench: Bench, *names: str) -> None:
+    """`sql` with a version 2 that was rolled back, then switched to each of `names`."""
+    reload(bench, "one")
+    reload(bench, "two")
+    bench.registry.move("sql")
+    for name in names:
+        bench.registry.load(name, f"/{name}")
+        bench.registry.switch("sql", name)
+
+
+def test_a_rollback_after_a_switch_undoes_the_switch_and_nothing_else(bench: Bench) -> None:
+    switched(bench, "chat")
+    result = bench.registry.move("sql")
+    assert (result.status, result.ref.adapter_version, result.previous_version) == (LoadStatus.MOVED, 1, None)
+    assert digest(bench, "sql") == "one"
+    assert bench.registry.describe("sql").alias_of is None
+    again = bench.registry.move("sql")
+    assert (again.ref.adapter_name, again.previous_version) == ("chat", 1)
+    assert digest(bench, "sql") == "digest of /chat"
+    assert bench.registry.describe("sql").alias_of == "chat"
+    assert bench.told[-1] == (EventKind.SWITCH, "sql", "adapter 'sql' was switched back to 'chat'")
+    assert bench.registry.move("sql").ref.adapter_version == 1
+    assert bench.registry.move("sql", 2).previous_version == 1
+
+
+def test_a_rollback_after_two_switches_goes_to_the_first(bench: Bench) -> None:
+    switched(bench, "green", "blue")
+    assert [bench.registry.move("sql").ref.adapter_name for _ in range(3)] == ["green", "blue", "green"]
+    bench.registry.unload("blue")
+    assert bench.registry.move("sql").ref.adapter_version == 1
+    assert bench.registry.move("sql").ref.adapter_name == "green"
+    bench.registry.unload("green")
+    assert bench.registry.move("sql").ref.adapter_version == 1
+
+
+def test_a_rollback_after_a_reload_goes_back_to_the_switch(bench: Bench) -> None:
+    switched(bench, "chat")
+    reload(bench, "three")
+    assert bench.registry.move("sql").ref.adapter_name == "chat"
+    assert bench.registry.move("sql").ref.adapter_version == 3
+    bench.registry.unload("chat")
+    assert bench.registry.move("sql").ref.adapter_version == 1
+
+
+def test_a_rollback_after_a_switch_and_its_way_back(bench: Bench) -> None:
+    """`switch(new, old)`: `chat` answers with `sql` now, and a rollback of either undoes that."""
+    switched(bench, "chat")
+    bench.registry.switch("chat", "sql")
+    assert bench.registry.move("sql").ref.adapter_name == "chat"
+    assert (digest(bench, "sql"), digest(bench, "chat")) == ("digest of /chat", "digest of /chat")
+    bench.registry.switch("chat", "sql")
+    assert bench.registry.move("chat").ref.adapter_name == "chat"
+    assert (digest(bench, "sql"), digest(bench, "chat")) == ("one", "digest of /chat")
+
+
+def test_a_rollback_of_a_name_that_followed_another(bench: Bench) -> None:
+    """What it was switched to is switched on: that is another name's verb, and its own is undone."""
+    bench.registry.load("front", "/front")
+    switched(bench)
+    bench.registry.switch("front", "sql")
+    bench.registry.load("chat", "/chat")
+    bench.registry.switch("sql", "chat")
+    assert digest(bench, "front") == "digest of /chat"
+    assert bench.registry.move("front").ref.adapter_name == "front"
+    assert bench.registry.move("front").ref.adapter_name == "chat"
+
+
+def test_a_rollback_to_an_adapter_leaves_a_pin_where_it_is(bench: Bench) -> None:
+    switched(bench, "chat")
+    bench.registry.move("sql")
+    bench.registry.pin("sql")
+    assert bench.registry.move("sql").ref.adapter_name == "chat"
+    assert bench.store.pinned() == set()
+    assert not bench.registry.describe("sql").is_pinned
+    assert not bench.registry.describe("chat").is_pinned
+
+
+def test_only_so_many_switches_are_remembered(bench: Bench) -> None:
+    names = [f"n{number}" for number in range(MAX_OTHERS + 3)]
+    switched(bench, *names)
+    for name in reversed(names[2:]):
+        bench.registry.unload(name)
+        if name != names[2]:
+            bench.registry.move("sql")
+    assert bench.registry.move("sql").ref.adapter_version == 1
+
+
+def test_a_switch_that_comes_while_a_rollback_promotes(bench: Bench) -> None:
+    """The rollback is of what answers when it takes effect, and the pin that it had passed on is nobody's."""
+    switched(bench)
+    bench.registry.load("chat", "/chat")
+    bench.registry.pin("sql")
+    gate = bench.store.faults.gates["pin"] = Gate()
+    with ThreadPoolExecutor() as pool:
+        moved = pool.submit(bench.registry.move, "sql")
+        assert gate.arrived.wait(60)
+        bench.registry.switch("sql", "chat")
+        gate.opened.set()
+        assert moved.result().ref.adapter_version == 1
+    assert digest(bench, "sql") == "one"
+    assert bench.store.pinned() == set()
 
 
 def test_pins_are_of_what_answers(bench: Bench) -> None:

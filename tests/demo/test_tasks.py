@@ -16,6 +16,7 @@ from loraplex.demo.tasks import (
     Split,
     adapter_path,
     assets_path,
+    checkable_word_phrases,
     phrases,
     prompt_of,
     word_phrases,
@@ -155,3 +156,4 @@ def test_word_phrases_are_held_out_and_checkable() -> None:
         assert len(phrase) <= MAX_PHRASE_LEN
         assert len({phrase, *(task.apply(phrase) for task in TASKS)}) == len(TASKS) + 1
     assert not set(drawn) & set(phrases("train", 2000, 0))
+    assert sorted(word_phrases(len(checkable_word_phrases()), 0)) == sorted(checkable_word_phrases())

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -300,6 +301,26 @@ async def test_a_start_that_is_called_off_leaves_nothing(monkeypatch: pytest.Mon
     with pytest.raises(asyncio.CancelledError):
         await within(starting)
     assert not is_running(pid)
+
+
+async def test_an_end_that_is_called_off_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C again, while the process that was killed is waited for."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    client = EngineClient(demo_config(), lambda outputs: None, lambda error: None)
+    starting = asyncio.create_task(client.start())
+    await until(lambda: client.pid is not None)
+    pid = client.pid
+    assert pid is not None
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert list(tmp_path.iterdir())
+    stopping = asyncio.create_task(client.stop())
+    await asyncio.sleep(0)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await within(stopping)
+    assert list(tmp_path.iterdir()) == []
+    await until(lambda: not is_running(pid))
 
 
 # ---------------------------------------------------------------------------------------------------------------- orphans

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
 
 from loraplex import LLM, EngineConfig, LoRAConfig, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
-    AdapterError,
     AdapterNotFoundError,
     AdapterPathNotFoundError,
     AdapterValidationError,
@@ -225,6 +227,31 @@ def test_wrong_types_are_refused(llm: LLM) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+def test_a_sampling_parameter_of_the_wrong_type_is_named(name: str) -> None:
+    """What every field refuses; and a text, a fraction and a truth where they are not meant."""
+    default = getattr(SamplingParams(), name)
+    wrong: list[Any] = [object(), [object()], {"a": "b"}, 7j]
+    wrong += [] if name == "stop" else ["5"]
+    wrong += [] if type(default) is float else [1.5]
+    wrong += [1, "True"] if type(default) is bool else [True]
+    for value in wrong:
+        with pytest.raises(
+            InvalidRequestError, match=f"^sampling parameters are refused: {name} must be .*, got "
+        ) as caught:
+            SamplingParams(**{name: value})
+        assert repr(value)[:40] in str(caught.value)
+
+
+def test_sampling_parameters_may_be_numpys() -> None:
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=np.array([1, 2]), seed=np.int32(3)
+    )
+    assert (params.n, params.temperature, params.stop_token_ids, params.seed) == (2, 0.5, (1, 2), 3)
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}  # type: ignore[dict-item]
 
 
 def test_n_completions_are_those_of_the_seeds_that_follow(llm: LLM) -> None:
@@ -743,9 +770,61 @@ def test_the_end_of_a_context_manager_ends_the_loaders(base: Path, one: LoRARequ
         threads = llm.engine.adapters._loader._threads
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)
-    with pytest.raises((AdapterError, EngineShutdownError)):
-        llm.add_lora(two)
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate(TEXT, GREEDY),
+        lambda: llm.generate(TEXT, GREEDY, lora_request=one),
+        lambda: llm.submit(TEXT, GREEDY),
+        llm.step,
+        lambda: llm.add_lora(two),
+        lambda: llm.pin_lora(1),
+        llm.list_loras,
+        llm.stats,
+    ]
+    for call in calls:
+        with pytest.raises(EngineShutdownError, match="this LLM is closed: make a new one"):
+            call()
     llm.close()
+    llm.check_integrity()
+
+
+def test_threads_take_turns(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    """Four that generate, with and without adapters, while two load, list and unload: the tokens are those of one after the other."""
+    adapters = (None, one, two, one)
+    prompts = [[{"prompt_token_ids": ids(7 + turn, seed=thread)} for turn in range(5)] for thread in range(4)]
+    alone = [
+        [token_ids(llm.generate(prompt, GREEDY, lora_request=adapter)) for prompt in own]
+        for own, adapter in zip(prompts, adapters, strict=True)
+    ]
+    begin = threading.Barrier(6)
+
+    def ask(thread: int) -> list[Any]:
+        begin.wait(60)
+        return [token_ids(llm.generate(prompt, GREEDY, lora_request=adapters[thread])) for prompt in prompts[thread]]
+
+    def load_and_unload(number: int) -> None:
+        begin.wait(60)
+        for _ in range(5):
+            llm.add_lora(LoRARequest(f"other{number}", 10 + number, one.lora_path))
+            llm.stats(), llm.adapters()
+            llm.remove_lora(10 + number)
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(ask, thread) for thread in range(4)]
+        verbs = [pool.submit(load_and_unload, number) for number in range(2)]
+        assert [answer.result() for answer in answers] == alone
+        for verb in verbs:
+            verb.result()
+
+
+def test_one_thread_steps_what_others_submit(llm: LLM) -> None:
+    prompts = [{"prompt_token_ids": ids(6, seed=seed)} for seed in range(8)]
+    alone = [token_ids(llm.generate(prompt, GREEDY)) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        names = pool.map(lambda prompt: llm.submit(prompt, GREEDY), prompts)
+        done: dict[str, Any] = {}
+        while len(done) < len(prompts):
+            done |= {output.request_id: token_ids([output]) for output in llm.step() if output.finished}
+    assert [done[name] for name in names] == alone
 
 
 def test_an_error_in_the_middle_leaves_the_engine_usable(

@@ -154,6 +154,39 @@ def test_what_is_not_an_adapter_error_is_explained(rig: Rig) -> None:
         ask(rig)
 
 
+def test_adapters_of_one_content_are_told_of_their_own_source(rig: Rig) -> None:
+    """They may be two tenants': neither hears of the other's name or path, in an error or on its card."""
+    rig.manager.attach_adapters([rig.spec(2, "d1")])
+    rig.source.put("/p1", make_model("new content"))
+    rig.source.errors["/p2"] = AdapterPathNotFoundError("gone")
+    assert (ask(rig, 1), ask(rig, 2)) == (WaitsFor.LOAD, WaitsFor.LOAD)
+    rig.manager.attach_adapters([rig.spec(3, "d1")])
+    load(rig)
+    rig.manager.poll()
+    with pytest.raises(AdapterContentChangedError, match=r"^adapter 'a1': the content of '/p1' has changed"):
+        rig.manager.try_acquire(1)
+    with pytest.raises(AdapterUnavailableError, match=r"^adapter 'a2': .* source '/p2' cannot be read"):
+        rig.manager.try_acquire(2)
+    errors = [each.error or "" for each in rig.manager.list_adapters()]
+    assert ["'a1'" in errors[0], "'a2'" in errors[1], errors[2]] == [True, True, ""]
+    assert not any(
+        other in errors[mine] for mine, others in enumerate((("a2", "p2"), ("a1", "p1"))) for other in others
+    )
+    assert rig.manager.try_acquire(3).waits_for is WaitsFor.LOAD  # its source was not tried, and has the content
+    load(rig)
+    assert [ask(rig, adapter_id) for adapter_id in (1, 2, 3)] == [None] * 3
+    rig.check_output(0, make_model("d1"))
+
+
+def test_verbs_on_adapters_of_one_content_hear_of_their_own_source(rig: Rig) -> None:
+    rig.manager.attach_adapters([rig.spec(2, "d1")])
+    rig.source.errors |= {"/p1": AdapterPathNotFoundError("gone"), "/p2": RuntimeError("out of file handles")}
+    with pytest.raises(AdapterUnavailableError, match=r"'a1'.*'/p1'"):
+        rig.activate(1)
+    with pytest.raises(AdapterLoadError, match="'a2' could not be loaded: RuntimeError: out of file handles"):
+        rig.activate(2)
+
+
 def test_every_request_of_the_pass_gets_the_error_and_the_next_pass_tries_afresh(rig: Rig) -> None:
     rig.source.errors["/p1"] = AdapterPathNotFoundError("gone")
     assert ask(rig) is WaitsFor.LOAD

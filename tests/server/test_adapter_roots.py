@@ -37,6 +37,14 @@ def test_inside(root: Path, name: str) -> None:
     roots(root).check(f"{root}/{name}")
 
 
+def test_the_root_itself(root: Path) -> None:
+    """What else lies in it does not matter, links to the outside included; its own files do."""
+    roots(root).check(str(root))
+    (root / "adapter_model-2.safetensors").symlink_to(root.parent / "outside")
+    with pytest.raises(AdapterPathForbiddenError, match=r"its adapter_model-2.safetensors leads outside what .* only "):
+        roots(root).check(str(root))
+
+
 @pytest.mark.parametrize(
     "name", ["link", "mixed", "..", "../outside", "../rootless", "good/../../outside", "loop", "a\0b"]
 )

@@ -221,6 +221,10 @@ async def test_switch(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/adapters/sql")).json()["alias_of"] == "chat"
     body = {"old": "chat", "new": "fresh", "new_path": "/fresh"}
     assert (await client.post("/v1/adapters/switch", json=body)).status_code == 200
+    back = (await client.post("/v1/adapters/chat/rollback")).json()
+    assert (back["status"], back["name"], back["previous_version"]) == ("moved", "chat", None)
+    forth = (await client.post("/v1/adapters/chat/rollback")).json()
+    assert (forth["status"], forth["name"], forth["previous_version"]) == ("moved", "fresh", 1)
     assert (await client.post("/v1/adapters/switch", json={"old": "sql", "new": "nope"})).status_code == 404
     assert (await client.post("/v1/adapters/switch", json={"old": "sql", "new": "sql"})).status_code == 400
     assert (await client.post("/v1/adapters/switch", json={"old": "sql"})).status_code == 400

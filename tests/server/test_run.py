@@ -42,6 +42,14 @@ async def start():
     how = sys.argv[1]
     if how == "fails":
         raise ModelNotFoundError("no model here")
+    if how == "slowly never":
+        print("starting", flush=True)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            print("clearing up", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+            print("clear", flush=True)
     if how == "never":
         print("starting", flush=True)
         await asyncio.Event().wait()
@@ -62,7 +70,12 @@ class Program:
         command = [sys.executable, "-c", PROGRAM, how, str(port), str(grace_s)]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     @property
@@ -180,6 +193,19 @@ def test_a_signal_ends_the_start_of_an_engine(programs: list[Program], which: si
     assert program.stdout.readline() == "starting\n"
     program.process.send_signal(which)
     assert program.end() == (128 + which, "")
+
+
+def test_more_signals_do_not_keep_a_start_from_clearing_up(programs: list[Program]) -> None:
+    program = Program("slowly never")
+    programs.append(program)
+    assert program.stdout.readline() == "starting\n"
+    program.process.send_signal(signal.SIGINT)
+    assert program.stdout.readline() == "clearing up\n"
+    for which in (signal.SIGINT, signal.SIGTERM):
+        program.process.send_signal(which)
+    assert program.process.stdin is not None
+    program.process.stdin.write("\n")
+    assert program.end() == (128 + signal.SIGINT, "clear\n")
 
 
 def test_running_requests_finish_within_the_grace() -> None:

@@ -8,7 +8,8 @@ while requests that name it go elsewhere. An alias never points to an alias. Whe
 aliases resolve to nothing: a request is refused rather than served by weights that its operator had switched away from.
 
 A version that is replaced stays registered (`kept`), so that the name can go back to it, as long as not more than
-`max_versions_kept` are: then the one that has not answered for longest is dropped.
+`max_versions_kept` are: then the one that has not answered for longest is dropped. `history` has what a name answered with before,
+switches too (history.py).
 
 Single-threaded: `LoRARegistry` calls it under its lock, so nothing here may block.
 """
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from loraplex.adapters.registry.adapter_name import address_text, is_one_version, split_address
+from loraplex.adapters.registry.history import Answer, AnswerHistory
+from loraplex.adapters.registry.integrity import check_integrity
 from loraplex.adapters.registry.numbers import AdapterNumbers
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.table_records import record_version, restore_version
@@ -34,15 +37,16 @@ class NameTable:
 
     def __init__(self, max_loaded_loras: int | None, max_versions_kept: int) -> None:
         self._max_loaded_loras = max_loaded_loras
-        self._max_versions_kept = max_versions_kept
+        self.max_versions_kept = max_versions_kept
         self.current: dict[str, AdapterVersion] = {}
         self.kept: dict[str, list[AdapterVersion]] = {}
         self.aliases: dict[str, str] = {}
+        self.history = AnswerHistory()
         self.draining: dict[str, list[AdapterVersion]] = {}
         self.verbs: dict[str, Verb] = {}
         self._by_id: dict[int, AdapterVersion] = {}
         self.numbers = AdapterNumbers()
-        self._last_numbers: dict[str, int] = {}
+        self.last_numbers: dict[str, int] = {}
         self._usage: dict[str, NameUsage] = {}
         self._changed: dict[str, None] = {}
         self._used: set[str] = set()
@@ -72,20 +76,36 @@ class NameTable:
         yield from reversed(self.kept.get(name, ()))
         yield from (version for version in self.draining.get(name, ()) if not version.is_unloaded)
 
-    def kept_version(self, name: str, number: int | None) -> AdapterVersion:
-        """Version `number` of `name`, or (None) the one that answered last before the current one; raises AdapterNotFoundError."""
-        current, kept = self.own(name), self.kept.get(name, [])
-        if number is None and kept:
-            return kept[-1]
-        found = next((version for version in (current, *kept) if version.number == number), None)
+    def earlier(self, name: str, number: int | None) -> AdapterVersion:
+        """Version `number` of `name`, or (None) what answered for it before what does now, which may be of the adapter that it was
+        switched to; raises AdapterNotFoundError.
+        """
+        self.own(name)
+        answers = reversed(self.history.of(name)) if number is None else (number,)
+        found = next(filter(None, (self._registered(name, answer) for answer in answers)), None)
         if found is None:
             raise self._has_not_kept(name, "an earlier version" if number is None else f"version {number}")
         return found
 
     def _has_not_kept(self, name: str, what: str) -> AdapterNotFoundError:
         listed = ", ".join(map(str, sorted(version.number for version in self.versions_of(name))))
-        text = f"adapter {name!r} has not kept {what}; it has {listed} (max_versions_kept is {self._max_versions_kept})"
+        text = f"adapter {name!r} has not kept {what}; it has {listed} (max_versions_kept is {self.max_versions_kept})"
         return AdapterNotFoundError(text)
+
+    def _registered(self, name: str, answer: Answer) -> AdapterVersion | None:
+        """What `answer` of `name` stands for now; None when that is gone, or another name that answers already.
+
+        A name that was switched on meanwhile stands for the adapter that answers for it, unless that is `name` itself.
+        """
+        if isinstance(answer, int):
+            versions = (self.current[name], *self.kept.get(name, ()))
+            return next((version for version in versions if version.number == answer), None)
+        target = self.aliases.get(answer, answer)
+        return None if target == self.aliases.get(name) else self.current.get(answer if target == name else target)
+
+    def _answer(self, name: str) -> Answer | None:
+        version = self.current.get(name)
+        return None if version is None else self.aliases.get(name, version.number)
 
     def own(self, name: str) -> AdapterVersion:
         """The version loaded under `name` itself, whoever answers for it; raises AdapterNotFoundError, InvalidRequestError for NAME@N."""
@@ -196,10 +216,11 @@ class NameTable:
         name = version.ref.adapter_name
         self._end_load(name, verb)
         previous = self.current.get(name)
+        self.history.note(name, self._answer(name), version.number)
         version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
         self.current[name] = self._by_id[version.adapter_id] = version
         self.aliases.pop(name, None)
-        self._last_numbers[name] = version.number
+        self.last_numbers[name] = version.number
         usage = self._usage.get(name, NameUsage(name))
         self._usage[name] = replace(usage, num_loads=usage.num_loads + 1)
         self.touch(name)
@@ -212,29 +233,32 @@ class NameTable:
         self._end_load(name, verb)
         version = self.current[name]
         version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
+        self._answer_for_itself(name)
+        return version
+
+    def _answer_for_itself(self, name: str) -> None:
+        self.history.note(name, self._answer(name), self.current[name].number)
         self.aliases.pop(name, None)
         self.touch(name)
-        return version
 
     def _end_load(self, name: str, verb: Verb) -> None:
         if self.verbs.get(name) is not verb:
             raise AdapterUnloadedError(f"adapter {name!r} was unloaded while it was being loaded; load it again")
         del self.verbs[name]
 
-    def move(self, version: AdapterVersion) -> tuple[Parting, ...]:
-        """The name of a version resolves to it from now on, and the one that did is kept; returns the parting of that one.
-
-        Raises AdapterNotFoundError when the version was dropped meanwhile.
-        """
-        name = version.ref.adapter_name
-        previous = self.current.get(name)
-        if previous is None or version not in (previous, *self.kept.get(name, ())):
-            raise AdapterNotFoundError(f"adapter {name!r} was unloaded while it was being moved to another version")
+    def move(self, name: str, version: AdapterVersion) -> tuple[Parting, ...]:
+        """`name` answers with `version` from now on, which is what `earlier` found; returns the partings of what answered until now."""
+        if version.ref.adapter_name != name:
+            parting = self.redirect(name, version)
+            return () if parting is None else (parting,)
         version.stay()
+        previous = self.current[name]
+        if version is previous:
+            self._answer_for_itself(name)
+            return ()
+        self.history.note(name, self._answer(name), version.number)
         self.aliases.pop(name, None)
         self.touch(name)
-        if version is previous:
-            return ()
         self.kept[name].remove(version)
         version.ref = replace(version.ref, lora_int_id=self.numbers.of(name))
         version.is_pinned = previous.is_pinned
@@ -244,7 +268,7 @@ class NameTable:
     def next_version(self, name: str) -> int:
         """One more than any version that the name has had, or that still runs, so that a version number is never ambiguous."""
         numbers = [version.number for version in self.draining.get(name, ())]
-        return 1 + max(*numbers, self._last_numbers.get(name, 0), 0)
+        return 1 + max(*numbers, self.last_numbers.get(name, 0), 0)
 
     def _check_room(self, name: str) -> None:
         limit, num_loaded = self._max_loaded_loras, len(self.current)
@@ -281,7 +305,8 @@ class NameTable:
         self.aliases.pop(name, None)
         if version is None:
             return None
-        del self.current[name], self._last_numbers[name], self._usage[name]
+        del self.current[name], self.last_numbers[name], self._usage[name]
+        self.history.forget(name)
         for each in (version, *self.kept.pop(name, ())):
             self._retire(each)
         for each in self.draining[name]:
@@ -297,13 +322,14 @@ class NameTable:
         new = version.ref.adapter_name
         if self.current.get(new) is not version:
             raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
-        if self.aliases.pop(new, None) is not None:
-            self.touch(new)
+        if new in self.aliases:
+            self._answer_for_itself(new)
         version.stay()
         leaving = self.current.get(old)
         if leaving is None:
             return None
         for name in (old, *(name for name, target in self.aliases.items() if target == old)):
+            self.history.note(name, self._answer(name), new)
             self.aliases[name] = new
             self.touch(name)
         return leaving.part_with(Farewell.EVICT)
@@ -338,9 +364,11 @@ class NameTable:
         version.is_pinned = False
         name = version.ref.adapter_name
         kept = [*self.kept.pop(name, ()), version]
-        num_over = max(0, len(kept) - (self._max_versions_kept - 1))
+        num_over = max(0, len(kept) - (self.max_versions_kept - 1))
         if kept[num_over:]:
             self.kept[name] = kept[num_over:]
+        for each in kept[:num_over]:
+            self.history.drop_version(name, each.number)
         dropped = [self._retire(each) for each in kept[:num_over]]
         return (*dropped, *([] if num_over == len(kept) else [version.part_with(Farewell.SHELVE)]))
 
@@ -391,11 +419,12 @@ class NameTable:
         versions = (version, *reversed(self.kept.get(name, ())))
         records = tuple(map(record_version, versions))
         number, alias_of = self.numbers.of(name), self.aliases.get(name)
-        return NameChange(name, NameRecord(number, alias_of, self._last_numbers[name], records, self.usage(name)))
+        last_number, history = self.last_numbers[name], self.history.of(name)
+        return NameChange(name, NameRecord(number, alias_of, last_number, records, self.usage(name), history))
 
     def restore(self, name: str, record: NameRecord) -> None:
         """Put back what a journal has of a name, as far as that many versions are kept now. The table must not have it."""
-        versions = record.versions[: self._max_versions_kept]
+        versions = record.versions[: self.max_versions_kept]
         current, *kept = (restore_version(name, each, record) for each in versions)
         self.current[name] = current
         if kept:
@@ -405,46 +434,12 @@ class NameTable:
         self.numbers.bind(name, record.lora_int_id)
         if record.alias_of is not None:
             self.aliases[name] = record.alias_of
-        self._last_numbers[name] = record.last_number
+        own = [each.number for each in (*kept[::-1], *(() if record.alias_of is None else (current,)))]
+        known = [each for each in record.history if isinstance(each, str) or each in own]
+        self.history.put(name, (*(each for each in own if each not in known), *known))
+        self.last_numbers[name] = record.last_number
         self._usage[name] = record.usage
 
-    # ---------------------------------------------------------------------------------------------------------- invariants
-
     def check_integrity(self) -> None:
-        current, draining = self.current, [version for versions in self.draining.values() for version in versions]
-        kept = [version for versions in self.kept.values() for version in versions]
-        ids = [version.adapter_id for version in (*current.values(), *kept, *draining)]
-        _check(len(ids) == len(set(ids)), "a version is there twice")
-        _check(set(ids) == self._by_id.keys(), "the versions by id are not the current, kept and draining ones")
-        _check(self.kept.keys() <= current.keys(), "a kept version has no name")
-        _check(all(len(each) < self._max_versions_kept for each in self.kept.values()), "too many versions are kept")
-        _check(not any(version.is_pinned for version in kept), "a kept version is pinned")
-        _check(self._last_numbers.keys() == current.keys() == self._usage.keys(), "a name has no counters")
-        _check(
-            all(name == version.ref.adapter_name for name, version in current.items()), "a name has another's version"
-        )
-        _check(
-            all(version.num_references >= 0 for version in self._by_id.values()), "a count of references is negative"
-        )
-        _check(all(_is_leaving(version) for version in draining), "a draining version would never be dropped")
-        _check(
-            not any(_is_leaving(each) for each in (*current.values(), *kept)), "a registered version would be dropped"
-        )
-        _check(self.aliases.keys() <= current.keys(), "an alias has no version of its own")
-        _check(not self.aliases.keys() & set(self.aliases.values()), "an alias points to an alias")
-        _check(self.numbers.is_consistent, "numbers do not match names")
-        _check(self.numbers.names <= current.keys() | self.verbs.keys(), "a number has no adapter")
-        _check(all(self._is_numbered_right(version) for version in current.values()), "a version has another number")
-
-    def _is_numbered_right(self, version: AdapterVersion) -> bool:
-        name = version.ref.adapter_name
-        verb = self.verbs.get(name)
-        return (verb is not None and verb.brought_number) or version.ref.lora_int_id == self.numbers.of(name)
-
-
-def _is_leaving(version: AdapterVersion) -> bool:
-    return version.parting is not None and version.parting.farewell is Farewell.DROP
-
-
-def _check(is_fine: bool, what: str) -> None:
-    assert is_fine, f"the table of adapter names is broken: {what}"
+        """Raises AssertionError, as integrity.py says."""
+        check_integrity(self)

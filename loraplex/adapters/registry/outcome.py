@@ -21,7 +21,8 @@ class LoadStatus(enum.StrEnum):
 class LoadResult:
     """`ref` is the version that answers for the name now: after a switch, that of the adapter it was switched to.
 
-    moved: a kept version answers again. previous_version: the one that answered before a reload or a move, None when nothing changed.
+    moved: what answered earlier answers again. previous_version: the name's own one before a reload or a move; None when nothing
+    changed, or another adapter answered until a move.
     """
 
     status: LoadStatus

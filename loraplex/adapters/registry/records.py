@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from loraplex.adapters.registry.history import Answer
+
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
@@ -38,7 +40,8 @@ class NameUsage:
 class NameRecord:
     """One name with all that belongs to it. versions: the current one, then the kept ones, the last to answer first.
 
-    last_number: of the newest version ever, so that no number is used twice while the name is loaded.
+    last_number: of the newest version ever, so that no number is used twice while the name is loaded. history: what the name answered
+    with before what does now (history.py).
     """
 
     lora_int_id: int | None
@@ -46,6 +49,7 @@ class NameRecord:
     last_number: int
     versions: tuple[VersionRecord, ...]
     usage: NameUsage
+    history: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

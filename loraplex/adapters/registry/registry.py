@@ -5,7 +5,7 @@
     unload   the name resolves to nothing at once; its last release drops it from the store    (drain.py)
     reload   a new version under the name, which inherits the pin; the old one drains
     switch   `new` is promoted, then answers for `old` too, which leaves the device             (switch.py)
-    move     a kept version of a name is promoted, then answers again; rollback is the move to the one before
+    move     a kept version of a name is promoted, then answers again; rollback is the move to what answered before (history.py)
 
 One lock guards the table of names (name_table.py) and is held for dictionary operations only, so requests never wait for a verb.
 Slow verbs on one name run one after the other, waiting on a future; `unload` waits for none and calls a load under way off. Each
@@ -224,15 +224,19 @@ class LoRARegistry:
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
 
     def move(self, name: str, version: int | None = None) -> LoadResult:
-        """Let a kept version of `name` answer for it again: rollback, to the one that answered before by default. It inherits the pin.
+        """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
-        The version that answered until now is kept instead, so `move` goes forth and back. Raises AdapterNotFoundError for a version
-        that is not kept, and what promoting it raises when its source is gone or has changed: then the current one answers on.
+        That may be the name's own version before a switch, or the adapter that it was switched to. What answered until now is remembered
+        instead, so `move` goes forth and back. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept,
+        and what promoting it raises when its source is gone or has changed: then what answers now answers on.
         """
         result = self._switch.move(name, version)
-        if result.status is LoadStatus.MOVED:
-            number = result.ref.adapter_version
+        ref = result.ref
+        if result.status is LoadStatus.MOVED and ref.adapter_name == name:
+            number = ref.adapter_version
             self._tell(EventKind.SWITCH, name, f"was moved to its version {number}", version=number)
+        elif result.status is LoadStatus.MOVED:
+            self._tell(EventKind.SWITCH, name, f"was switched back to {ref.adapter_name!r}", new=ref.adapter_name)
         return result
 
     def _tell(self, kind: EventKind, name: str, text: str, **details: Detail) -> None:

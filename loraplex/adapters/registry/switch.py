@@ -56,35 +56,57 @@ class AdapterSwitch:
         )
 
     def move(self, name: str, number: int | None) -> LoadResult:
-        """Let a kept version of `name` answer again, the one that did before the current one by default; it inherits the pin.
+        """Let a kept version of `name` answer again, or (None) what answered before what does now: a version, or another adapter.
 
-        It is promoted first. When there is no room for it on the device now, it answers all the same, and its requests wait for
-        room. When it cannot be read any more, this raises and nothing has changed.
+        It is promoted first; a version of its own inherits the pin. When there is no room for it on the device now, it answers all the
+        same, and its requests wait for room. When it cannot be read any more, this raises and nothing has changed.
         """
-        began_s = time.monotonic()
-        with self._turns.verb_on(name) as current:
+        result = None
+        while result is None:
             with self._lock:
-                version = self._table.kept_version(name, number)
-            if version is current and name not in self._table.aliases:
+                version = self._table.earlier(name, number)
+            result = self._move_to(name, number, version)
+        return result
+
+    def _move_to(self, name: str, number: int | None, version: AdapterVersion) -> LoadResult | None:
+        """None when a verb came between, after which the move goes elsewhere."""
+        began_s = time.monotonic()
+        with self._turns.verb_on(version.ref.adapter_name):
+            with self._lock:
+                current, was_alias = self._table.own(name), name in self._table.aliases
+            if version is current and not was_alias:
                 return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
             evicted = self._bring(version, current)
-            partings: tuple[Parting, ...] = ()
+            partings: tuple[Parting, ...] | None = None
             try:
                 with self._effects.change() as table:
-                    partings = table.move(version)
+                    if table.earlier(name, number) is version:
+                        partings = table.move(name, version)
             finally:
-                for parting in partings:
+                for parting in partings or ():
                     self._drain.part(parting)
-        return LoadResult(LoadStatus.MOVED, version.ref, evicted, time.monotonic() - began_s, current.number)
+            if partings is None:
+                self._leave_again(version)
+                return None
+        previous = None if was_alias or version is current else current.number
+        return LoadResult(LoadStatus.MOVED, version.ref, evicted, time.monotonic() - began_s, previous)
 
     def _bring(self, version: AdapterVersion, current: AdapterVersion) -> tuple[str, ...]:
-        if current.is_pinned and version is not current:
+        is_heir = version is not current and version.ref.adapter_name == current.ref.adapter_name
+        if is_heir and current.is_pinned:
             self._drain.pass_pin_on(current, version)
             return ()
         try:
             return self._promote(version, current)[0]
         except AdapterNoRoomError:
             return ()
+
+    def _leave_again(self, version: AdapterVersion) -> None:
+        """A pin that was passed on to `version` is nobody's: whoever came between has lifted that of the one before."""
+        with self._lock:
+            is_pinned = version.is_pinned
+        if not is_pinned:
+            self._drain.try_quietly(self._store.unpin_adapter, version.adapter_id)
 
     def _is_on_device(self, name: str) -> bool:
         """Whether the version under a name of its own is there; the weights may be shared, and stay when it leaves."""

@@ -1,0 +1,96 @@
+"""Ctrl-C at any moment: the program ends with 130, whatever imports what."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from loraplex.demo.tasks import adapter_path, assets_path
+
+BASE, UPPER = str(assets_path() / "base"), str(adapter_path("upper"))
+
+SWALLOWED = """
+import os, signal, sys
+
+WHERE = sys.argv.pop(1)
+
+class Interrupted:
+    \"\"\"Ctrl-C when a module is looked for, in code that goes on whatever happens.\"\"\"
+
+    def find_spec(self, name, path=None, target=None):
+        if name == WHERE:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+
+sys.meta_path.insert(0, Interrupted())
+from loraplex.__main__ import run
+run()
+"""
+
+
+def python(code: str, *arguments: str) -> tuple[int, str, str]:
+    """With the signal as a terminal's programs have it, whatever the tests were started from."""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        *(("cyclopts", name) for name in ("serve", "generate", "demo", "bench", "profile", "top", "adapter", "doctor")),
+        ("uvicorn", f"serve {BASE}"),
+        ("torch", f"generate {BASE} banana="),
+        ("torch", "demo"),
+        ("numpy", "demo"),
+        ("torch", f"bench {BASE}"),
+        ("torch", f"profile {BASE}"),
+        ("rich", "top --once"),
+        ("torch", f"adapter inspect {UPPER} --base {BASE}"),
+        ("torch", "doctor"),
+    ],
+    ids=lambda value: value.split()[0],
+)
+def test_ctrl_c_in_an_import_is_not_swallowed(module: str, command: str) -> None:
+    assert python(SWALLOWED, module, *command.split()) == (130, "", "")
+
+
+def test_where_a_command_has_another_use_for_it() -> None:
+    code = (
+        "import os, signal\n"
+        "from loraplex import interrupt\n"
+        "interrupt.end_at_once()\n"
+        "try:\n"
+        "    with interrupt.raised():\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "        signal.pause()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('report')\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('never')\n"
+    )
+    assert python(code) == (130, "report\n", "")
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda number, frame: None"])
+def test_another_handler_stays(handler: str) -> None:
+    code = (
+        "import signal\n"
+        "from loraplex import interrupt\n"
+        f"signal.signal(signal.SIGINT, handler := {handler})\n"
+        "interrupt.end_at_once()\n"
+        "with interrupt.raised():\n"
+        "    assert signal.getsignal(signal.SIGINT) is handler or signal.getsignal(signal.SIGINT) == handler\n"
+    )
+    assert python(code) == (0, "", "")
