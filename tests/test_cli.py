@@ -232,14 +232,6 @@ def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert run("demo") == (130, "", "")
 
 
-def test_ctrl_c_while_modules_are_imported_is_no_traceback(tmp_path: Path) -> None:
-    (tmp_path / "cyclopts.py").write_text("raise KeyboardInterrupt")  # the first thing that the command line imports
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    command = [sys.executable, "-m", "loraplex", "--version"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
-
-
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-"])
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["serve", "/nowhere", "--port", "0"], 1)])
 def test_streams_may_be_closed(closed: str, arguments: list[str], code: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 
@@ -11,6 +10,8 @@ import pytest
 from loraplex.demo.tasks import adapter_path, assets_path
 
 BASE, UPPER = str(assets_path() / "base"), str(adapter_path("upper"))
+
+USUAL_SIGNAL = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 SWALLOWED = """
 import os, signal, sys
@@ -35,14 +36,8 @@ run()
 
 def python(code: str, *arguments: str) -> tuple[int, str, str]:
     """With the signal as a terminal's programs have it, whatever the tests were started from."""
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    command = [sys.executable, "-c", USUAL_SIGNAL + code, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stdout, ended.stderr
 
 
