@@ -18,10 +18,11 @@ import torch
 from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import adapters, check, engine, kernels
 from benchmarks.gpu.adapters import scratch_folder, write_adapters
+from benchmarks.gpu.attention_problems import SPLIT_CONTEXT, flash_problems
 from benchmarks.gpu.exact import expected_lora, poisoned_allocations, row_error, same_bits
 from benchmarks.gpu.inputs import draw_slots, make_attention, segments_of
 from benchmarks.gpu.kernel_cases import TARGETS, Case, _Stacked, lora_case
-from benchmarks.gpu.kernel_checks import SPLIT_CONTEXT, Finding, flash_problems
+from benchmarks.gpu.kernel_checks import Finding
 from benchmarks.gpu.kernel_checks import check as check_problem
 from benchmarks.gpu.place import FP32, LEFT_OUT, Place, Sheet, endable, exit_code, find_place
 from benchmarks.gpu.problems import Problem

@@ -20,6 +20,7 @@ from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.engine.front import adapter_ref, make_front
+from loraplex.engine.in_process_store import InProcessStore
 from loraplex.engine.processor import PreparedRequest
 from loraplex.errors import LoraplexError, RequestAbortedError
 from loraplex.metrics import EngineStats
@@ -27,20 +28,11 @@ from loraplex.metrics import EngineStats
 MAX_STALLS = 400  # of 50 ms each
 
 
-class DrivenStore:
-    """`AdapterStore` over an engine in this process. What `abort_adapter` ends is told to `on_aborted` at once."""
+class DrivenStore(InProcessStore):
+    """What `abort_adapter` ends is told to `on_aborted` at once."""
 
     def __init__(self, engine: EngineCore, on_aborted: Callable[[TokenOutput], None]) -> None:
-        adapters = engine.adapters
-        self.add_adapter = adapters.add_adapter
-        self.attach_adapters = adapters.attach_adapters
-        self.drop_adapter = adapters.drop_adapter
-        self.promote_adapter = adapters.promote_adapter
-        self.evict_adapter = adapters.evict_adapter
-        self.pin_adapter = adapters.pin_adapter
-        self.unpin_adapter = adapters.unpin_adapter
-        self.list_adapters = adapters.list_adapters
-        self._engine = engine
+        super().__init__(engine, [])
         self._on_aborted = on_aborted
 
     def abort_adapter(self, adapter_id: int) -> int:

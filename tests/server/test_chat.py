@@ -209,4 +209,5 @@ async def test_a_message_without_content_is_refused(client: httpx.AsyncClient, m
     ],
 )
 async def test_messages_that_say_nothing_may(client: httpx.AsyncClient, message: dict[str, Any]) -> None:
-    await chat(client, messages=[*HI, message])
+    answer = await chat(client, messages=[*HI, message])
+    assert answer["choices"][0]["message"]["role"] == "assistant"
