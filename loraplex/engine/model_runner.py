@@ -137,9 +137,9 @@ class ModelRunner:
             torch.cuda.synchronize(self._kv.device)
 
     def move_kv_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the KV of blocks to other blocks, between two steps."""
-        moved = self._kv.index_select(0, torch.tensor(sources, device=self._kv.device))
-        self._kv.index_copy_(0, torch.tensor(targets, device=self._kv.device), moved)
+        """Copy the KV of blocks to other blocks, between two steps; nothing waits for it."""
+        from_blocks, to_blocks = upload(np.array((sources, targets), np.int64), self._kv.device)
+        self._kv.index_copy_(0, to_blocks, self._kv.index_select(0, from_blocks))
 
     def measure_operators(self, is_on: bool) -> None:
         """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -262,6 +263,14 @@ def test_kv_is_moved_only_while_no_step_is_in_flight(
     assert vacated == [1]
     driver.finish()
     each.check()
+
+
+def test_moved_kv_is_what_it_was(driver: Driver) -> None:
+    """All blocks are read before any is written."""
+    runner = driver.engine._runner
+    before = runner._kv[:4].normal_().clone()
+    runner.move_kv_blocks([0, 1, 3], [1, 2, 0])
+    assert torch.equal(runner._kv[:4], before[[3, 0, 1, 3]])
 
 
 def test_care_waits_for_the_step_in_flight(driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
