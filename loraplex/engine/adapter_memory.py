@@ -79,4 +79,5 @@ def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:
         folder = default / "adapters"
     else:
         return None
-    return DiskCache(folder, lora.disk_memory_bytes, packer.form(lora.lora_dtype), packer.check_layout)
+    form = packer.form(lora.lora_dtype)
+    return DiskCache(folder, lora.disk_memory_bytes, form, packer.check_layout, checksums=packer.checksums)

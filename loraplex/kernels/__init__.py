@@ -5,5 +5,6 @@ tiles.py      the rows of a step cut into tiles, for GPU kernels
 ops.py        KernelBackend and get_backend, the only dispatch point
 reference.py  the specification of every operator, in plain torch
 torch_ops.py  the same operators in few calls of stock torch, on any device; torch_attention.py is its paged attention
+checksum.py   of packed bytes, the same number wherever they are summed
 operators.py  Punica's and vLLM's sgmv_* and bgmv_*, which every backend has
 """

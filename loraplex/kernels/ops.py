@@ -83,6 +83,10 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The checksum (checksum.py) of packed bytes on the host, for each piece; any thread may call it."""
+        ...
+
     def add_lora(
         self,
         y: torch.Tensor,

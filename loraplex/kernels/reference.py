@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
+from loraplex.kernels.checksum import checksums
 from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import (
     ABSENT,
@@ -110,6 +111,9 @@ class StockPacking:
             None if layout is None else unpack_slice(layout, in_features, width, block)
             for layout, width in zip(layouts, out_features, strict=True)
         )
+
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return checksums(pieces)
 
 
 def copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtype: torch.dtype) -> None:

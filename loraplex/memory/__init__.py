@@ -18,7 +18,7 @@ promote.py       host to device; copies.py: beside the steps; arrivals.py, steps
 weight_reader.py one load: from a compressed copy, the disk tier or the source
 disk_cache.py    the disk tier, packed adapters by content; disk_file.py: one file
 compression.py   fewer bytes for cold adapters; compressed_copies.py: those that are kept
-checksum.py      of extents; damage.py: bytes that changed, memory that fails
+damage.py        bytes that changed, memory that fails
 recovery.py      adapters with wrong results: quarantined until a diagnosis; health.py: that and damage, for the engine
 monitor.py       the periodic look, low-memory mode; housekeeping.py: what it does to adapters; system_memory.py: what the machine has left
 adapter_records.py  which adapters there are by id

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from loraplex.memory.checksum import checksums
+from loraplex.kernels.checksum import checksums
 
 
 class Arrival(Protocol):

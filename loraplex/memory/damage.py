@@ -16,7 +16,6 @@ from loraplex.core import Tier
 from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind
 from loraplex.memory.arena import Arena, Extent
-from loraplex.memory.checksum import checksums
 from loraplex.memory.pool import LoRAMemoryPool
 from loraplex.memory.stored import StoredWeights, tell
 from loraplex.memory.tiers import Place
@@ -50,7 +49,8 @@ class DamageControl:
         if place is None or not weights.checksums:
             return []
         views = [self._pool(tier).view(extent) for extent in place.extents]
-        found = self._store.copies.checksums(views) if tier is Tier.DEVICE else checksums(views)
+        store = self._store
+        found = store.copies.checksums(views) if tier is Tier.DEVICE else store.host_checksums(views)
         triples = zip(place.extents, found, weights.checksums, strict=True)
         return [extent for extent, number, expected in triples if number != expected]
 

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 
+from loraplex.kernels.checksum import Checksums, checksums
 from loraplex.memory.disk_file import (
     IDENTITY_BYTES,
     DamagedFileError,
@@ -109,7 +110,8 @@ class DiskCache:
     """The files of one form. Thread-safe; data is read and written without a lock.
 
     form: names all that decides how an adapter is packed. check_layout: raises ValueError for a layout that is not one of this
-    model's (Packer.check_layout). clock: seconds. A digest is a lower-case hexadecimal number; another is a ValueError.
+    model's (Packer.check_layout). clock: seconds. checksums: of extents on the host. A digest is a lower-case hexadecimal number;
+    another is a ValueError.
     """
 
     def __init__(
@@ -119,11 +121,13 @@ class DiskCache:
         form: str,
         check_layout: Callable[[PackedLayout], None],
         clock: Callable[[], float] = time.monotonic,
+        checksums: Checksums = checksums,
     ) -> None:
         self._folder = folder
         self._form = form
         self._own_folder = folder / hashlib.blake2b(form.encode(), digest_size=8).hexdigest()
         self._check_layout = check_layout
+        self._checksums = checksums
         self._clock = clock
         self._lock = threading.Lock()
         self._layouts: dict[bytes, PackedLayout] = {}
@@ -159,7 +163,7 @@ class DiskCache:
             sizes = self._layout_of(header).sizes
             if sizes != tuple(view.numel() for view in views):
                 raise DamagedFileError(f"its extents of {sizes} bytes are not those of the adapter")
-            read_extents(fd, header, views)
+            read_extents(fd, header, views, self._checksums)
 
         outcome = self._read(digest, read)
         if outcome is DiskRead.DONE:

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from loraplex.adapters.regular_file import transfer
+from loraplex.kernels.checksum import Checksums
 from loraplex.kernels.plan import ABSENT, ALIGNMENT, DTYPE_CODES, SliceLayout
-from loraplex.memory.checksum import checksum
 from loraplex.memory.packing import PackedBlock, PackedLayout
 
 MAGIC = b"loraplex"
@@ -119,14 +119,17 @@ def read_header(fd: int, identity: bytes) -> Header:
     return Header(checksums, bytes(header[layout_start : layout_start + layout_bytes]), nbytes, body_bytes)
 
 
-def read_extents(fd: int, header: Header, views: Sequence[torch.Tensor]) -> None:
-    """Into `views`, which have the sizes of the extents. Raises DamagedFileError, with the views half written."""
+def read_extents(fd: int, header: Header, views: Sequence[torch.Tensor], checksums: Checksums) -> None:
+    """Into `views`, which have the sizes of the extents; `checksums` says what arrived there.
+
+    Raises DamagedFileError, with the views half written.
+    """
     wanted = sum(view.numel() for view in views)
     done = transfer(lambda pieces, offset: os.preadv(fd, pieces, offset), _memory_of(views), header.nbytes)
     if done != wanted:
         raise DamagedFileError(f"it ends after {done} bytes of {wanted}")
-    for index, (view, expected) in enumerate(zip(views, header.checksums, strict=True)):
-        if checksum(view) != expected:
+    for index, (found, expected) in enumerate(zip(checksums(views), header.checksums, strict=True)):
+        if found != expected:
             raise DamagedFileError(f"extent {index} is damaged")
 
 

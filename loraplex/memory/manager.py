@@ -101,7 +101,7 @@ class LoRAModelManager:
         self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
         compressed = compressed_copies(lora_config, packer)
         events = events or EventLog()
-        self._store = WeightStore(host, device, clock, events, disk, compressed, copies)
+        self._store = WeightStore(host, device, clock, events, disk, compressed, copies, packer.checksums)
         self._compactor = Compactor(self._store, clock, events)
         reader = WeightReader(packer, host, disk, compressed, lora_config.num_loader_threads)
         damage = DamageControl(self._store)

@@ -77,7 +77,7 @@ class MoveFinder:
             target = self._space.place(extent.nbytes)
             if target is None:
                 for move in moves:
-                    self._space.free(move.target)
+                    self._space.free_all((move.target,))
                 self._space.open(chunk)
                 return []
             moves.append(Move(extent, target))
@@ -100,7 +100,7 @@ class MoveFinder:
                     continue
                 place = self._borrow_beside(start, end, num_chunks)
                 if place is not None:
-                    target = self._space.place_in(*place, extent.nbytes)
+                    target = self._space.place_in(*place, (extent.nbytes,))[0]
                     for chunk in own:
                         self._space.close(chunk)
                     return [Move(extent, target)]

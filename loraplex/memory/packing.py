@@ -123,6 +123,10 @@ class Packer:
         layouts = self._backend.pack(slices, self._compute_dtype, view[block.offset :])
         assert tuple(layouts) == block.layouts, f"{block.target_name}: a block of another layout"
 
+    def checksums(self, views: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """Of the memory of extents, on the host."""
+        return self._backend.checksums(views)
+
     def check_layout(self, layout: PackedLayout) -> None:
         """ValueError unless an adapter of this model is laid out so: then kernels that read by it stay inside its extents."""
         sizes: list[int] = []

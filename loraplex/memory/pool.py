@@ -60,34 +60,32 @@ class LoRAMemoryPool:
 
     def allocate(self, nbytes: int) -> Extent | None:
         """An extent of `nbytes` rounded up to ALIGNMENT; None when neither the holes, nor the arena, nor the KV cache have room."""
-        if nbytes < 1:
-            raise ValueError(f"an extent needs at least one byte, got {nbytes}")
-        size = align(nbytes)
-        with self._lock:
-            return self._space.place(size) or self._borrow(size)
+        extents = self.allocate_all((nbytes,))
+        return None if extents is None else extents[0]
 
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
-        """One extent for each size, or None and nothing changed."""
+        """One extent for each size, side by side as far as there are such holes; or None and nothing changed."""
+        aligned = [_aligned(nbytes) for nbytes in sizes]
         extents: list[Extent] = []
-        try:
-            for nbytes in sizes:
-                extent = self.allocate(nbytes)
-                if extent is None:
-                    break
-                extents.append(extent)
-        finally:  # also when an allocation raises
-            if len(extents) < len(sizes):
-                self.free_all(extents)
+        with self._lock:
+            try:
+                while left := aligned[len(extents) :]:
+                    row = self._space.place_row(left) or self._borrow(left)
+                    if not row:
+                        break
+                    extents += row
+            finally:  # also when an allocation raises
+                if len(extents) < len(sizes):
+                    self._space.free_all(extents)
         return tuple(extents) if len(extents) == len(sizes) else None
 
     def free(self, extent: Extent) -> None:
         """Return an extent. Nothing may read it any more: what was launched before must be done (retired.py)."""
-        with self._lock:
-            self._space.free(extent)
+        self.free_all((extent,))
 
     def free_all(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            self.free(extent)
+        with self._lock:
+            self._space.free_all(extents)
 
     def view(self, extent: Extent) -> torch.Tensor:
         """The memory of an extent, uint8."""
@@ -150,25 +148,34 @@ class LoRAMemoryPool:
         with self._lock:
             self._space.check_integrity()
 
-    def _borrow(self, size: int) -> Extent | None:
-        """An extent in chunks that are borrowed for it; the KV cache is asked for some as long as that helps."""
-        num_chunks = math.ceil(size / self.arena.chunk_bytes)
-        extent = self._borrow_free(size)
-        while extent is None:
+    def _borrow(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """Extents for the first of `sizes`, at least one, in chunks that are borrowed for it; () when there are none.
+
+        The KV cache is asked for some as long as that helps.
+        """
+        num_chunks = math.ceil(sizes[0] / self.arena.chunk_bytes)
+        extents = self._borrow_free(sizes)
+        while not extents:
             is_allowed = self.arena.num_lent(Owner.ADAPTERS) + num_chunks <= self.arena.ceiling(Owner.ADAPTERS)
             if self.ask_kv is None or not is_allowed or not self.ask_kv(num_chunks):
-                return None
-            extent = self._borrow_free(size)
-        return extent
+                break
+            extents = self._borrow_free(sizes)
+        return extents
 
-    def _borrow_free(self, size: int) -> Extent | None:
-        """In free chunks of the arena: as many as hold `size`, or fewer beside a hole when the arena is nearly full."""
-        for num_chunks in range(math.ceil(size / self.arena.chunk_bytes), 0, -1):
+    def _borrow_free(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """In free chunks of the arena: as many as hold the first size, or fewer beside a hole when the arena is nearly full."""
+        for num_chunks in range(math.ceil(sizes[0] / self.arena.chunk_bytes), 0, -1):
             chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
             if chunks is None:
                 continue
             start, end = self._space.take_over(chunks)
-            if end - start >= size:
-                return self._space.place_in(start, end, size)
+            if end - start >= sizes[0]:
+                return self._space.place_in(start, end, sizes)
             self._space.give_up(start, end)
-        return None
+        return ()
+
+
+def _aligned(nbytes: int) -> int:
+    if nbytes < 1:
+        raise ValueError(f"an extent needs at least one byte, got {nbytes}")
+    return align(nbytes)

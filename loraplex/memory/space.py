@@ -6,7 +6,8 @@ closed chunk    fenced, or being emptied: what is free in it is no hole, and it 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from loraplex.kernels.plan import ALIGNMENT
@@ -44,31 +45,60 @@ class Space:
 
     def place(self, size: int) -> Extent | None:
         """An extent at the end of the smallest hole that holds it; None when no hole does."""
-        hole = self.holes.take_best(size)
-        return None if hole is None else self.place_in(*hole, size)
+        return next(iter(self.place_row((size,))), None)
 
-    def place_in(self, start: int, end: int, size: int) -> Extent:
-        """At the end of a range that is no hole any more; what is left of it becomes one."""
-        if start < end - size:
-            self._add_hole(start, end - size)
-        extent = Extent(end - size, size)
-        self._size_of[extent.offset] = size
-        insort(self._offsets, extent.offset)
-        self._count(extent, 1)
-        return extent
+    def place_row(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """Extents side by side: for all of `sizes` in the smallest hole that holds them, or for as many of them as the largest hole
+        holds; () when that is none."""
+        largest = self.holes.largest
+        if not sizes or sizes[0] > largest:
+            return ()
+        hole = self.holes.take_best(min(sum(sizes), largest))
+        assert hole is not None, "there is one of the largest size"
+        return self.place_in(*hole, sizes)
 
-    def free(self, extent: Extent) -> None:
-        assert self._size_of.get(extent.offset) == extent.nbytes, f"{extent} is not lent by this pool"
-        del self._size_of[extent.offset]
-        del self._offsets[bisect_left(self._offsets, extent.offset)]
-        self._count(extent, -1)
+    def place_in(self, start: int, end: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """As many of `sizes` as fit, at least one, at the end of a range that is no hole any more; what is left of it becomes one."""
+        ends = list(itertools.accumulate(sizes))
+        num_extents = bisect_right(ends, end - start)
+        assert num_extents, f"[{start}, {end}) does not hold {sizes[0]} bytes"
+        first = end - ends[num_extents - 1]
+        if start < first:
+            self._add_hole(start, first)
+        offsets = [first, *(first + nbytes for nbytes in ends[: num_extents - 1])]
+        extents = tuple(map(Extent, offsets, sizes))
+        self._size_of.update(zip(offsets, sizes, strict=False))
+        index = bisect_left(self._offsets, first)
+        self._offsets[index:index] = offsets
+        self._count(Extent(first, end - first), 1)
+        return extents
+
+    def free_all(self, extents: Iterable[Extent]) -> None:
+        """In runs of extents that lie side by side: those of one adapter mostly do."""
+        run: list[Extent] = []
+        for extent in sorted(extents, key=lambda extent: extent.offset):
+            if run and run[-1].end != extent.offset:
+                self._free_run(run)
+                run = []
+            run.append(extent)
+        if run:
+            self._free_run(run)
+
+    def _free_run(self, run: Sequence[Extent]) -> None:
+        for extent in run:
+            assert self._size_of.get(extent.offset) == extent.nbytes, f"{extent} is not lent by this pool"
+            del self._size_of[extent.offset]
+        start, end = run[0].offset, run[-1].end
+        index = bisect_left(self._offsets, start)
+        del self._offsets[index : index + len(run)]
+        freed = Extent(start, end - start)
+        self._count(freed, -1)
         if self._is_poisoned:
-            self.arena.view(extent).fill_(POISON)
+            self.arena.view(freed).fill_(POISON)
         if not self._closed:
-            self._add_hole(extent.offset, extent.end)
+            self._add_hole(start, end)
             return
-        start = extent.offset
-        for chunk, nbytes in self.shares(extent):
+        for chunk, nbytes in self.shares(freed):
             self._add_free(chunk, start, start + nbytes)
             start += nbytes
 

@@ -14,9 +14,8 @@ import torch
 
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
-from loraplex.memory.checksum import checksum
 from loraplex.memory.compressed_copies import CompressedCopies
-from loraplex.memory.disk_cache import DiskCache, DiskRead
+from loraplex.memory.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.loading import read_weights
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.stored import LoadJob
@@ -66,7 +65,7 @@ class WeightReader:
             loaded = self._from_compressed(self._compressed, digest, reserve)
             job.damaged_copies += [COMPRESSED] if loaded is None else []
         if loaded is None and self._disk is not None and self._disk.has(digest):
-            loaded = self._from_disk(self._disk, digest, reserve)
+            loaded = self._from_disk(self._disk, job, reserve)
             job.damaged_copies += [Tier.DISK.value] if loaded is None else []
         return loaded or self._from_source(job, reserve)
 
@@ -79,14 +78,18 @@ class WeightReader:
             return LoadedWeights(kept.layout, (), COMPRESSED, is_placed=False)
         with self._busy:
             copies.compression.restore(kept.copy, kept.layout, views)
-            checksums = tuple(checksum(view) for view in views)
+            checksums = self._packer.checksums(views)
         copies.drop(digest)
         if kept.checksums not in (None, checksums):
             return None
         return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
-    def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:
-        stored = disk.read_layout(digest)
+    def _from_disk(self, disk: DiskCache, job: LoadJob, reserve: Reserve) -> LoadedWeights | None:
+        digest, known = job.weights.digest, job.weights
+        if known.layout is not None and known.checksums:
+            stored: StoredLayout | None = StoredLayout(known.layout, known.checksums)
+        else:
+            stored = disk.read_layout(digest)
         if stored is None:
             return None
         views = self._views(reserve(stored.layout.sizes))
@@ -105,7 +108,7 @@ class WeightReader:
             return LoadedWeights(plan.layout, (), Tier.SOURCE.value, is_placed=False)
         with self._busy:
             layout = plan.write(views)
-            checksums = tuple(checksum(view) for view in views)
+            checksums = self._packer.checksums(views)
             if self._disk is not None:
                 self._disk.write(job.weights.digest, layout, views, checksums)
         return LoadedWeights(layout, checksums, Tier.SOURCE.value)

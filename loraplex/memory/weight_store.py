@@ -12,6 +12,7 @@ from dataclasses import replace
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import DeviceLostError, EngineShutdownError, LoraplexError
 from loraplex.events import EventKind, EventLog
+from loraplex.kernels.checksum import Checksums, checksums
 from loraplex.memory.arrivals import Arriving
 from loraplex.memory.compressed_copies import CompressedCopies
 from loraplex.memory.copies import CopyEngine, SynchronousCopies
@@ -36,6 +37,7 @@ class WeightStore:
         disk: DiskCache | None = None,
         compressed: CompressedCopies | None = None,
         copies: CopyEngine | None = None,
+        host_checksums: Checksums = checksums,
     ) -> None:
         self.lock = threading.Condition(threading.Lock())
         self.host = host
@@ -44,6 +46,7 @@ class WeightStore:
         self.compressed = compressed
         self.is_shared = device.pool is None  # both tiers are one memory
         self.copies = copies or SynchronousCopies()
+        self.host_checksums = host_checksums
         self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
         self.faults: dict[str, LoraplexError] = {}  # by digest: requests run on what is not to be used; they are to end
         self.retired = RetiredMemory(host.pool if device.pool is None else device.pool)

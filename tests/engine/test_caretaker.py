@@ -21,7 +21,7 @@ NAN_BYTE = 0xFF
 
 def poison(driver: Driver, name: str) -> None:
     """NaN in the memory of an adapter, with checksums that call it good: as if it had been loaded so."""
-    from loraplex.memory.checksum import checksum
+    from loraplex.kernels.checksum import checksum
 
     store = driver.engine.adapters._store
     weights = store.weights[driver.registry.resolve(name).adapter_digest]

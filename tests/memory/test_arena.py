@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -117,19 +118,52 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
 
 def test_an_allocation_that_raises_midway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = LoRAMemoryPool(make_arena())
-    allocate, left = pool.allocate, [CHUNK, CHUNK]
+    lend, left = pool.arena.lend, [1, 1]
 
-    def failing(nbytes: int) -> Extent | None:
+    def failing(owner: Owner, num_chunks: int = 1) -> range | None:
         if not left:
             raise MemoryError("no memory")
         left.pop()
-        return allocate(nbytes)
+        return lend(owner, num_chunks)
 
-    monkeypatch.setattr(pool, "allocate", failing)
+    monkeypatch.setattr(pool.arena, "lend", failing)
     with pytest.raises(MemoryError):
-        pool.allocate_all([64, 64, 64])
+        pool.allocate_all([CHUNK, CHUNK, 64])
     assert pool.used_bytes == 0
     pool.check_integrity()
+
+
+def test_an_adapter_lies_in_as_few_places_as_the_holes_allow() -> None:
+    pool = LoRAMemoryPool(make_arena(4))
+    first, second, third = (pool.allocate_all([CHUNK // 4] * 4) for _ in range(3))
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert [num_runs(extents) for extents in (first, second, third)] == [1, 1, 1]
+    pool.free_all([*first[:2], *third[2:]])  # two holes, of half a chunk each
+    whole = pool.allocate_all([CHUNK // 4, CHUNK // 4])
+    split = pool.allocate_all([CHUNK // 4] * 4)
+    assert whole is not None
+    assert split is not None
+    assert num_runs(whole) == 1
+    assert num_runs(split) == 2
+    pool.check_integrity()
+    pool.free_all([*whole, *split, *first[2:], *second, *third[:2]])
+    assert pool.arena.num_free_chunks == 4
+    pool.check_integrity()
+
+
+def num_runs(extents: Sequence[Extent]) -> int:
+    """Of extents that lie side by side."""
+    return len({extent.offset for extent in extents} - {extent.end for extent in extents})
+
+
+def test_an_extent_is_returned_once() -> None:
+    pool = LoRAMemoryPool(make_arena())
+    extent = pool.allocate(128)
+    assert extent is not None
+    with pytest.raises(AssertionError, match="not lent"):
+        pool.free_all([extent, extent])
 
 
 def test_all_or_nothing() -> None:

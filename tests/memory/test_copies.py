@@ -12,7 +12,7 @@ import torch
 from loraplex.core import Tier
 from loraplex.errors import AdapterUnavailableError, DeviceLostError
 from loraplex.events import EventKind
-from loraplex.memory.checksum import checksum
+from loraplex.kernels.checksum import checksum
 from loraplex.memory.copies import CudaCopies, SynchronousCopies, copies_for
 from loraplex.memory.promote import MAX_FAILED_COPIES
 from loraplex.memory.stored import StoredWeights, WeightState

@@ -25,10 +25,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loraplex.kernels.checksum import checksum
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import ABSENT, DTYPE_CODES, SliceLayout
 from loraplex.memory import disk_cache, disk_file
-from loraplex.memory.checksum import checksum
 from loraplex.memory.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.disk_file import DamagedFileError, parse_layout
 from loraplex.memory.packing import PackedBlock, PackedLayout, Packer

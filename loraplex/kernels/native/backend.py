@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.native import lora, sampling
+from loraplex.kernels.native import checksum, lora, sampling
 from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
@@ -92,6 +92,9 @@ class NativeBackend(TorchBackend):
         self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
     ) -> tuple[SliceWeights | None, ...]:
         return lora.unpack(self.library, layouts, in_features, out_features, block)
+
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        return checksum.checksums(self.library, pieces)
 
     def add_lora(
         self,

@@ -13,6 +13,7 @@ import torch
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.kernels.native import glue, lora, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
+from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import linear, pack_linear
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
@@ -135,6 +136,12 @@ def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return tuple(outputs)
 
 
+def _checksums(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """Nothing, less than a row, rows, and rows with a rest."""
+    pieces = [_draw(nbytes // 4).view(torch.uint8) for nbytes in (0, 192, 8192, 3 * 4096 + 64)]
+    return (torch.tensor(checksums(library, pieces), dtype=torch.uint64).view(torch.uint8),)
+
+
 def _program(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     """A layer of every operator: a linear and adapters larger than its weight over one row, several and many."""
     from loraplex.kernels.native.backend import NativeBackend  # which imports the library, and it this file
@@ -188,5 +195,6 @@ CASES: Mapping[str, Case] = {
     "silu_mul": _silu_mul,
     "argmax, top_k, logprobs": _ranking,
     "token weights": _weights,
+    "checksums": _checksums,
 }
 """What is compared, by the name that is logged when it differs."""

@@ -10,11 +10,11 @@ import torch
 
 from loraplex.config import LoRAConfig
 from loraplex.errors import ConfigError
+from loraplex.kernels.checksum import checksum
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import SliceWeights
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.lora_packing import dequantize, quantize
-from loraplex.memory.checksum import checksum
 from loraplex.memory.compression import get_compression
 from loraplex.memory.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.packing import Packer

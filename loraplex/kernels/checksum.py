@@ -14,7 +14,7 @@ That the content is the right one says the adapter's digest, when it is read fro
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ BLOCK_ROWS = 128
 MULTIPLE = 64
 """Bytes that a length must be a multiple of."""
 
+Checksums = Callable[[Sequence[torch.Tensor]], tuple[int, ...]]
+"""`checksums`, or another way to the same numbers."""
+
 
 def checksum(data: torch.Tensor, *, is_summed_by_torch: bool | None = None) -> int:
     """64 bits for a flat contiguous uint8 tensor. ValueError when its length is no multiple of 64.
@@ -40,7 +43,7 @@ def checksum(data: torch.Tensor, *, is_summed_by_torch: bool | None = None) -> i
         is_summed_by_torch = data.device.type != "cpu"
     if is_summed_by_torch:
         return _checksums_by_torch([data])[0]
-    _check(data)
+    check_bytes(data)
     return _folded(_sums_by_numpy(data), data.numel())
 
 
@@ -51,7 +54,8 @@ def checksums(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(checksum(piece) for piece in pieces)
 
 
-def _check(data: torch.Tensor) -> None:
+def check_bytes(data: torch.Tensor) -> None:
+    """ValueError for what has no checksum."""
     if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() % MULTIPLE:
         raise ValueError(f"a checksum needs flat bytes, a multiple of {MULTIPLE}, got {data.dtype} {tuple(data.shape)}")
 
@@ -79,7 +83,7 @@ def _sums_by_numpy(data: torch.Tensor) -> NDArray[np.int64]:
 def _checksums_by_torch(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Three sums a piece, and one transfer for all of them."""
     for piece in pieces:
-        _check(piece)
+        check_bytes(piece)
     sums = [_sums_by_torch(piece) for piece in pieces]
     on_host: NDArray[np.int64] = torch.cat(sums).cpu().numpy()
     ends = np.cumsum([len(each) for each in sums]).tolist()

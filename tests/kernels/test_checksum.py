@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.memory.checksum import ROW_WORDS, _checksums_by_torch, checksum, checksums
+from loraplex.kernels.checksum import ROW_WORDS, _checksums_by_torch, checksum, checksums
 
 ROW_BYTES = 8 * ROW_WORDS
 LENGTHS = st.integers(0, 5 * ROW_BYTES // 64).map(lambda lines: 64 * lines)
