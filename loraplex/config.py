@@ -134,7 +134,9 @@ class LoRAConfig:
     eviction_policy: str = setting(
         "cost_aware", "lru, lfu, fifo, gdsf or cost_aware; none: an adapter is only evicted by name"
     )
-    aging_steps: int = setting(128, "a request that waits this many steps for adapter room makes running ones give way")
+    aging_steps: int = setting(
+        128, "a request that waits this many steps for adapter room makes any running ones give way"
+    )
     num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
 
     def __post_init__(self) -> None:

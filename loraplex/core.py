@@ -359,8 +359,8 @@ class ResidencyView(Protocol):
 
     def prefetch(self, adapter_id: int) -> None: ...
 
-    def victims_for(self, adapter_id: int) -> Sequence[int]:
-        """Unpinned adapters in use, least recently used first, whose release would make room for `adapter_id`."""
+    def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
+        """The first unpinned ones of the adapters `in_use` whose release would make room for `adapter_id`; () if none would."""
         ...
 
 
@@ -391,6 +391,10 @@ class BlockAllocator(Protocol):
 
     def commit(self, request_id: str, token_ids: Sequence[int], num_computed: int) -> None:
         """The KV of the first `num_computed` tokens is written: full blocks may now be shared."""
+        ...
+
+    def drop_digest(self, adapter_digest: str) -> None:
+        """Forget the KV of an adapter's content. Running requests keep their own blocks."""
         ...
 
     def free(self, request_id: str) -> None:

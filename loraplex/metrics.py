@@ -23,6 +23,8 @@ class EngineStats:
     adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
     adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load
     together count one for what it read.
+    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made room for another
+    adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a preemption of it too).
     num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
     kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
     running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
@@ -37,6 +39,7 @@ class EngineStats:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_pauses: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_finished: Mapping[str, int] = field(default_factory=dict)

@@ -43,7 +43,6 @@ def build_manager(
         base_bias=model.base_bias,
         host_arena=host_arena,
         copies=copies,
-        on_digest_dropped=blocks.drop_digest,
         ask_kv=blocks.give_back,
         events=events,
         disk_tier=lambda packer: open_disk_tier(lora, packer),

@@ -178,6 +178,7 @@ class EngineCore:
             num_prefix_queried_tokens=blocks.num_queried_tokens,
             num_prefix_hit_tokens=blocks.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_pauses=scheduler.num_pauses,
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_finished=dict(scheduler.num_finished),
@@ -349,7 +350,7 @@ def _make_ready(
 def _scheduler(
     config: EngineConfig, blocks: KVBlockAllocator, adapters: LoRAModelManager | None, max_model_len: int
 ) -> Scheduler:
-    return Scheduler(
+    scheduler = Scheduler(
         blocks,
         adapters,
         max_num_seqs=config.max_num_seqs,
@@ -357,6 +358,9 @@ def _scheduler(
         max_model_len=max_model_len,
         aging_steps=1 if config.lora is None else config.lora.aging_steps,
     )
+    if adapters is not None:
+        adapters.on_digest_dropped = scheduler.forget_kv
+    return scheduler
 
 
 def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:

@@ -30,7 +30,8 @@ class RequestState:
 
     num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
     num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not known yet.
-    num_tokens_admitted: how many tokens it had when it last began to run.
+    num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run: counted by the scheduler.
+    keeps_kv: it waits, and has its KV: it made room for another adapter.
     """
 
     request: Request
@@ -46,6 +47,9 @@ class RequestState:
     lora_slot: int | None = None
     waits_for: WaitsFor | None = None
     waits_since_step: int | None = None
+    arrival_step: int = 0
+    num_steps_run: int = 0
+    keeps_kv: bool = False
     num_preemptions: int = 0
     preempted_at_step: int = -1
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -9,10 +9,10 @@ there is then scheduled with that token pending, if what the host knows does not
 step draws for it is dropped.
 
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
-yet lets others pass. Those that have waited `aging_steps` steps for their adapters go first, and make the running requests of another
-adapter give way (they are preempted and resume later). Adapters take turns (adapter_turns.py) instead of thrashing: with n adapters
-waiting before it, one gets in within aging_steps + n * (aging_steps / 4 + the steps of a prompt) steps.
-Preemption is by recompute; the prefix cache makes it cheap.
+yet lets others pass. Where adapters lack room they take turns (adapter_turns.py) instead of thrashing: running requests are paused for one
+that is further behind. With n adapters waiting before it, one gets in within aging_steps + n * (aging_steps / 16 + the steps of a prompt)
+steps. Who is paused keeps its KV as long as nobody else needs the memory; preemption for lack of KV is by recompute, which the prefix
+cache makes cheap.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Scheduler:
         self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
         self._num_arrivals = 0
         self.num_preemptions = 0
+        self.num_pauses = 0
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.num_finished: Counter[str] = Counter()
@@ -75,7 +76,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
-        state = RequestState(request, self._num_arrivals, list(request.prompt_token_ids))
+        state = RequestState(
+            request, self._num_arrivals, list(request.prompt_token_ids), arrival_step=self._turns.step_id
+        )
         self._num_arrivals += 1
         self._states[request.request_id] = state
         self._waiting.append(state)
@@ -97,6 +100,13 @@ class Scheduler:
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
         return [state for state in self._states.values() if state.request.adapter_id == adapter_id]
+
+    def forget_kv(self, adapter_digest: str) -> None:
+        """What an adapter's content computed is not to be used again: paused requests compute theirs anew, running ones keep it."""
+        self._blocks.drop_digest(adapter_digest)
+        for state in self._waiting:
+            if state.keeps_kv and state.request.adapter_digest == adapter_digest:
+                self._drop_kv(state)
 
     def throttle(self, share: int) -> None:
         """Admit requests up to one in `share` of the batch's places (at least one); 1 is as many as ever. Those that run go on."""
@@ -140,7 +150,7 @@ class Scheduler:
         return (
             any(state.needs_commit for state in self._running)
             or not all(self._reserve(state, num_tokens) for state, num_tokens in self._next_tokens())
-            or bool(self._turns.in_the_way(self._waiting, self._running))
+            or bool(self._turns.to_pause(self._waiting, self._running))
         )
 
     def schedule(self) -> SchedulePlan:
@@ -152,12 +162,12 @@ class Scheduler:
         self._turns.step_id += 1
         scheduled: list[ScheduledSequence] = []
         failed: list[TokenOutput] = []
-        aged = [state for state in self._waiting if self._turns.is_aged(state)]
-        for state in [] if self._uncommitted else self._turns.in_the_way(aged, self._running):
-            self._preempt(state)
-        self._turns.update_hold(self._waiting)
+        for state in [] if self._uncommitted else self._turns.call(self._waiting, self._running):
+            self._give_way(state, keeps_kv=True)
         budget = self._schedule_running(scheduled)
-        self._schedule_waiting(aged, scheduled, failed, budget)
+        self._schedule_waiting(scheduled, failed, budget)
+        if not self._running and any(state.waits_for is WaitsFor.ROOM for state in self._waiting):
+            self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
         self._prefetch_waiting()
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(failed))
         if scheduled:
@@ -165,6 +175,7 @@ class Scheduler:
         for sequence in scheduled:
             state = sequence.state
             state.num_scheduled_tokens = sequence.end
+            state.num_steps_run += 1
             state.num_steps_in_flight += 1
             state.num_pending_tokens += sequence.is_sampled
         return plan
@@ -183,7 +194,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
-                self._preempt(self._running[-1])
+                self._give_way(self._running[-1], keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
                 break  # it was the newest and gave way itself
             scheduled.append(_scheduled(state, num_tokens))
@@ -191,19 +202,33 @@ class Scheduler:
         return budget
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
-        return self._blocks.reserve(state.request.request_id, state.num_scheduled_tokens + num_tokens)
+        """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest first; for one
+        that is to run, those that came after it, or all if nothing runs.
+        """
+        request_id, num_tokens = state.request.request_id, state.num_scheduled_tokens + num_tokens
+        is_first = state.status is RequestStatus.RUNNING or not self._running
+        while not self._blocks.reserve(request_id, num_tokens):
+            if not self._drop_newest_kv(besides=state, after=-1 if is_first else state.arrival_index):
+                return False
+        return True
 
-    def _schedule_waiting(
-        self, aged: list[RequestState], scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int
-    ) -> None:
+    def _drop_newest_kv(self, besides: RequestState | None = None, after: int = -1) -> bool:
+        """Of the newest paused request, if it came `after`; whether there was one."""
+        paused = (state for state in reversed(self._waiting) if state.keeps_kv and state is not besides)
+        newest = next(paused, None)
+        if newest is None or newest.arrival_index <= after:
+            return False
+        self._drop_kv(newest)
+        return True
+
+    def _schedule_waiting(self, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int) -> None:
         blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
-        others = [state for state in self._waiting if not self._turns.is_aged(state)] if aged else self._waiting.copy()
         num_seats = self._max_running - self._num_seats_taken
-        for state in aged + others:
+        for state in self._turns.queue(self._waiting):
             if budget <= 0 or num_seats <= 0:
                 break
-            if state.preempted_at_step == self._turns.step_id or self._turns.is_on_hold(state):
-                continue  # it gave way in this very step, or its adapter is to leave
+            if state.preempted_at_step == self._turns.step_id:
+                continue  # it gave way in this very step
             if state.request.request_id in self._leaving:
                 continue  # one of this name ended, and its KV is in use until the next commit
             try:
@@ -242,29 +267,29 @@ class Scheduler:
 
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
         """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is short."""
-        num_cached = self._blocks.start(state.request, state.token_ids)
+        if not state.keeps_kv:
+            state.num_computed_tokens = state.num_scheduled_tokens = self._blocks.start(state.request, state.token_ids)
         is_reserved = False
         try:
-            is_reserved = self._blocks.reserve(state.request.request_id, len(state.token_ids))
+            is_reserved = self._reserve(state, state.num_unscheduled_tokens)
         finally:
             if not is_reserved:
-                self._blocks.free(state.request.request_id)
+                if not state.keeps_kv:
+                    self._drop_kv(state)
                 self._release_adapter(state)
         if not is_reserved:
             return 0
         self._waiting.remove(state)
         self._running.append(state)
-        state.status = RequestStatus.RUNNING
+        state.status, state.keeps_kv = RequestStatus.RUNNING, False
         self.num_admitted["nothing" if state.waits_for is None else state.waits_for.value] += 1
         state.waits_for = state.waits_since_step = None
-        state.num_computed_tokens = state.num_scheduled_tokens = num_cached
         state.num_tokens_admitted = len(state.token_ids)
         if state.num_cached_tokens is None:
-            state.num_cached_tokens = num_cached
+            state.num_cached_tokens = state.num_computed_tokens
             self.num_prompt_tokens += state.num_prompt_tokens
-        if state.request.adapter_id is not None:
-            self._turns.begin(state.request.adapter_id, state)
-        num_tokens = min(len(state.token_ids) - num_cached, budget)
+        self._turns.begin(state)
+        num_tokens = min(state.num_unscheduled_tokens, budget)
         scheduled.append(_scheduled(state, num_tokens))
         return num_tokens
 
@@ -274,16 +299,24 @@ class Scheduler:
                 if state.request.adapter_id is not None and state.waits_for is None:
                     self._residency.prefetch(state.request.adapter_id)
 
-    def _preempt(self, state: RequestState) -> None:
-        """Back to waiting, at its place by arrival, to be computed again; KV and adapter reference are returned."""
+    def _give_way(self, state: RequestState, *, keeps_kv: bool) -> None:
+        """Back to waiting, at its place by arrival, without its adapter: paused, or preempted, to be computed again."""
         assert not state.num_steps_in_flight, "a step in flight runs it"
-        self._leave_running(state)
-        state.status = RequestStatus.PREEMPTED
-        state.num_computed_tokens = state.num_scheduled_tokens = 0
+        self._leave_running(state, keeps_kv=True)
+        state.status, state.keeps_kv = RequestStatus.PREEMPTED, True
         state.preempted_at_step = self._turns.step_id
-        state.num_preemptions += 1
-        self.num_preemptions += 1
         insort(self._waiting, state, key=lambda waiting: waiting.arrival_index)
+        self.num_pauses += keeps_kv
+        if not keeps_kv:
+            self._drop_kv(state)
+
+    def _drop_kv(self, state: RequestState) -> None:
+        """Of a request that waits; one that had run is computed again."""
+        self._blocks.free(state.request.request_id)
+        state.num_computed_tokens = state.num_scheduled_tokens = 0
+        state.num_preemptions += state.keeps_kv
+        self.num_preemptions += state.keeps_kv
+        state.keeps_kv = False
 
     # ----------------------------------------------------------------------------------------------------------- commit
 
@@ -343,19 +376,23 @@ class Scheduler:
             self._leave_running(state)
         else:
             self._waiting.remove(state)
+            if state.keeps_kv:
+                self._blocks.free(state.request.request_id)
         state.status = RequestStatus.FINISHED
         self.num_finished[reason.value] += 1
         del self._states[state.request.request_id]
         return token_output(state, token, reason, error)
 
-    def _leave_running(self, state: RequestState) -> None:
-        """KV and adapter reference return now, or when the last step in flight that runs it is committed."""
+    def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
+        """Adapter reference and KV, unless it keeps that, return now, or when the last step in flight that runs it is committed."""
         self._running.remove(state)
         adapter_id = state.request.adapter_id
         if adapter_id is not None and all(other.request.adapter_id != adapter_id for other in self._running):
             self._turns.end(adapter_id)
         if state.num_steps_in_flight:
             self._leaving[state.request.request_id] = state
+        elif keeps_kv:
+            self._release_adapter(state)
         else:
             self._return_memory(state)
 
@@ -374,9 +411,11 @@ class Scheduler:
         assert len(self._waiting) + len(self._running) == len(self._states)
         for state in self._waiting:
             assert state.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert state.keeps_kv or not state.num_computed_tokens
             assert state.lora_slot is None
         for state in self._running:
             assert state.status is RequestStatus.RUNNING
+            assert not state.keeps_kv
             assert (state.lora_slot is None) == (state.request.adapter_id is None)
         for state in self._leaving.values():
             assert state.status is RequestStatus.FINISHED

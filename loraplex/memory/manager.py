@@ -1,10 +1,9 @@
 """Adapters by id over weights by digest: references, pins, and the verbs that the field knows.
 
 The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`, `step_committed`; none
-of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`, `activate_adapter`,
-`pin_adapter`, `set_active_adapters` and `switch_lora` wait for loads. They need no poll to make progress, so an engine that is
-idle may call them from its own thread; while a step is in flight, other threads must (room that is retired comes back when the
-step is committed).
+of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`, `activate_adapter`, `pin_adapter`,
+`set_active_adapters` and `switch_lora` wait for loads. They need no poll to make progress, so an engine that is idle may call
+them from its own thread; while a step is in flight, other threads must (retired room comes back when the step is committed).
 
 A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it from `try_acquire`:
 every one that asks in the scheduling pass in which the first of them does. After that pass, or when nobody asked for a
@@ -139,11 +138,12 @@ class LoRAModelManager:
             if adapter is not None:
                 self._transfers.prefetch(adapter.weights)
 
-    def victims_for(self, adapter_id: int) -> Sequence[int]:
-        """As core.ResidencyView says; none for an unknown adapter (`try_acquire` is what raises)."""
+    def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
+        """As core.ResidencyView says; none for an unknown adapter."""
         with self._lock:
-            adapter = self._adapters.get(adapter_id)
-            victims = [] if adapter is None else self._store.room.victims_for(adapter.weights)
+            order = list(dict.fromkeys(self._records.in_use(each).weights for each in in_use))
+            wanted = self._adapters.get(adapter_id)
+            victims = [] if wanted is None else self._store.room.victims_for(wanted.weights, order)
             return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
 
     # -------------------------------------------------------------------------------------------- the engine's steps

@@ -8,7 +8,7 @@ The host tier gives up what is only there first, then what is on the device too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
@@ -70,25 +70,30 @@ class Room:
             num_adapters -= 1
         return leaving
 
-    def victims_for(self, wanted: StoredWeights) -> list[StoredWeights]:
-        """Unpinned weights in use, the policy's first ones first, whose release would make room for `wanted`; [] if none would."""
+    def victims_for(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The first unpinned ones of `in_use` whose release would make room for `wanted`; [] if none would."""
         if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
             return []
         caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
         victims: list[StoredWeights] = []
         for cache in caches:
-            more = self._in_the_way(cache, wanted, victims)
+            more = self._in_the_way(cache, wanted, in_use, victims)
             if more is None:
                 return []
             victims += more
-        return victims or self._holders_beside_kv(wanted)
+        return victims or self._holders_beside_kv(wanted, in_use)
 
-    def _holders_beside_kv(self, wanted: StoredWeights) -> list[StoredWeights]:
+    def _holders_beside_kv(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
         """The budget has room and the KV cache has the memory: those whose end gives as much of either back."""
         cache = self._device if wanted.host is not None else self._host
         victims: list[StoredWeights] = []
-        for each in self._held(cache) if self._is_kv_in_the_way(cache) else ():
-            if each is not wanted and _can_give_way(each) and sum(v.nbytes for v in victims) < wanted.nbytes:
+        for each in in_use if self._is_kv_in_the_way(cache) else ():
+            if (
+                _holds(cache, each)
+                and each is not wanted
+                and _can_give_way(each)
+                and sum(v.nbytes for v in victims) < wanted.nbytes
+            ):
                 victims.append(each)
         return victims
 
@@ -97,11 +102,11 @@ class Room:
         return pool is not None and pool.is_kv_in_the_way
 
     def _in_the_way(
-        self, cache: Budget, wanted: StoredWeights, leaving: list[StoredWeights]
+        self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
     ) -> list[StoredWeights] | None:
         freely = list(self.candidates(cache, wanted, Demand("request")))
         gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
-        running = (each for each in self._held(cache) if each not in gone and _can_give_way(each))
+        running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
         chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
         return None if chosen is None else [each for each in chosen if each not in gone]
 

@@ -61,7 +61,11 @@ class MetricsPage:
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", stats.kv_cache_usage)
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried_tokens)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
-        yield self._counter("vllm:num_preemptions", "Requests that gave way to others.", stats.num_preemptions)
+        yield self._counter(
+            "vllm:num_preemptions", "Requests that gave way and are computed again.", stats.num_preemptions
+        )
+        text = "Requests that made room for another adapter and kept their KV."
+        yield self._counter("loraplex:num_pauses", text, stats.num_pauses)
         yield self._counter("vllm:prompt_tokens", "Prompt tokens computed or found.", stats.num_prompt_tokens)
         yield self._counter("vllm:generation_tokens", "Tokens drawn.", stats.num_generated_tokens)
         text = "Finished requests, by why they ended."

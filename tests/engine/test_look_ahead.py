@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from loraplex import LLM, LoRAConfig, LoRARequest, SamplingParams
@@ -72,6 +72,9 @@ ASKS = st.builds(
     params=st.sampled_from(PARAMS),
     leaves_at=st.none() | st.none() | st.integers(1, 16),
 )
+HARD = [Ask(i // 2, NAMES[i % 4], tuple(range(3, 33)), 24, {}, None) for i in range(8)]
+"""More than two adapters and little KV at any time: somebody must be paused, and preempted where KV is little."""
+
 Answer = tuple[tuple[int, ...], str | None, int | str | None, Any, Any]
 
 
@@ -132,7 +135,7 @@ def one_driver(bench: Bench, look_ahead: bool, num_kv_blocks: int) -> Driver:
     )
 
 
-@pytest.fixture(scope="module", params=[5, 12], ids=["little KV", "more KV"])
+@pytest.fixture(scope="module", params=[4, 12], ids=["little KV", "more KV"])
 def both(bench: Bench, request: pytest.FixtureRequest) -> Iterator[tuple[Driver, Driver]]:
     drivers = one_driver(bench, False, request.param), one_driver(bench, True, request.param)
     yield drivers
@@ -141,6 +144,7 @@ def both(bench: Bench, request: pytest.FixtureRequest) -> Iterator[tuple[Driver,
 
 
 @given(asks=st.lists(ASKS, min_size=1, max_size=9))
+@example(asks=HARD)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mix_has_the_outputs_of_a_step_at_a_time(both: tuple[Driver, Driver], asks: list[Ask]) -> None:
     plain, ahead = both
@@ -148,11 +152,12 @@ def test_any_mix_has_the_outputs_of_a_step_at_a_time(both: tuple[Driver, Driver]
 
 
 def test_the_mix_was_hard(both: tuple[Driver, Driver]) -> None:
-    """After the property test: there were preemptions, shared prefixes and evictions with look-ahead."""
+    """After the property test: requests gave way, shared prefixes, and adapters left, with look-ahead."""
     stats = both[1].stats
     assert stats.num_prefix_hit_tokens > 0
     assert sum(stats.adapter_evictions.values()) > 0
-    if stats.num_kv_blocks == 5:
+    assert stats.num_pauses > 0
+    if stats.num_kv_blocks == 4:
         assert stats.num_preemptions > 0
 
 

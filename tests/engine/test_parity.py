@@ -212,7 +212,7 @@ def test_preemption(family: FamilyCases, is_prefix_caching: bool) -> None:
 def test_more_adapters_than_device_room(family: FamilyCases) -> None:
     """The device holds less than half of them; whoever waits gets its turn, and what was evicted comes back as it was.
 
-    Requests that give way resume from the prefix cache.
+    Requests that give way go on with the KV they have.
     """
     room = max(max(family.adapter_bytes) + 64 * 1024, sum(family.adapter_bytes) // 3)
     with start(family, adapter_memory_bytes=room, aging_steps=8) as llm:
@@ -221,8 +221,7 @@ def test_more_adapters_than_device_room(family: FamilyCases) -> None:
         assert stats.adapter_evictions["device_room"] >= len(family.adapter_bytes) // 2
         assert stats.num_adapter_promotions > len(family.adapter_bytes)
         assert stats.resident_bytes["device"] <= room
-        assert stats.num_preemptions > 0
-        assert stats.num_prefix_hit_tokens > 0
+        assert stats.num_pauses > 0
         generate(llm, list(reversed(family.cases)))
 
 
@@ -244,6 +243,7 @@ def test_everything_at_once(family: FamilyCases) -> None:
         generate(llm, family.cases[:6])
         stats = llm.stats()
         assert stats.num_preemptions > 0
+        assert stats.num_pauses > 0
         assert stats.num_prefix_hit_tokens > 0
         assert stats.adapter_evictions["host_room"] > 0
         assert stats.adapter_loads["request"] + stats.adapter_loads["prefetch"] > 0

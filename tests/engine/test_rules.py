@@ -53,7 +53,7 @@ from tests.fixtures import ADAPTER_OPTIONS, ModelZoo
 
 
 def test_rule_1_an_adapter_in_use_is_never_evicted_or_overwritten(open_driver: OpenDriver, bench: Bench) -> None:
-    driver = loaded(open_driver(lora={"adapter_memory_bytes": 2 * bench.nbytes}), bench)
+    driver = loaded(open_driver(lora={"adapter_memory_bytes": 2 * bench.nbytes, "aging_steps": 10_000}), bench)
     running = [Asked(driver, bench, name, which) for name in ("one", "two") for which in (0, 1)]
     driver.step()
     before = content_of(driver, "one"), content_of(driver, "two")
@@ -541,7 +541,7 @@ def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_b
         assert step <= aging_steps + position * max(1, aging_steps / 4) + 2
     for asked in (running, *waiting):
         asked.check()
-    assert driver.stats.num_preemptions >= 1
+    assert driver.stats.num_pauses >= 1
     assert driver.stats.waiting_by_cause == {"seat": 0, "load": 0, "room": 0}
 
 
@@ -572,7 +572,7 @@ def test_rule_9_a_turn_is_long_enough_for_a_prompt(open_driver: OpenDriver, benc
     for one in asked:
         one.check()
     num_tokens = driver.stats.num_generated_tokens
-    assert 0 < driver.stats.num_preemptions <= num_tokens / max(1, aging_steps // 4)
+    assert 0 < driver.stats.num_pauses <= num_tokens / max(1, aging_steps // 16)
 
 
 # -------------------------------------------------------------------------------------------------------------- rule 10

@@ -137,7 +137,7 @@ def test_without_room_the_first_load_waits_its_turn(rig: Rig) -> None:
         load(rig)
         seen.add(ask(rig, 4))
     assert seen == {WaitsFor.LOAD, WaitsFor.ROOM}
-    assert list(rig.manager.victims_for(4)) == [1]
+    assert list(rig.manager.victims_for(4, [1, 2])) == [1]
     rig.manager.release(1)
     ask(rig, 4)
     load(rig)
@@ -156,7 +156,7 @@ def test_when_every_byte_of_the_host_is_in_use_the_first_load_learns_the_size_an
     rig.manager.check_integrity()
     assert [ask(rig, 3), ask(rig, 3)] == [WaitsFor.ROOM, WaitsFor.ROOM]
     assert rig.source.opens["/p3"] == 1
-    assert list(rig.manager.victims_for(3)) == [1]
+    assert list(rig.manager.victims_for(3, [1, 2])) == [1]
     with pytest.raises(AdapterNoRoomError, match="finds no room"):
         rig.manager.promote_adapter(3)
     rig.manager.release(1)

@@ -23,8 +23,9 @@ def test_a_request_waits_when_everything_is_in_use(rig: Rig) -> None:
         assert rig.manager.try_acquire(3).waits_for is WaitsFor.ROOM
     assert rig.slots() == [1, 2]
     assert rig.manager.stats().num_waiting == {WaitsFor.ROOM: 1, WaitsFor.LOAD: 0}
-    assert list(rig.manager.victims_for(3)) == [1]
-    assert list(rig.manager.victims_for(99)) == []
+    assert list(rig.manager.victims_for(3, [1, 2])) == [1]
+    assert list(rig.manager.victims_for(3, [2, 1])) == [2]
+    assert list(rig.manager.victims_for(99, [1, 2])) == []
     rig.manager.release(1)
     assert rig.acquire(3) == 0
     assert rig.manager.stats().num_waiting[WaitsFor.ROOM] == 0
@@ -73,7 +74,7 @@ def test_pinned_room_is_no_room_for_anyone(rig: Rig) -> None:
     size = rig.config.adapter_memory_bytes // 2
     with pytest.raises(AdapterNoRoomError, match=rf"'a3' needs {size} bytes .* {2 * size} bytes pinned and 0 in use"):
         rig.manager.try_acquire(3)
-    assert list(rig.manager.victims_for(3)) == []
+    assert list(rig.manager.victims_for(3, [])) == []
     rig.manager.unpin_adapter(2)
     assert rig.acquire(3) == 1
 
@@ -87,7 +88,7 @@ def test_without_eviction_a_full_device_refuses() -> None:
         rig.manager.try_acquire(3)
     with pytest.raises(AdapterNoRoomError, match="eviction_policy is none"):
         rig.activate(3)
-    assert list(rig.manager.victims_for(3)) == []
+    assert list(rig.manager.victims_for(3, [])) == []
     with pytest.raises(AdapterNoRoomError, match="bytes of host memory"):
         rig.manager.add_adapter(rig.spec(4))
     rig.manager.evict_adapter(1)
@@ -146,19 +147,19 @@ def test_a_promotion_by_name_does_not_wait_for_requests_to_end(rig: Rig) -> None
 # -------------------------------------------------------------------------------------------------------------- victims_for
 
 
-def test_victims_are_the_fewest_in_use_least_recently_used_first(rig: Rig) -> None:
+def test_victims_are_the_fewest_in_use_in_the_order_asked_for(rig: Rig) -> None:
     rig = Rig(num_device=4, num_host=8, is_separate=rig.is_separate)
     rig.add(1, 2, 3, 4, 5)
     rig.manager.add_adapter(rig.spec(6, rank=8))  # nearly twice the others
     for adapter_id in (1, 2, 3, 4):
         rig.acquire(adapter_id)
     rig.manager.release(3)
-    assert list(rig.manager.victims_for(5)) == []  # 3 is idle: no victim is needed
-    assert list(rig.manager.victims_for(6)) == [1]  # 3 goes by itself, and one more must
+    assert list(rig.manager.victims_for(5, [4, 1, 2])) == []  # 3 is idle: no victim is needed
+    assert list(rig.manager.victims_for(6, [4, 1, 2])) == [4]  # 3 goes by itself, and one more must
     rig.acquire(3)
-    assert list(rig.manager.victims_for(6)) == [1, 2]
+    assert list(rig.manager.victims_for(6, [4, 1, 2, 3])) == [4, 1]
     rig.pin(1)
-    assert list(rig.manager.victims_for(6)) == [2, 4]
+    assert list(rig.manager.victims_for(6, [1, 2, 4, 3])) == [2, 4]
 
 
 def test_victims_cover_host_room_too_where_it_is_the_same_memory() -> None:
@@ -169,8 +170,7 @@ def test_victims_cover_host_room_too_where_it_is_the_same_memory() -> None:
     rig.acquire(2)
     assert rig.tier_of(3) == "source"
     assert rig.manager.try_acquire(3).waits_for is WaitsFor.ROOM
-    victims = list(rig.manager.victims_for(3))
-    assert victims == [1]
+    assert list(rig.manager.victims_for(3, [1, 2])) == [1]
     rig.manager.release(1)
     assert rig.acquire(3) == 0
     assert rig.tier_of(1) == "source"
@@ -184,7 +184,7 @@ def test_victims_of_a_shared_content_are_all_its_running_ids() -> None:
     rig.add(4)
     rig.acquire(1)
     rig.acquire(3)
-    assert list(rig.manager.victims_for(4)) == [1, 3]
+    assert list(rig.manager.victims_for(4, [1, 3])) == [1, 3]
 
 
 # ------------------------------------------------------------------------------------------------------------- taking turns

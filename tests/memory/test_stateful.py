@@ -154,7 +154,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(adapter_id=ADAPTERS)
     def name_victims(self, adapter_id: int) -> None:
         if adapter_id in self.known:
-            victims = self.manager.victims_for(adapter_id)
+            victims = self.manager.victims_for(adapter_id, sorted(set(self.references.elements())))
             pinned = {r.adapter_id for r in self.manager.list_adapters() if r.is_pinned}
             assert all(self.references[victim] for victim in victims)
             assert pinned.isdisjoint(victims)

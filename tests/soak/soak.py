@@ -225,6 +225,7 @@ class Soak:
             **{f"evictions by {cause}": count for cause, count in stats.adapter_evictions.items()},
             "load failures": stats.num_adapter_load_failures,
             "preemptions": stats.num_preemptions,
+            "pauses": stats.num_pauses,
             "cached prompt tokens": stats.num_prefix_hit_tokens,
         }
         for name in list(registry._table.current):
