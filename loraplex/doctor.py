@@ -72,7 +72,8 @@ def _hardware() -> list[str]:
     if torch.cuda.is_available():
         backend = get_backend("auto", torch.device("cuda"))
         lines.append(f"GPU: {torch.cuda.get_device_name()}, kernels: {backend.description}")
-        lines += _flash_attention(torch.cuda.get_device_capability())
+        if backend.name == "triton":
+            lines += _flash_attention(torch.cuda.get_device_capability())
     else:
         lines.append("GPU: none that torch can use")
     return lines

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from cyclopts import App, Argument
 from hypothesis import given
 from hypothesis import strategies as st
@@ -674,6 +675,16 @@ def test_doctor_says_of_flash_attention_what_matters(monkeypatch: pytest.MonkeyP
     FakeFlashAttention().install(monkeypatch)
     assert "for prompts" in doctor._flash_attention((9, 0))[0]
     assert "not 8.0" in doctor._flash_attention((8, 0))[0]
+
+
+def test_doctor_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of FlashAttention 3, which runs beside Triton alone."""
+    monkeypatch.setitem(sys.modules, "loraplex.kernels.triton.backend", None)
+    FakeFlashAttention().install(monkeypatch)
+    for name, value in (("is_available", True), ("get_device_name", "H100"), ("get_device_capability", (9, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    *_, last = doctor._hardware()
+    assert last.startswith("GPU: H100, kernels: stock torch (Triton is not installed: ")
 
 
 def test_doctor_prints_reasons_and_paths_in_one_piece(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,11 @@ class ModelRunner:
         """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""
         return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
 
+    def recover(self) -> None:
+        """After a step that failed, on its way perhaps: wait for all that was launched, and make the next step possible."""
+        self.wait()
+        self._model.reset_workspace()
+
     def wait(self) -> None:
         """Until the device has done all that was launched, also of a launch that failed halfway."""
         if self._kv.device.type == "cuda":

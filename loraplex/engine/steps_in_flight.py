@@ -88,9 +88,9 @@ class StepsInFlight:
         return outputs
 
     def drain(self) -> None:
-        """Wait until the device reads no memory any more; what it computed is dropped."""
+        """Wait until the device reads no memory any more; what it computed is dropped, and the next step begins anew."""
         with suppress(Exception):
-            self._runner.wait()
+            self._runner.recover()
 
     def _launch(self, plan: SchedulePlan) -> _Flight:
         if self._adapters is not None:

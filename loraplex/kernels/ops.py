@@ -11,6 +11,7 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError
+from loraplex.kernels.missing_triton import TorchWithoutTriton
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
@@ -122,6 +123,10 @@ class KernelBackend(Protocol):
 
         Never while CUDA graphs are held: they have its addresses.
         """
+        ...
+
+    def reset_workspace(self) -> None:
+        """After a step that failed on its way, with the device idle: what the next one expects there is there again."""
         ...
 
     def choose_attention(
@@ -390,7 +395,8 @@ def _triton_backend(device: torch.device, lora_dtype: str, attention: str, is_wa
     except ImportError as error:
         if is_wanted:
             raise ConfigError(f"lora_backend is triton, which is not installed here: {error}") from error
-        logger.warning("Triton is not installed, stock torch runs: %s", error)
-        return TorchBackend(f"Triton is not installed: {error}")
+        reason = f"Triton is not installed: {error}"
+        logger.warning("%s; stock torch runs on the GPU, and loraplex:kernel_fallbacks counts it", reason)
+        return TorchWithoutTriton(reason)
     block_dtype = None if lora_dtype == "auto" else getattr(torch, lora_dtype)
     return TritonBackend(device, block_dtype=block_dtype, attention=attention)

@@ -168,6 +168,9 @@ class StockWeights:
     def release_workspace(self) -> int:
         return 0
 
+    def reset_workspace(self) -> None:
+        """There is nothing that a step expects."""
+
     def choose_attention(
         self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
     ) -> None:

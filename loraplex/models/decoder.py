@@ -198,6 +198,10 @@ class Decoder:
         """Give it back, between steps; the next step makes what it needs. Returns the bytes."""
         return self._ops.release_workspace()
 
+    def reset_workspace(self) -> None:
+        """After a step that failed on its way, with the device idle: the next step finds it as it expects it."""
+        self._ops.reset_workspace()
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""
         return self.lm_head.forward(hidden)

@@ -373,6 +373,24 @@ def test_a_broken_step_ends_its_requests_after_the_tokens_before_it(driver: Driv
     late.check()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("broken"), MemoryError("no memory")])
+def test_after_a_step_that_failed_the_kernels_begin_anew(
+    driver: Driver, bench: Bench, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the device has ended all that was launched, and before anything else is."""
+    runner, calls = driver.engine._runner, LateRunner(driver)
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(runner, "wait", lambda: told.append(("wait", len(calls.calls))))
+    monkeypatch.setattr(runner._model._ops, "reset_workspace", lambda: told.append(("reset", len(calls.calls))))
+    Asked(driver, bench, None)
+    driver.advance()
+    calls.launch_errors[driver.engine._scheduler._turns.step_id + 1] = [error]
+    assert not told
+    driver.finish()
+    failed = 3  # launches, and the result of the first
+    assert told == [("wait", failed), ("reset", failed)]
+
+
 def test_a_lost_device_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(bench.base, look_ahead=True, max_model_len=64)
     runner = LateRunner(driver)

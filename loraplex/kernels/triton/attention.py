@@ -31,6 +31,7 @@ from loraplex.kernels.triton.attention_kernels import (
 )
 from loraplex.kernels.triton.flash_attention import FlashSequences, flash_attention
 from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
+from loraplex.kernels.triton.workspace import Workspace
 
 LOG2_E = 1.4426950408889634
 LEAST_ROWS = 16
@@ -52,47 +53,6 @@ LEAST_DECODE_PROGRAMS = 2
 
 DECODE_TILE_BYTES = 16384
 """Of the keys that one step of the decode kernel loads; as many of values."""
-
-
-class AttentionWorkspace:
-    """What the parts of split contexts leave for the last of them: sums, softmax states, and counters of arrivals (0 between launches).
-
-    One for all layers, which run one after the other. It grows with the largest decode batch, so run that once before a step is
-    captured. What it outgrew is kept until `release`, as captured steps go on using it.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self._held.values(), *self._outgrown))
-
-    def release(self) -> int:
-        """Forget all of it; steps captured before must not run again. Returns the bytes."""
-        freed = self.nbytes
-        self._held.clear()
-        self._outgrown.clear()
-        return freed
-
-    def take(
-        self, num_groups: int, num_parts: int, head_dim: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(float32 sums, float32 softmax states, int32 counters) for `num_parts` rows of `head_dim`."""
-        return (
-            self._at_least("sums", num_parts * head_dim, torch.float32, device),
-            self._at_least("softmax", 2 * num_parts, torch.float32, device),
-            self._at_least("arrivals", num_groups, torch.int32, device),
-        )
-
-    def _at_least(self, name: str, numbers: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        held = self._held.get(name)
-        if held is None or held.numel() < numbers:
-            if held is not None:
-                self._outgrown.append(held)
-            held = self._held[name] = torch.zeros(triton.next_power_of_2(numbers), dtype=dtype, device=device)
-        return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +193,7 @@ def paged_attention(
     plan: AttentionPlan,
     scale: float,
     sliding_window: int | None,
-    workspace: AttentionWorkspace | None = None,
+    workspace: Workspace | None = None,
     *,
     is_flash: bool = False,
 ) -> torch.Tensor:
@@ -243,7 +203,7 @@ def paged_attention(
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     shape = _Shape(num_kv_heads, q.shape[1] // num_kv_heads, head_dim, block_size, q.itemsize, kv_layer.itemsize)
-    workspace = workspace or AttentionWorkspace()
+    workspace = workspace or Workspace("attention")
     if q.shape[0] == plan.context_lens.shape[0]:
         call = _Call(launcher, q, kv_layer, plan, scale, sliding_window, shape, _dense_like(q))
         _decode(call, workspace, None)
@@ -303,7 +263,7 @@ def _tiles(query_lens: NDArray[np.int64], context_lens: NDArray[np.int64], queri
     return np.stack([sequences[order], first_queries[order]], axis=1).astype(np.int32)
 
 
-def _prefill(call: _Call, workspace: AttentionWorkspace, tiling: _Tiling, schedule: _Schedule) -> None:
+def _prefill(call: _Call, workspace: Workspace, tiling: _Tiling, schedule: _Schedule) -> None:
     shape, num_tiles = call.shape, len(schedule.tiles)
     num_groups = num_tiles * shape.num_kv_heads
     num_splits = _num_prefill_splits(num_groups, schedule.max_keys, call.sliding_window, call.launcher)
@@ -311,7 +271,7 @@ def _prefill(call: _Call, workspace: AttentionWorkspace, tiling: _Tiling, schedu
     sums = softmax = call.plan.context_lens  # any
     if num_splits > 1:
         num_parts = num_groups * num_splits * tiling.rows
-        sums, softmax, _ = workspace.take(num_groups, num_parts, shape.head_dim, call.q.device)
+        sums, softmax = _take_parts(call, workspace, num_parts)
     call.launcher.launch(
         prefill_attention_kernel,
         (shape.num_kv_heads, num_tiles, num_splits),
@@ -356,6 +316,13 @@ def _prefill(call: _Call, workspace: AttentionWorkspace, tiling: _Tiling, schedu
         )
 
 
+def _take_parts(call: _Call, workspace: Workspace, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float32 sums, float32 softmax states) of parts of contexts, for the last of them."""
+    device = call.q.device
+    sums = workspace.take("sums", num_parts * call.shape.head_dim, torch.float32, device)
+    return sums, workspace.take("softmax", 2 * num_parts, torch.float32, device)
+
+
 def _num_prefill_splits(num_groups: int, max_keys: int, sliding_window: int | None, launcher: Launcher) -> int:
     """Parts of the keys of each tile and KV head: 1 where there are enough of these, else what keeps the GPU busy."""
     if sliding_window is not None and 2 * sliding_window < max_keys:
@@ -368,7 +335,7 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor | None) -> None:
+def _decode(call: _Call, workspace: Workspace, sequences: torch.Tensor | None) -> None:
     """`sequences`: those with one query, or None: all of them, row by row."""
     plan, shape = call.plan, call.shape
     num_sequences = len(plan.context_lens if sequences is None else sequences)
@@ -378,7 +345,8 @@ def _decode(call: _Call, workspace: AttentionWorkspace, sequences: torch.Tensor 
     sums = softmax = arrivals = plan.context_lens  # any: a context in one part needs none
     if num_splits > 1:
         num_parts = num_groups * num_splits * shape.group
-        sums, softmax, arrivals = workspace.take(num_groups, num_parts, shape.head_dim, call.q.device)
+        sums, softmax = _take_parts(call, workspace, num_parts)
+        arrivals = workspace.take("arrivals", num_groups, torch.int32, call.q.device)
     call.launcher.launch(
         decode_attention_kernel,
         (shape.num_kv_heads, num_programs, num_sequences),

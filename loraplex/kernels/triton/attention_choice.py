@@ -18,9 +18,10 @@ import torch
 from loraplex.errors import ConfigError
 from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import AttentionPlan
-from loraplex.kernels.triton.attention import AttentionWorkspace, paged_attention, paged_attention_gap
+from loraplex.kernels.triton.attention import paged_attention, paged_attention_gap
 from loraplex.kernels.triton.flash_attention import flash_attention_gap
 from loraplex.kernels.triton.launch import Launcher
+from loraplex.kernels.triton.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def _tried(launcher: Launcher, shapes: AttentionShapes) -> tuple[str | None, flo
     query_lens, context_lens = (1, half, half), (half // 2, half, num_tokens)
     windows = {None, *(None if w is None else min(w, half) for w in shapes.sliding_windows)}  # contexts are longer
     *_, num_kv_heads, block_size, head_dim = shapes.kv.shape
-    plan, workspace = _plan(query_lens, context_lens, block_size, device), AttentionWorkspace()
+    plan, workspace = _plan(query_lens, context_lens, block_size, device), Workspace("attention")
     kv = torch.randn((plan.block_tables.numel(), 2, num_kv_heads, block_size, head_dim), device=device).to(shapes.dtype)
     q = torch.randn((sum(query_lens), shapes.num_heads, head_dim), device=device).to(shapes.dtype)
 

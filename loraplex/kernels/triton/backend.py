@@ -20,13 +20,13 @@ from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton import attention, glue, nucleus
-from loraplex.kernels.triton.attention import AttentionWorkspace
 from loraplex.kernels.triton.attention_choice import AttentionShapes, choose_attention
 from loraplex.kernels.triton.flash_attention import flash_attention_gap
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 from loraplex.kernels.triton.linear import quantized_linear
-from loraplex.kernels.triton.lora import TRITON_DTYPES, LoraWorkspace, add_lora, rank_capacity
+from loraplex.kernels.triton.lora import TRITON_DTYPES, add_lora, rank_capacity
 from loraplex.kernels.triton.lora_packing import GpuPacking
+from loraplex.kernels.triton.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ class TritonBackend(GpuPacking, TorchBackend):
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
         self._fallbacks: Counter[str] = Counter()
         self._is_capturing = False
-        self.lora_workspace = LoraWorkspace()
-        self._attention_workspace = AttentionWorkspace()
+        self.lora_workspace = Workspace("LoRA")
+        self.attention_workspace = Workspace("attention")
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -79,10 +79,14 @@ class TritonBackend(GpuPacking, TorchBackend):
 
     @property
     def workspace_nbytes(self) -> int:
-        return self.lora_workspace.nbytes + self._attention_workspace.nbytes
+        return self.lora_workspace.nbytes + self.attention_workspace.nbytes
 
     def release_workspace(self) -> int:
-        return self.lora_workspace.release() + self._attention_workspace.release()
+        return self.lora_workspace.release() + self.attention_workspace.release()
+
+    def reset_workspace(self) -> None:
+        self.lora_workspace.reset()
+        self.attention_workspace.reset()
 
     # -------------------------------------------------------------------------------------------------------------- graphs
 
@@ -215,7 +219,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         if reason is None:
             is_flash = self._is_flash and self._flash_gap(q, kv_layer, sliding_window) is None
             return attention.paged_attention(
-                self.launcher, q, kv_layer, plan, scale, sliding_window, self._attention_workspace, is_flash=is_flash
+                self.launcher, q, kv_layer, plan, scale, sliding_window, self.attention_workspace, is_flash=is_flash
             )
         self._fall_back("paged_attention", reason)
         return super().paged_attention(q, kv_layer, plan, scale, sliding_window)

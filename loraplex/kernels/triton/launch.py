@@ -45,6 +45,7 @@ class GpuTarget:
 
 
 A100 = GpuTarget((8, 0), 108, 166_912)
+L4 = GpuTarget((8, 9), 58, LEAST_SHARED_BYTES)
 H100 = GpuTarget((9, 0), 132, 232_448)
 
 

@@ -31,6 +31,9 @@ FEW_ROWS = 512
 DEPTH = INT4_GROUP
 """Numbers of a weight's row in one turn of a loop."""
 
+LEAST_ROWS = 16
+"""Of a tile in tl.dot."""
+
 LEAST_TURNS = 4
 """Of a loop, when the depth of a product is split."""
 
@@ -70,7 +73,8 @@ class _Tiles:
     @classmethod
     def of(cls, num_rows: int, weight: QuantizedWeight, itemsize: int, target: GpuTarget) -> _Tiles:
         """Programs enough to keep memory busy on every multiprocessor. Depends on shapes and the GPU alone."""
-        rows = min(128, max(16, triton.next_power_of_2(num_rows)))
+        most = 128 if itemsize == 2 else LEAST_ROWS  # without matrix units more rows spill, and took more than 99 KiB
+        rows = min(most, max(LEAST_ROWS, triton.next_power_of_2(num_rows)))
         columns, num_warps, programs_per_sm = (64, 2, 4) if rows <= 32 else (128, 8, 2 if rows == 64 else 1)
         num_programs = triton.cdiv(weight.out_features, columns) * triton.cdiv(num_rows, rows)
         wanted = target.num_sms * programs_per_sm // max(1, num_programs)

@@ -27,6 +27,7 @@ from loraplex.kernels.tiles import SMALL_ROWS, Tiles
 from loraplex.kernels.triton.launch import Launcher
 from loraplex.kernels.triton.lora_large import expand_large_kernel, reduce_kernel, shrink_large_kernel
 from loraplex.kernels.triton.lora_small import expand_small_kernel, fused_small_kernel, shrink_small_kernel
+from loraplex.kernels.triton.workspace import Workspace
 
 TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -61,46 +62,12 @@ def rank_capacity(table: SlotTable) -> int:
     return capacity
 
 
-class LoraWorkspace:
-    """What lies between shrink and expand, on one device. It grows outside of captures only.
-
-    A buffer that became too small is kept until `release`: a graph captured before goes on using it.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        self._outgrown: list[torch.Tensor] = []
-
-    def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """At least `count` elements; all zero when new, afterwards as they were left."""
-        found = self.buffers.get((name, dtype))
-        if found is None or found.numel() < count:
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            assert not capturing, f"the LoRA workspace {name} is too small in a capture: run the same step once before"
-            if found is not None:
-                self._outgrown.append(found)
-            found = torch.zeros(triton.next_power_of_2(count), dtype=dtype, device=device)
-            self.buffers[name, dtype] = found
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.buffers.values(), *self._outgrown))
-
-    def release(self) -> int:
-        """Give all of it back; returns the bytes. Graphs captured before must not be replayed any more."""
-        nbytes = self.nbytes
-        self.buffers.clear()
-        self._outgrown.clear()
-        return nbytes
-
-
 @dataclass(frozen=True)
 class _Linear:
     """One add_lora, ready for its launches."""
 
     launcher: Launcher
-    workspace: LoraWorkspace
+    workspace: Workspace
     y: torch.Tensor
     x: torch.Tensor
     plan: LoraPlan
@@ -141,7 +108,7 @@ class _Linear:
 
 def add_lora(
     launcher: Launcher,
-    workspace: LoraWorkspace,
+    workspace: Workspace,
     y: torch.Tensor,
     x: torch.Tensor,
     plan: LoraPlan,

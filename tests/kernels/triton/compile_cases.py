@@ -1,10 +1,12 @@
 """What is compiled without a GPU: every operator of the Triton backend at the shapes of real models, in every dtype, decode and prefill.
 
-Tensors are allocated and never filled: no kernel runs. CORE has each kernel in each dtype, CASES more shapes: a kernel takes a second.
+Tensors are allocated and never filled: no kernel runs. CORE has each kernel in each dtype that it takes (test_compile.py
+holds it to that), CASES more shapes: a kernel takes a second.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,14 +68,14 @@ def lora_case(
 ROWS_32 = tuple(range(32))
 
 
-def core_lora_cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
-        yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
-        yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
-    yield lora_case(LLAMA_8B, "qkv", BF16, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
-    yield lora_case(LLAMA_8B, "o", BF16, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
-    yield lora_case(LLAMA_8B, "o", BF16, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
+def core_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Blocks in the model's dtype and in eight bits; more ranks than one block of them, and no more."""
+    yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
+    yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
+    yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
+    for is_fused in (True, False):
+        yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=is_fused)
+    yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
 
 
 def more_lora_cases() -> Iterator[Case]:
@@ -81,12 +83,12 @@ def more_lora_cases() -> Iterator[Case]:
         yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [256])
         yield lora_case(LLAMA_8B, "down", dtype, [0] * 16, [128])
         yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, is_lora_fused=False)
+        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
         yield lora_case(QWEN, "qkv", dtype, list(range(8)), [8] * 8)
         yield lora_case(QWEN, "down", dtype, [0] * 512, [8])
-    for dtype in (FP32, FP16):
-        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
-        yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=True)
-        yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
+        for block_dtype in set(DTYPES) - {dtype}:  # the setting lora_dtype
+            yield lora_case(LLAMA_8B, "o", dtype, [0], [16], block_dtype=block_dtype)
+            yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=block_dtype)
     yield lora_case(LLAMA_1B, "gate_up", BF16, [0] * 4 + [1] * 4, [256, 8])
 
 
@@ -134,13 +136,29 @@ def attention_case(
     return Case(f"attention {shape.name} {_name(dtype)} {what}{suffix}", dtype, run)
 
 
-def core_attention_cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        yield attention_case(LLAMA_8B, dtype, [1] * 32, [1000] * 32)
-        yield attention_case(LLAMA_8B, dtype, [512, 300], [512, 2000])
-        yield attention_case(LLAMA_8B, dtype, [16], [4000])  # few queries over many keys: split, and combined
-        yield rotary_case(LLAMA_8B, dtype, 32)
+def _with_heads(heads: int, kv_heads: int, head_dim: int) -> Shape:
+    return Shape(
+        f"{heads}/{kv_heads} heads of {head_dim}", heads * head_dim, 4096, heads, kv_heads, head_dim, 1, 256, True
+    )
+
+
+HEADS_OF_96, HEADS_OF_256 = _with_heads(64, 8, 96), _with_heads(16, 8, 256)
+
+
+def core_attention_cases(dtype: torch.dtype) -> Iterator[Case]:
+    yield attention_case(LLAMA_8B, dtype, [1] * 32, [1000] * 32)
+    yield attention_case(LLAMA_8B, dtype, [512, 300], [512, 2000])
+    yield attention_case(LLAMA_8B, dtype, [16], [4000])  # few queries over many keys: split, and combined
+    yield rotary_case(LLAMA_8B, dtype, 32)
+
+
+def head_size_cases() -> Iterator[Case]:
+    """Beside the 128 of all others. What a head takes of shared memory is the same in all dtypes of 16 bits."""
     yield attention_case(LLAMA_1B, BF16, [1] * 8, [5000] * 8, window=4096)
+    yield attention_case(LLAMA_1B, BF16, [600], [900])
+    for dtype, shape in ((FP16, HEADS_OF_96), (BF16, HEADS_OF_256)):
+        yield attention_case(shape, dtype, [1] * 4, [8000] * 4)
+        yield attention_case(shape, dtype, [600], [900])
 
 
 def more_attention_cases() -> Iterator[Case]:
@@ -148,19 +166,13 @@ def more_attention_cases() -> Iterator[Case]:
         yield attention_case(LLAMA_1B, dtype, [1] * 32, [1000] * 32)
         yield attention_case(LLAMA_1B, dtype, [512, 300, 1], [512, 2000, 700])
         yield rotary_case(LLAMA_1B, dtype, 32)
+        for shape in (QWEN, HEADS_OF_96, HEADS_OF_256):
+            yield attention_case(shape, dtype, [1] * 4, [8000] * 4)
+            yield attention_case(shape, dtype, [600], [900])
     yield rotary_case(QWEN, BF16, 600)
     yield rotary_case(LLAMA_8B, BF16, 1, kv_dtype=FP16)
     yield attention_case(LLAMA_8B, BF16, [1] * 32, [1000] * 32, kv_dtype=FP16)
-    for shape in (QWEN, _with_heads(64, 8, 96), _with_heads(16, 8, 256)):
-        yield attention_case(shape, BF16, [1] * 4, [8000] * 4)
-        yield attention_case(shape, BF16, [600], [900])
     yield attention_case(LLAMA_8B, BF16, [2048], [2048], window=1024)
-
-
-def _with_heads(heads: int, kv_heads: int, head_dim: int) -> Shape:
-    return Shape(
-        f"{heads}/{kv_heads} heads of {head_dim}", heads * head_dim, 4096, heads, kv_heads, head_dim, 1, 256, True
-    )
 
 
 def glue_case(shape: Shape, dtype: torch.dtype, rows: int) -> Case:
@@ -211,24 +223,21 @@ def rounding_case(dtype: torch.dtype) -> Case:
     """Activations in float8."""
     return Case(
         f"linear fp8 {_name(dtype)} decode", dtype,
-        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)), least_arch=90,
+        lambda backend: round_rows(backend.launcher, _empty(32, 4096, dtype=dtype)), least_arch=89,
     )  # fmt: skip
 
 
-def core_linear_cases() -> Iterator[Case]:
-    for dtype in DTYPES:
-        yield linear_case("int4", dtype, 16)
-        yield linear_case("int4", dtype, 2048)
-        yield rounding_case(dtype)
-    yield linear_case("int8", BF16, 16)
+def core_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    yield linear_case("int4", dtype, 16)
+    yield linear_case("int4", dtype, 2048)
+    yield linear_case("int8", dtype, 16)
+    yield rounding_case(dtype)
 
 
 def more_linear_cases() -> Iterator[Case]:
-    for dtype in (FP32, FP16):
-        yield linear_case("int8", dtype, 16)
-    for quantization in ("int8", "int4"):
-        yield linear_case(quantization, BF16, 64)
-        yield linear_case(quantization, BF16, 1, 4864, 896)
+    for dtype, quantization in itertools.product(DTYPES, ("int8", "int4")):
+        yield linear_case(quantization, dtype, 64)
+        yield linear_case(quantization, dtype, 1, 4864, 896)
 
 
 # ------------------------------------------------------------------------------------------------------------- sampling
@@ -250,9 +259,9 @@ def many_sizes_case() -> Case:
 
     def run(backend: TritonBackend) -> None:
         for rows in (1, 2, 3, 7, 16, 32, 33, 64):
-            lora_case(LLAMA_8B, "o", BF16, list(range(rows)), [16] * 64).run(backend)
+            lora_case(LLAMA_8B, "qkv", BF16, list(range(rows)), [16] * 64).run(backend)
         for rows in (70, 200, 300, 700, 1500, 3000, 5000, 20_000):
-            lora_case(LLAMA_8B, "o", BF16, [0] * rows, [16]).run(backend)
+            lora_case(LLAMA_8B, "qkv", BF16, [0] * rows, [16]).run(backend)
         for rows in (1, 2, 3, 16, 17, 64, 300, 1000):
             glue_case(LLAMA_8B, BF16, rows).run(backend)
             rotary_case(LLAMA_8B, BF16, rows).run(backend)
@@ -264,18 +273,25 @@ def many_sizes_case() -> Case:
     return Case("many sizes Llama-3-8B bfloat16 prefill", BF16, run)
 
 
+def core_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Every kernel in this dtype."""
+    yield from core_lora_cases(dtype)
+    yield from core_attention_cases(dtype)
+    yield glue_case(LLAMA_8B, dtype, 16)
+    yield from core_linear_cases(dtype)
+
+
+ONE_DTYPE = (nucleus_case(), *core_cases(BF16))
 CORE = (
-    nucleus_case(),
-    *core_lora_cases(),
-    *core_attention_cases(),
-    *(glue_case(LLAMA_8B, dtype, 16) for dtype in DTYPES),
-    *core_linear_cases(),
+    *ONE_DTYPE,
+    *(case for dtype in (FP32, FP16) for case in core_cases(dtype)),
+    *head_size_cases(),
     many_sizes_case(),
 )
 CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(), *more_linear_cases())
 
 
 def cases_for(arch: int, is_core: bool) -> list[Case]:
-    """For sm_80 the core is without float16, which compiles there as bfloat16 does."""
-    cases = CORE if is_core else CASES
-    return [case for case in cases if case.least_arch <= arch and not (is_core and arch == 80 and case.dtype == FP16)]
+    """The core of sm_89 is bfloat16 alone: its instructions are those of sm_80 and its shared memory is what differs."""
+    cases = CASES if not is_core else ONE_DTYPE if arch == 89 else CORE
+    return [case for case in cases if case.least_arch <= arch]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from loraplex.kernels.plan import AttentionPlan
 from loraplex.kernels.reference import ReferenceBackend
 from loraplex.kernels.triton import attention
-from loraplex.kernels.triton.attention import AttentionWorkspace
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import A100, H100, GpuTarget, TritonLauncher
+from loraplex.kernels.triton.workspace import Workspace
 from tests.kernels.cases import FP16, FP32, assert_close, case_id, pairwise, same_bits
 from tests.kernels.test_attention import LAYER, draw, expected_attention, fill, make_plan, poisoned_kv
 
@@ -90,7 +90,7 @@ class Rig:
         plan: AttentionPlan | None = None,
         q: torch.Tensor | None = None,
         launcher: TritonLauncher | None = None,
-        workspace: AttentionWorkspace | None = None,
+        workspace: Workspace | None = None,
     ) -> torch.Tensor:
         q, plan, launcher = self.q if q is None else q, plan or self.plan, launcher or TritonLauncher(CPU)
         return attention.paged_attention(launcher, q, self.kv[:, LAYER], plan, self.scale, window, workspace)
@@ -204,7 +204,7 @@ def test_long_contexts_have_longer_parts_not_more() -> None:
 
 def test_a_program_takes_several_parts_where_sequences_are_many() -> None:
     """The same bits as with a program for each part; counters are at zero again."""
-    rig, workspace = Rig([1, 1, 1, 1], [1500, 300, 9, 0], heads=(8, 4)), AttentionWorkspace()
+    rig, workspace = Rig([1, 1, 1, 1], [1500, 300, 9, 0], heads=(8, 4)), Workspace("attention")
     launcher = CountingLauncher()
     whole = rig.run(launcher=launcher)
     assert launcher.launched == [("decode_attention_kernel", (4, 6, 4))]
@@ -212,29 +212,26 @@ def test_a_program_takes_several_parts_where_sequences_are_many() -> None:
         launcher = CountingLauncher(replace(H100, num_sms=num_sms))
         assert same_bits(rig.run(launcher=launcher, workspace=workspace), whole)
         assert launcher.launched == [("decode_attention_kernel", (4, programs, 4))]
-    _, _, arrivals = workspace.take(1, 1, 1, CPU)
-    assert not arrivals.any()
+    assert not workspace.buffers["arrivals", torch.int32].any()
 
 
 def test_decode_repeats_itself_and_leaves_its_counters_at_zero() -> None:
-    rig, workspace = Rig([1, 1], [600, 300]), AttentionWorkspace()
+    rig, workspace = Rig([1, 1], [600, 300]), Workspace("attention")
     first = rig.run(workspace=workspace)
     for _ in range(2):
         assert same_bits(rig.run(workspace=workspace), first)
-    _, _, arrivals = workspace.take(1, 1, 1, CPU)
-    assert not arrivals.any()
+    assert not workspace.buffers["arrivals", torch.int32].any()
 
 
-def test_workspace_keeps_what_captured_steps_use() -> None:
-    workspace = AttentionWorkspace()
-    small = workspace.take(2, 10, 16, CPU)
-    assert [t.numel() for t in small] == [256, 32, 2]
-    assert all(a is b for a, b in zip(workspace.take(1, 9, 16, CPU), small, strict=True))
-    large = workspace.take(2, 100, 16, CPU)
-    assert large[2] is small[2]
-    assert workspace.nbytes == sum(t.nbytes for t in (*small[:2], *large))
-    assert workspace.release() == sum(t.nbytes for t in (*small[:2], *large))
-    assert workspace.nbytes == 0
+def test_counters_that_an_aborted_launch_left_are_reset() -> None:
+    rig, backend = Rig([1, 1], [600, 300]), TritonBackend(CPU)
+    workspace = backend.attention_workspace
+    first = rig.run(workspace=workspace)
+    workspace.buffers["sums", FP32].fill_(float("nan"))
+    workspace.buffers["arrivals", torch.int32].fill_(1)  # who comes before the last believes to be it
+    assert not same_bits(rig.run(workspace=workspace), first)
+    backend.reset_workspace()
+    assert same_bits(rig.run(workspace=workspace), first)
 
 
 # --------------------------------------------------------------------------------------------------------------- prefill
@@ -261,9 +258,10 @@ def test_every_tiling(target: GpuTarget, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 700])
 def test_few_queries_behind_a_long_prefix_are_split(window: int | None) -> None:
     """Parts that some rows, or all, see nothing of; the workspace holds NaN before."""
-    rig, launcher, workspace = Rig([5, 1, 15], [1400, 20, 300], heads=(3, 1)), CountingLauncher(), AttentionWorkspace()
-    for tensor in workspace.take(1, 2000, 16, CPU)[:2]:
-        tensor.fill_(float("nan"))
+    rig, launcher = Rig([5, 1, 15], [1400, 20, 300], heads=(3, 1)), CountingLauncher()
+    workspace = Workspace("attention")
+    for name in ("sums", "softmax"):
+        workspace.take(name, 1 << 15, FP32, CPU).fill_(float("nan"))
     assert_close(rig.run(window, launcher=launcher, workspace=workspace), rig.expected(window))
     prefill, combine, (last, _) = launcher.launched
     assert prefill == ("prefill_attention_kernel", (1, 3, 2))

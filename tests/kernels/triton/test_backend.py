@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 
@@ -10,10 +11,12 @@ import torch
 import triton
 
 from loraplex.errors import ConfigError
+from loraplex.kernels.missing_triton import TRITON_OPERATORS
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import A100, H100, GpuTarget, TritonLauncher
+from tests.kernels.cases import same_bits
 
 CPU = torch.device("cpu")
 
@@ -39,9 +42,42 @@ def test_where_triton_is_not_installed_it_is_refused_by_name_and_replaced_otherw
         get_backend("triton", CPU)
     with caplog.at_level(logging.WARNING):
         backend = get_backend("auto", torch.device("cuda"))
+    assert isinstance(backend, TorchBackend)
+    assert "Triton is not installed" in backend.description
+    assert caplog.text.count("Triton is not installed") == 1
+
+
+def test_what_stock_torch_runs_for_a_missing_triton_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "loraplex.kernels.triton.backend", None)
+    backend = get_backend("auto", torch.device("cuda"))
+    assert backend.fallbacks == {}
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    assert same_bits(backend.rms_norm(x, weight, 1e-5), TorchBackend().rms_norm(x, weight, 1e-5))
+    for _ in range(2):
+        backend.add_rms_norm(x.clone(), x, weight, 1e-5)  # which norms by rms_norm
+    backend.linear(x, torch.eye(8))  # a product that Triton leaves to cuBLAS
+    counts = {key.partition(": Triton is not installed")[0]: n for key, n in backend.fallbacks.items()}
+    assert counts == {"rms_norm": 1, "add_rms_norm": 2}
+    assert caplog.text.count("Triton") == 1
+
+
+@pytest.mark.parametrize(("name", "device"), [("torch", "cuda"), ("auto", "meta"), ("torch", "cpu")])
+def test_stock_torch_that_stands_for_nothing_counts_nothing(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "loraplex.kernels.triton.backend", None)
+    backend = get_backend(name, torch.device(device))
     assert type(backend) is TorchBackend
-    assert "not installed" in backend.description
-    assert "Triton" in caplog.text
+    backend.silu_mul(torch.zeros(1, 2))
+    assert backend.fallbacks == {}
+
+
+def test_every_operator_with_kernels_is_counted_without_them() -> None:
+    """Those that the Triton backend may leave to stock torch."""
+    own = {name: f for name, f in vars(TritonBackend).items() if inspect.isfunction(f)}
+    assert {name for name, f in own.items() if "_fall_back" in f.__code__.co_names} == set(TRITON_OPERATORS)
 
 
 def test_a_fallback_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ import torch
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import H100, TritonLauncher
-from loraplex.kernels.triton.lora import LoraWorkspace
+from loraplex.kernels.triton.workspace import Workspace
 from tests.kernels.cases import (
     FP16,
     FP32,
@@ -96,7 +96,7 @@ def _width(s: SliceWeights | None) -> int:
     return 0 if part is None else part.shape[0]
 
 
-class PoisonedWorkspace(LoraWorkspace):
+class PoisonedWorkspace(Workspace):
     """New memory is full of NaN, except for counters."""
 
     def take(self, name: str, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -107,7 +107,7 @@ class PoisonedWorkspace(LoraWorkspace):
 
 def run_poisoned(problem: Problem, backend: TritonBackend, table: SlotTable) -> torch.Tensor:
     """`run` in a workspace full of NaN; counters are 0 afterwards."""
-    backend.lora_workspace = PoisonedWorkspace()
+    backend.lora_workspace = PoisonedWorkspace("LoRA")
     got = run(problem, backend, table)
     counters = backend.lora_workspace.buffers.get(("counters", torch.int32))
     assert counters is None or not counters.any()
@@ -328,16 +328,18 @@ def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
     assert backend.rank_capacity(table) == 32
 
 
-def test_the_workspace_keeps_what_a_capture_uses_until_it_is_released() -> None:
+def test_counters_that_an_aborted_launch_left_are_reset() -> None:
+    """Tickets of nobody, and splits that are written before they are."""
+    generator = torch.Generator().manual_seed(4)
+    target = make_target(600, (40, 24))
+    adapters = [make_weights(target, (12, 5), FP32, False, generator)]
+    problem = make_problem(target, adapters, segments_of([0, 0]), 2, FP32, generator)
     backend = backend_of(None, "fused")
-    workspace = backend.lora_workspace
-    first = workspace.take("partial", 100, FP32, CPU)
-    assert workspace.take("partial", 128, FP32, CPU) is first
-    second = workspace.take("partial", 129, FP32, CPU)
-    assert second.numel() == 256
-    assert backend.workspace_nbytes == 4 * (128 + 256)
-    assert backend.release_workspace() == 4 * (128 + 256)
-    assert backend.workspace_nbytes == 0
+    table = make_table(target, adapters, FP32, backend)
+    first = run(problem, backend, table)
+    backend.lora_workspace.buffers["counters", torch.int32].fill_(3)
+    backend.reset_workspace()
+    assert same_bits(run(problem, backend, table), first)
 
 
 # ------------------------------------------------------------------------------------------------- what is not covered
