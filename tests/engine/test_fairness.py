@@ -1,7 +1,8 @@
 """Adapters that take turns, with the times of a model that is not there: how much longer than usual a request may take.
 
 A step takes 20 ms, 0.7 ms for each token of a decoding request and 1.8 for each of a prompt, about what a model of 0.5 billion
-parameters takes on two cores. Requests come as a Poisson process at a share of what 16 seats can serve, each through one of six adapters by chance.
+parameters takes on two cores. Requests come as a Poisson process at a share of what 16 seats can serve, each through one of six
+adapters by chance.
 """
 
 from __future__ import annotations
