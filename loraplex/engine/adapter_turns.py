@@ -84,7 +84,7 @@ class AdapterTurns:
                 lag_of[adapter_id] = max(lag_of.get(adapter_id, 0), self._lag(state))
         caller = self._next(waiting)
         victims = self._victims_for(caller, sorted(lag_of, key=lag_of.__getitem__))
-        if all(self._may_end(adapter_id, lag_of[adapter_id], caller) for adapter_id in victims):
+        if all(self._may_end(adapter_id, lag, caller) for adapter_id, lag in lag_of.items() if adapter_id in victims):
             return [state for state in running if state.request.adapter_id in victims]
         return []
 

@@ -359,6 +359,17 @@ class TestAdapters:
         assert len(harness.tokens("large")) == 5
         assert {len(harness.tokens(f"small-{number}")) for number in (1, 2)} == {60}
 
+    def test_an_adapter_in_the_way_whose_requests_are_leaving_needs_no_pause(self) -> None:
+        """Memory names every id that is in use: also one whose last request has ended, and waits for its step."""
+        harness = Harness(room=1, aging_steps=8)
+        harness.residency.victims_for = lambda adapter_id, in_use: [*in_use[:1], 77]
+        harness.add("hog", adapter=1, max_tokens=30)
+        harness.step()
+        harness.add("late", adapter=2, max_tokens=3)
+        harness.run()
+        assert [len(harness.tokens(name)) for name in ("hog", "late")] == [30, 3]
+        assert harness.scheduler.num_pauses > 0
+
     def test_a_paused_request_loses_its_kv_before_a_running_one(self) -> None:
         harness = Harness(room=1, aging_steps=8, num_blocks=8)
         harness.add("hog", length=24, adapter=1, max_tokens=16)
