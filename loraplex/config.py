@@ -135,7 +135,8 @@ class LoRAConfig:
         "cost_aware", "lru, lfu, fifo, gdsf or cost_aware; none: an adapter is only evicted by name"
     )
     aging_steps: int = setting(
-        128, "a request that waits this many steps for adapter room makes any running ones give way"
+        128,
+        "a request that waits this many steps for adapter room makes any running ones give way, and earlier those that are less behind",
     )
     num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
 

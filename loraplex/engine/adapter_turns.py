@@ -61,6 +61,10 @@ class AdapterTurns:
         """No request of the adapter runs any more."""
         del self._turns[adapter_id]
 
+    def is_called(self, state: RequestState) -> bool:
+        """Whether others were paused for it, and it does not run yet."""
+        return state in self._called
+
     def queue(self, waiting: Sequence[RequestState]) -> list[RequestState]:
         """Who is admitted before whom: those that others were paused for, or the room would be taken from them, then by arrival."""
         self._called = [state for state in self._called if state in waiting]

@@ -162,11 +162,13 @@ class Scheduler:
         self._turns.step_id += 1
         scheduled: list[ScheduledSequence] = []
         failed: list[TokenOutput] = []
-        for state in [] if self._uncommitted else self._turns.call(self._waiting, self._running):
+        paused = [] if self._uncommitted else self._turns.call(self._waiting, self._running)
+        for state in paused:
             self._give_way(state, keeps_kv=True)
         budget = self._schedule_running(scheduled)
         self._schedule_waiting(scheduled, failed, budget)
-        if not self._running and any(state.waits_for is WaitsFor.ROOM for state in self._waiting):
+        lack_room = [state for state in self._waiting if state.waits_for is WaitsFor.ROOM]
+        if (lack_room and not self._running) or (paused and any(map(self._turns.is_called, lack_room))):
             self._drop_newest_kv()  # it may be what an adapter lacks: both are in one arena
         self._prefetch_waiting()
         plan = SchedulePlan(self._turns.step_id, tuple(scheduled), tuple(failed))
@@ -203,10 +205,10 @@ class Scheduler:
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
         """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest first; for one
-        that is to run, those that came after it, or all if nothing runs.
+        that is to run, those that came after it, or all if others were paused for it or nothing runs.
         """
         request_id, num_tokens = state.request.request_id, state.num_scheduled_tokens + num_tokens
-        is_first = state.status is RequestStatus.RUNNING or not self._running
+        is_first = state.status is RequestStatus.RUNNING or self._turns.is_called(state) or not self._running
         while not self._blocks.reserve(request_id, num_tokens):
             if not self._drop_newest_kv(besides=state, after=-1 if is_first else state.arrival_index):
                 return False
@@ -267,14 +269,16 @@ class Scheduler:
 
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
         """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is short."""
-        if not state.keeps_kv:
-            state.num_computed_tokens = state.num_scheduled_tokens = self._blocks.start(state.request, state.token_ids)
-        is_reserved = False
+        has_table, is_reserved = state.keeps_kv, False
         try:
+            if not has_table:
+                num_cached = self._blocks.start(state.request, state.token_ids)
+                state.num_computed_tokens = state.num_scheduled_tokens = num_cached
+                has_table = True
             is_reserved = self._reserve(state, state.num_unscheduled_tokens)
         finally:
             if not is_reserved:
-                if not state.keeps_kv:
+                if has_table and not state.keeps_kv:
                     self._drop_kv(state)
                 self._release_adapter(state)
         if not is_reserved:

@@ -56,7 +56,7 @@ def checksums(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def check_bytes(data: torch.Tensor) -> None:
     """ValueError for what has no checksum."""
-    if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() % MULTIPLE:
+    if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous() or data.numel() % MULTIPLE:
         raise ValueError(f"a checksum needs flat bytes, a multiple of {MULTIPLE}, got {data.dtype} {tuple(data.shape)}")
 
 

@@ -15,7 +15,7 @@ import torch
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import Tier
 from loraplex.memory.compressed_copies import CompressedCopies
-from loraplex.memory.disk_cache import DiskCache, DiskRead, StoredLayout
+from loraplex.memory.disk_cache import DiskCache, DiskRead
 from loraplex.memory.loading import read_weights
 from loraplex.memory.packing import PackedLayout, Packer
 from loraplex.memory.stored import LoadJob
@@ -65,7 +65,7 @@ class WeightReader:
             loaded = self._from_compressed(self._compressed, digest, reserve)
             job.damaged_copies += [COMPRESSED] if loaded is None else []
         if loaded is None and self._disk is not None and self._disk.has(digest):
-            loaded = self._from_disk(self._disk, job, reserve)
+            loaded = self._from_disk(self._disk, digest, reserve)
             job.damaged_copies += [Tier.DISK.value] if loaded is None else []
         return loaded or self._from_source(job, reserve)
 
@@ -84,12 +84,10 @@ class WeightReader:
             return None
         return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
-    def _from_disk(self, disk: DiskCache, job: LoadJob, reserve: Reserve) -> LoadedWeights | None:
-        digest, known = job.weights.digest, job.weights
-        if known.layout is not None and known.checksums:
-            stored: StoredLayout | None = StoredLayout(known.layout, known.checksums)
-        else:
-            stored = disk.read_layout(digest)
+    def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:
+        stored = disk.read_layout(
+            digest
+        )  # not what is known: a copy that came back from a lossy compression has other checksums
         if stored is None:
             return None
         views = self._views(reserve(stored.layout.sizes))

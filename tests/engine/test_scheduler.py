@@ -380,6 +380,56 @@ class TestAdapters:
         assert harness.scheduler.num_preemptions > 0
         assert [len(harness.tokens(name)) for name in ("hog", "late")] == [16, 20]
 
+    def test_who_was_called_takes_the_kv_of_those_who_were_paused_for_it(self) -> None:
+        """Although they came before it, and something else runs on."""
+        harness = Harness(num_blocks=64, room=1, aging_steps=8)
+        harness.add("base", max_tokens=150)
+        harness.add("old", length=240, adapter=1, max_tokens=200)
+        for _ in range(6):
+            harness.step()
+        harness.add("caller", length=240, adapter=2, max_tokens=4)
+        harness.add("later", max_tokens=4)
+        harness.run()
+        assert steps_of(harness, "caller")[0] < 30
+        assert max(after - before for before, after in itertools.pairwise(steps_of(harness, "old"))) < 30
+
+    def test_paused_kv_goes_when_the_room_that_was_called_for_does_not_come(self) -> None:
+        """KV and adapters share one memory, and other requests run on: adapter 2 needs more of it than pausing alone gives."""
+        harness = Harness(num_blocks=64, room=1, aging_steps=8)
+        try_acquire = harness.residency.try_acquire
+
+        def needs_blocks(adapter_id: int) -> AcquireResult:
+            is_short = adapter_id == 2 and harness.blocks.num_free_blocks < 40
+            return AcquireResult(None, WaitsFor.ROOM) if is_short else try_acquire(adapter_id)
+
+        harness.residency.try_acquire = needs_blocks
+        harness.add("base", max_tokens=150)
+        harness.add("old", length=200, adapter=1, max_tokens=100)
+        for _ in range(6):
+            harness.step()
+        harness.add("caller", adapter=2, max_tokens=4)
+        harness.run()
+        assert steps_of(harness, "caller")[0] < 40
+        assert len(harness.tokens("old")) == 100
+
+    def test_a_request_that_finds_no_memory_for_its_block_table_returns_its_adapter(self) -> None:
+        harness = Harness()
+        start, left = harness.blocks.start, [1]
+
+        def failing(request: Request, token_ids: Sequence[int]) -> int:
+            if left:
+                left.pop()
+                raise MemoryError("no memory")
+            return start(request, token_ids)
+
+        harness.blocks.start = failing
+        harness.add("a", adapter=1)
+        with pytest.raises(MemoryError):
+            harness.step()
+        assert harness.residency.refs == {}
+        harness.run()
+        assert len(harness.tokens("a")) == 4
+
     def test_what_a_damaged_adapter_computed_for_a_paused_request_is_forgotten(self) -> None:
         harness = Harness(room=1, aging_steps=8)
         harness.add("hog", length=20, adapter=1, max_tokens=30)
