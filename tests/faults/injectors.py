@@ -99,12 +99,12 @@ def truncate_file(path: Path, rng: Random) -> int:
 
 @contextlib.contextmanager
 def failing_allocations(manager: LoRAModelManager, error: BaseException | None = None) -> Iterator[None]:
-    """No pool of the adapters has an extent to give: `allocate` says None, or raises `error` (a MemoryError, say)."""
+    """No pool of the adapters has an extent to give: `allocate_all` says None, or raises `error` (a MemoryError, say)."""
     store = manager._store
     pools = {id(pool): pool for pool in (store.host.pool, store.device.pool) if pool is not None}.values()
     with contextlib.ExitStack() as stack:
         for pool in pools:
-            stack.enter_context(mock.patch.object(pool, "allocate", _failing(error)))
+            stack.enter_context(mock.patch.object(pool, "allocate_all", _failing(error)))
         yield
 
 
