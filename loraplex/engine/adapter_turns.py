@@ -8,9 +8,9 @@ less than `aging_steps`: whoever waited so long leads. An adapter that got in ha
 and until the request that brought it in has ended or got as many tokens (a prompt whose KV is needed elsewhere would else begin anew
 for ever).
 
-Simulated for equal requests, six adapters over room for three (docs/performance.md): waiting for the end of running requests gives P99 / median
-2.2, first come first served with pauses 2.0, this rule 1.8 with the lowest P99 of the three. Steps spent waiting alone, without the half,
-shorten the tail no further and lengthen the median.
+Simulated for equal requests, six adapters over room for three (docs/performance.md): waiting for the end of running requests gives
+P99 / median 2.2, first come first served with pauses 2.0, this rule 1.8 with the lowest P99 of the three. Steps spent waiting alone,
+without the half, shorten the tail no further and lengthen the median.
 """
 
 from __future__ import annotations
