@@ -1,4 +1,4 @@
-"""The command line: `loraplex serve | generate | demo | bench | profile | top | adapter inspect | doctor`.
+"""The command line: `loraplex serve | generate | demo | bench | profile | top | adapter inspect | state check | doctor`.
 
 Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What a command needs is
 imported when it runs, so that `--help` is quick.
@@ -35,6 +35,8 @@ app = App(
 )
 adapter_app = App(name="adapter", help="Look at adapters.")
 app.command(adapter_app)
+state_app = App(name="state", help="Check and repair the directory of --state-dir.")
+app.command(state_app)
 
 Flat = Parameter(name="*")
 Engine = Annotated[EngineSettings, Flat]
@@ -303,6 +305,41 @@ def inspect(
     report = report_on(path, base, lora or LoRAConfig())
     print(to_json(asdict(report), indent=2) if json else report.describe())
     return 0 if report.is_honoured else 1
+
+
+@state_app.command(name="check")
+def check_state(directory: Path, /) -> int:
+    """Check the journal of a state directory, and say what a repair would do. Exit code 1 when something is damaged.
+
+    Parameters
+    ----------
+    directory
+        The --state-dir of a server that does not run now.
+    """
+    from loraplex.adapters.journal import repair
+
+    report = repair.check_state(directory)
+    print(report.describe())
+    return 0 if report.is_whole else 1
+
+
+@state_app.command(name="repair")
+def repair_state(directory: Path, /) -> int:
+    """Make a whole journal of what can be used of a state directory and its copies. What it replaces is kept in DIR/damaged.
+
+    Parameters
+    ----------
+    directory
+        The --state-dir of a server that does not run now.
+    """
+    from loraplex.adapters.journal import repair
+
+    report = repair.repair_state(directory)
+    print(report.describe())
+    if report.is_whole:
+        return 0
+    print("repaired" if report.base_model is not None else "not repaired")
+    return 0 if report.base_model is not None else 1
 
 
 @app.command

@@ -88,6 +88,8 @@ def test_the_surface_is_frozen() -> None:
 def test_commands_are_those_of_the_docs() -> None:
     assert [" ".join(path) for path, _ in commands()] == [
         "adapter inspect",
+        "state check",
+        "state repair",
         "serve",
         "generate",
         "demo",

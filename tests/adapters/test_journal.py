@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters import journal_tables
 from loraplex.adapters.journal import SqliteJournal
+from loraplex.adapters.journal import tables as journal_tables
 from loraplex.adapters.registry import LoadStatus, NameChange, NameRecord, NameUsage
 from loraplex.core import Tier
 from loraplex.errors import ConfigError, JournalError
@@ -44,10 +44,7 @@ class Life:
 
     def copy_to(self, directory: Path) -> Path:
         """The files as a power cut would leave them now."""
-        directory.mkdir()
-        for file in self.directory.iterdir():
-            shutil.copy(file, directory / file.name)
-        return directory
+        return Path(shutil.copytree(self.directory, directory))
 
 
 @pytest.fixture
@@ -351,7 +348,7 @@ def test_after_the_end_nothing_is_promised(lives: Callable[[], Life]) -> None:
     life = lives()
     life.journal.close()
     life.journal.close()
-    with pytest.raises(JournalError, match="the server ends"):
+    with pytest.raises(JournalError, match="the server is shutting down"):
         life.registry.load("a", "/a")
 
 
@@ -391,7 +388,7 @@ def test_another_schema_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").write_bytes(b"not a database at all, but long enough to be looked at" * 50)
-    with pytest.raises(ConfigError, match=r"cannot be read .*move it away"):
+    with pytest.raises(ConfigError, match=r"cannot be read .*loraplex state check"):
         SqliteJournal(tmp_path, BASE)
 
 

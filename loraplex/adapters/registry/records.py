@@ -1,4 +1,4 @@
-"""What of the registry outlives the process: one record per name, and who keeps them (adapters/journal.py)."""
+"""What of the registry outlives the process: one record per name, and who keeps them (adapters/journal/)."""
 
 from __future__ import annotations
 

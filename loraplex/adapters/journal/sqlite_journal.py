@@ -1,17 +1,14 @@
-"""What the registry knows, kept in a directory (`--state-dir`): names, versions, pins, numbers, aliases and counters, in SQLite.
+"""The journal that a server writes: `registry.Journal` in SQLite.
 
-    DIR/journal.sqlite   WAL, synchronous=FULL: what was acknowledged is on disk; a write that a crash tore is as if never begun
-    DIR/lock             held by the one server that uses the directory, as long as its process lives
-
-One thread writes. Changes queue up in the order in which the registry made them, and all that wait are one transaction, so many verbs
-at once cost few syncs. Counters are written every COUNT_INTERVAL_S and at the end; a crash may lose the latest.
+WAL, synchronous=FULL: what was acknowledged is on disk; a write that a crash tore is as if never begun. One thread writes. Changes queue up
+in the order in which the registry made them, and all that wait are one transaction, so many verbs at once cost few syncs. Counters are
+written every COUNT_INTERVAL_S and at the end; a crash may lose the latest. A dated copy is made at the start, COPY_INTERVAL_S after a
+change at the latest, and at the end.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -20,42 +17,81 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
-from loraplex.adapters.journal_tables import JournalTables
+from loraplex.adapters.journal.copies import JournalCopies, time_of
+from loraplex.adapters.journal.damage import summary
+from loraplex.adapters.journal.state_directory import StateDirectory
+from loraplex.adapters.journal.tables import DamagedJournalError, JournalTables
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError, JournalError
 
 _log = logging.getLogger(__name__)
 
 COUNT_INTERVAL_S = 5.0
+COPY_INTERVAL_S = 60.0
 
 
 class SqliteJournal:
     """`registry.Journal` on disk. `names` and `last_adapter_id` are what was there when it was opened.
 
     base_model: whose adapters they are; a directory belongs to one. Raises ConfigError when the directory cannot be used: another
-    server has it, it is another model's or another version's, or it cannot be read.
+    server has it, another user can write to it, it is another model's or another version's, or its journal is damaged or gone.
     """
 
-    def __init__(self, state_dir: str | Path, base_model: str, count_interval_s: float = COUNT_INTERVAL_S) -> None:
-        self._directory = Path(state_dir)
+    def __init__(
+        self,
+        state_dir: str | Path,
+        base_model: str,
+        count_interval_s: float = COUNT_INTERVAL_S,
+        copy_interval_s: float = COPY_INTERVAL_S,
+    ) -> None:
         self._count_interval_s = count_interval_s
-        self._lock_file = _lock(self._directory)
+        self._copy_interval_s = copy_interval_s
+        self._directory = StateDirectory(state_dir)
         try:
-            self._tables = JournalTables(self._directory / "journal.sqlite", base_model)
-            self.names: Mapping[str, NameRecord]
-            self.names, self.last_adapter_id = self._tables.read()
+            self._copies = JournalCopies(self._directory.make_folder(self._directory.copies))
+            self._tables = self._open(base_model)
         except BaseException:
-            self._lock_file.close()
+            self._directory.close()
             raise
         self._queue: deque[tuple[Sequence[NameChange], Future[None]]] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
         self._unwritten: dict[str, NameChange] = {}
         self._take_usage: Callable[[], Sequence[NameUsage]] = tuple
+        self._is_changed = False  # since the last copy
+        self._copied_s = time.monotonic()
+        self._copy()
         self._writer = threading.Thread(target=self._write, name="loraplex-journal", daemon=True)
         self._writer.start()
+
+    def _open(self, base_model: str) -> JournalTables:
+        """The tables, with `names` and `last_adapter_id` read. Raises ConfigError for what is not whole."""
+        directory = self._directory
+        remedy = f"run: loraplex state check {directory.path}"
+        copies = self._copies.files()
+        if copies and not directory.has_journal:
+            is_empty = directory.journal_file.exists()
+            raise ConfigError(
+                f"{directory.journal_file} is {'empty' if is_empty else 'missing'}, and there is a copy of it of "
+                f"{time_of(copies[0])}; {remedy}"
+            )
+        directory.make_private(directory.journal_file)
+        try:
+            tables = JournalTables(directory.journal_file, base_model)
+        except DamagedJournalError as error:
+            raise ConfigError(f"{error}; {remedy}") from error
+        try:
+            contents = tables.read()
+            if contents.damages:
+                raise ConfigError(f"{directory.journal_file} is damaged: {summary(contents.damages)}; {remedy}")
+        except BaseException:
+            tables.close()
+            raise
+        self.names: Mapping[str, NameRecord] = contents.names
+        self.last_adapter_id = contents.last_adapter_id
+        return tables
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +106,9 @@ class SqliteJournal:
         written: Future[None] = Future()
         with self._wake:
             if self._is_closed:
-                written.set_exception(JournalError(f"the state directory {self._directory} is closed: the server ends"))
+                written.set_exception(
+                    JournalError(f"the state directory {self._directory.path} is closed: the server is shutting down")
+                )
                 return written
             self._queue.append((changes, written))
             self._wake.notify()
@@ -86,7 +124,7 @@ class SqliteJournal:
             self._wake.notify()
         self._writer.join()
         self._tables.close()
-        self._lock_file.close()
+        self._directory.close()
 
     def _write(self) -> None:
         is_last = False
@@ -100,6 +138,8 @@ class SqliteJournal:
             if is_last or time.monotonic() - counted_s >= self._count_interval_s:
                 self._write_counters()
                 counted_s = time.monotonic()
+            if self._is_changed and (is_last or time.monotonic() - self._copied_s >= self._copy_interval_s):
+                self._copy()
 
     def _write_changes(self, waiting: Sequence[tuple[Sequence[NameChange], Future[None]]]) -> None:
         """One transaction for all: the last state of each name. What fails is kept, to be written before what comes next."""
@@ -111,7 +151,7 @@ class SqliteJournal:
             self._tables.write(list(self._unwritten.values()))
         except Exception as cause:
             text = (
-                f"what was done holds as long as this server, but could not be written to {self._directory} ({cause}); "
+                f"what was done holds as long as this server, but could not be written to {self._directory.path} ({cause}); "
                 "mend that: it is tried again with the next change"
             )
             _log.error("%s", text)
@@ -119,6 +159,7 @@ class SqliteJournal:
                 written.set_exception(JournalError(text))
         else:
             self._unwritten.clear()
+            self._is_changed = True
             for _, written in waiting:
                 written.set_result(None)
 
@@ -127,26 +168,12 @@ class SqliteJournal:
         with suppress(Exception):
             self._tables.write_usage(self._take_usage())
 
-
-def _lock(directory: Path) -> IO[str]:
-    """Own the directory until the file is closed, or the process ends however."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("a+")
-    except OSError as error:
-        why = "it is a file; give a directory" if directory.is_file() else error.strerror
-        raise ConfigError(f"the state directory {directory} cannot be used: {why}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        owner = file.read(32).strip()
-        file.close()
-        raise ConfigError(
-            f"the state directory {directory} is in use by another server (process {owner or 'unknown'}); "
-            "stop that one, or give this one a --state-dir of its own"
-        ) from error
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+    def _copy(self) -> None:
+        """Without a copy the journal itself is still whole: a failure is said in the log, and the next copy is tried in time."""
+        self._copied_s = time.monotonic()
+        try:
+            self._tables.copy_to(self._copies)
+        except Exception as cause:
+            _log.warning("no copy of the journal could be made in %s: %s", self._directory.copies, cause)
+        else:
+            self._is_changed = False

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import re
+import sqlite3
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 
-from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage, VersionRecord
+from loraplex.adapters.journal.copies import JournalCopies
+from loraplex.adapters.journal.damage import (
+    MAX_SHOWN,
+    Damage,
+    DamagedRecordError,
+    Row,
+    check_together,
+    name_record,
+)
+from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError
 
 SCHEMA_VERSION = "2"
 UPGRADES = {"1": "ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'"}
 """Schema to what makes it the present one: a registry without a history takes the order of what is kept."""
+
+MAX_MESSAGE_CHARS = 1024
+_ADAPTER_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 _schema = sa.MetaData()
 _about = sa.Table(
@@ -56,39 +71,63 @@ _versions = sa.Table(
 )
 
 
-class JournalTables:
-    """One connection. Raises ConfigError for a file that is not this model's, this version's, or not readable at all."""
+class DamagedJournalError(ConfigError):
+    """The file cannot be used as it is; `loraplex state repair` may mend it."""
 
-    def __init__(self, file: Path, base_model: str) -> None:
+
+@dataclass(frozen=True, slots=True)
+class JournalContents:
+    """All that a journal has. names: those that can be used, in the order of their loads; damages: what cannot."""
+
+    base_model: str
+    names: Mapping[str, NameRecord]
+    last_adapter_id: int
+    damages: tuple[Damage, ...] = ()
+
+
+class JournalTables:
+    """One connection. base_model None: whichever the file is of.
+
+    Raises ConfigError for a file that is not this model's, this version's, or not readable at all.
+    """
+
+    def __init__(self, file: Path, base_model: str | None) -> None:
         self._file = file
         self._last_adapter_id = 0
+        self._base_model = ""
         self._engine = sa.create_engine(
             sa.URL.create("sqlite", database=str(file)),
             poolclass=sa.StaticPool,
             connect_args={"check_same_thread": False},
         )
         try:
-            self._open(base_model)
-        except sa.exc.DatabaseError as error:
-            self.close()
-            raise ConfigError(
-                f"the state directory's {file} cannot be read ({error.orig}); move it away to start with no adapters"
-            ) from error
+            with self._refusing_damage():
+                self._open(base_model)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, base_model: str) -> None:
+    @contextmanager
+    def _refusing_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except sa.exc.DatabaseError as error:
+            raise DamagedJournalError(f"{self._file} cannot be read ({error.orig})") from error
+
+    def _open(self, base_model: str | None) -> None:
         with self._engine.connect() as connection:
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
             connection.exec_driver_sql("PRAGMA synchronous=FULL")
+            found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_SHOWN})").scalars().all()
+            if found != ["ok"]:
+                raise DamagedJournalError(f"{self._file} is damaged: {'; '.join(map(str, found))}"[:MAX_MESSAGE_CHARS])
             _schema.create_all(connection)
             about = {row.key: row.value for row in connection.execute(sa.select(_about))}
-            if "schema" not in about:
-                facts = {"schema": SCHEMA_VERSION, "base_model": base_model, "last_adapter_id": "0"}
-                rows = [{"key": key, "value": value} for key, value in facts.items()]
+            if not about and base_model is not None and not self._has_rows(connection):
+                about = {"schema": SCHEMA_VERSION, "base_model": base_model, "last_adapter_id": "0"}
+                rows = [{"key": key, "value": value} for key, value in about.items()]
                 connection.execute(_about.insert(), rows)
-                about = facts
+            self._check_about(about)
             if about["schema"] in UPGRADES:
                 # in this order, the first one begins the transaction that both are in
                 connection.execute(_about.update().where(_about.c.key == "schema").values(value=SCHEMA_VERSION))
@@ -97,33 +136,60 @@ class JournalTables:
             connection.commit()
         if about["schema"] != SCHEMA_VERSION:
             raise ConfigError(
-                f"{self._file} was written by another version of Loraplex (schema {about['schema']}, this one has "
+                f"{self._file} was written by another version of Loraplex (schema {about['schema'][:40]}, this one has "
                 f"{SCHEMA_VERSION}); run that version, or give this one a --state-dir of its own"
             )
-        if about["base_model"] != base_model:
+        if base_model not in (None, about["base_model"]):
             raise ConfigError(
                 f"{self._file} has the adapters of base model {about['base_model']!r}, this one is {base_model!r}; "
                 "give each model a --state-dir of its own"
             )
+        self._base_model = about["base_model"]
 
-    def read(self) -> tuple[dict[str, NameRecord], int]:
-        """Every name with its record, in the order of their loads, and the highest adapter_id ever."""
-        versions: defaultdict[str, list[VersionRecord]] = defaultdict(list)
-        names: dict[str, NameRecord] = {}
-        with self._engine.connect() as connection:
-            for row in connection.execute(sa.select(_versions).order_by(_versions.c.name, _versions.c.place)):
-                fields = dict(row._mapping)
-                del fields["place"]
-                versions[fields.pop("name")].append(VersionRecord(**fields))
-            for row in connection.execute(sa.select(_names)):
-                usage = NameUsage(row.name, row.num_loads, row.num_requests, row.last_used_time)
-                kept = tuple(versions[row.name])
-                record = NameRecord(row.lora_int_id, row.alias_of, row.last_number, kept, usage, tuple(row.history))
-                names[row.name] = record
+    @staticmethod
+    def _has_rows(connection: sa.Connection) -> bool:
+        return any(connection.execute(sa.select(table).limit(1)).first() for table in (_names, _versions))
+
+    def _check_about(self, about: Mapping[str, Any]) -> None:
+        missing = [key for key in ("schema", "base_model", "last_adapter_id") if not isinstance(about.get(key), str)]
+        if missing:
+            raise DamagedJournalError(f"{self._file} is damaged: its table `about` lacks {', '.join(missing)}")
+        if not _ADAPTER_ID.fullmatch(about["last_adapter_id"]):
+            raise DamagedJournalError(f"{self._file} is damaged: last_adapter_id in its table `about` is no number")
+
+    def read(self) -> JournalContents:
+        """Every name with its record, and the highest adapter_id ever. Rows that cannot be used are `damages`."""
+        with self._refusing_damage(), self._engine.connect() as connection:
+            names = {row["name"]: row for row in _raw_rows(connection, sa.select(*_raw(_names)))}
+            versions: defaultdict[Any, list[Row]] = defaultdict(list)
+            for row in _raw_rows(connection, sa.select(*_raw(_versions)).order_by(_versions.c.place)):
+                versions[row["name"]].append(row)
             is_last = _about.c.key == "last_adapter_id"
             self._last_adapter_id = int(connection.execute(sa.select(_about.c.value).where(is_last)).scalar_one())
-        by_age = sorted(names, key=lambda name: names[name].versions[0].adapter_id)
-        return {name: names[name] for name in by_age}, self._last_adapter_id
+        records: dict[str, NameRecord] = {}
+        damages = [Damage(str(name), "its name has no row") for name in versions if name not in names]
+        for name, row in names.items():
+            try:
+                records[name] = name_record(row, versions[name])
+            except DamagedRecordError as error:
+                damages.append(Damage(str(name), str(error)))
+        damages += check_together(records, self._last_adapter_id)
+        damaged = {damage.name for damage in damages}
+        by_age = sorted(records.keys() - damaged, key=lambda name: records[name].versions[0].adapter_id)
+        return JournalContents(
+            self._base_model, {name: records[name] for name in by_age}, self._last_adapter_id, tuple(damages)
+        )
+
+    def copy_to(self, copies: JournalCopies) -> Path:
+        """Add a dated copy. Raises OSError or sqlite3.Error."""
+        with self._engine.connect() as connection:
+            source = connection.connection.driver_connection
+            assert isinstance(source, sqlite3.Connection)
+            return copies.add(source)
+
+    def raise_last_adapter_id(self, last_adapter_id: int) -> None:
+        """No id up to this one is given again, even if no version in the journal has it."""
+        self._last_adapter_id = max(self._last_adapter_id, last_adapter_id)
 
     def write(self, changes: Sequence[NameChange]) -> None:
         """All of it or nothing; it is on disk when this returns."""
@@ -154,6 +220,15 @@ class JournalTables:
 
     def close(self) -> None:
         self._engine.dispose()
+
+
+def _raw(table: sa.Table) -> list[sa.ColumnElement[Any]]:
+    """The columns as SQLite has them: what a column's type makes of a damaged value would be an error of all rows."""
+    return [sa.type_coerce(column, sa.types.NullType()).label(column.name) for column in table.columns]
+
+
+def _raw_rows(connection: sa.Connection, query: sa.Select[Any]) -> list[Row]:
+    return [{str(key): value for key, value in row._mapping.items()} for row in connection.execute(query)]
 
 
 def _name_row(name: str, record: NameRecord) -> dict[str, Any]:

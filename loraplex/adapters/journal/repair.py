@@ -1,0 +1,167 @@
+"""`loraplex state check` and `repair`: what of a state directory can be used, and a journal made of it.
+
+What can be used of the journal stays as it is. A name whose rows are damaged is taken from the newest copy that can be read, if it is whole
+there and shares no id with what stays; else it is dropped. A journal that cannot be read at all is replaced by that copy. Nothing is
+deleted: what was replaced is moved to DIR/damaged/.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from loraplex.adapters.journal.copies import JournalCopies, time_of
+from loraplex.adapters.journal.damage import Damage
+from loraplex.adapters.journal.state_directory import StateDirectory
+from loraplex.adapters.journal.tables import DamagedJournalError, JournalContents, JournalTables
+from loraplex.adapters.registry.records import NameChange, NameRecord
+from loraplex.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """What a check found. base_model None: neither the journal nor a copy can be read, and nothing can be repaired.
+
+    kept: names that the journal has whole; restored: those that the copy of `copy_time` has; dropped: what no copy has.
+    """
+
+    path: str
+    base_model: str | None
+    kept: tuple[str, ...]
+    restored: tuple[str, ...]
+    dropped: tuple[str, ...]
+    damages: tuple[Damage, ...]
+    num_copies: int
+    copy_time: str | None
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.damages
+
+    def describe(self) -> str:
+        lines = [
+            f"state directory {self.path}",
+            f"  base model   {self.base_model or 'unknown'}",
+            f"  adapters     {len(self.kept)}",
+            f"  copies       {self.num_copies}" + (f", the newest of {self.copy_time}" if self.copy_time else ""),
+            *(f"  damaged      {damage}" for damage in self.damages),
+        ]
+        return "\n".join([*lines, *self._outlook()])
+
+    def _outlook(self) -> list[str]:
+        if self.is_whole:
+            return ["nothing is damaged"]
+        if self.base_model is None:
+            return [f"nothing can be restored: move {self.path} away to start without adapters"]
+        lines = [f"a repair keeps {len(self.kept)} adapters as they are"]
+        if self.restored:
+            lines.append(f"  takes from the copy of {self.copy_time}: {_listed(self.restored)}")
+        if self.dropped:
+            lines.append(f"  drops: {_listed(self.dropped)}")
+        return lines
+
+
+def check_state(state_dir: str | Path) -> StateReport:
+    """Raises ConfigError when the directory is missing, in use, or of another version of Loraplex."""
+    with StateDirectory(state_dir, must_exist=True) as directory:
+        return _examine(directory)[0]
+
+
+def repair_state(state_dir: str | Path) -> StateReport:
+    """Do what `check_state` foretells; a directory in which nothing is damaged is left alone. Raises ConfigError as it does."""
+    with StateDirectory(state_dir, must_exist=True) as directory:
+        report, names, last_adapter_id = _examine(directory)
+        if report.is_whole or report.base_model is None:
+            return report
+        made = directory.path / "journal.repaired.sqlite"
+        made.unlink(missing_ok=True)
+        directory.make_private(made)
+        with closing(JournalTables(made, report.base_model)) as tables:
+            tables.raise_last_adapter_id(last_adapter_id)
+            tables.write([NameChange(name, record) for name, record in names.items()])
+        grave = directory.make_folder(directory.damaged) / f"{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
+        directory.make_folder(grave)
+        for suffix in ("-wal", "-shm", ""):
+            file = Path(f"{directory.journal_file}{suffix}")
+            if file.exists():
+                file.rename(grave / file.name)
+        made.rename(directory.journal_file)
+        return report
+
+
+def _examine(directory: StateDirectory) -> tuple[StateReport, Mapping[str, NameRecord], int]:
+    """The report, the names that a repaired journal has, and the highest adapter_id that either file knows."""
+    copies = JournalCopies(directory.copies).files()
+    damages: tuple[Damage, ...] = ()
+    contents: JournalContents | None = None
+    try:
+        contents = _read_journal(directory)
+        damages = contents.damages
+    except DamagedJournalError as error:
+        damages = (Damage(None, str(error)),)
+    found = (None, None) if not damages else _newest_readable(copies)
+    copy_file, copy = found
+    known = [each for each in (contents, copy) if each is not None]
+    kept = dict(contents.names) if contents is not None else {}
+    lost = [damage.name for damage in damages if damage.name is not None] if contents is not None else []
+    wanted = lost if contents is not None else list(copy.names if copy is not None else ())
+    restored = _restorable(kept, wanted, {} if copy is None else copy.names)
+    report = StateReport(
+        path=str(directory.path),
+        base_model=known[0].base_model if known else None,
+        kept=tuple(kept),
+        restored=tuple(restored),
+        dropped=tuple(sorted({name for name in lost if name not in restored})),
+        damages=damages,
+        num_copies=len(copies),
+        copy_time=time_of(copy_file or copies[0]) if copies else None,
+    )
+    return report, {**kept, **restored}, max((each.last_adapter_id for each in known), default=0)
+
+
+def _read_journal(directory: StateDirectory) -> JournalContents:
+    if not directory.has_journal:
+        is_empty = directory.journal_file.exists()
+        raise DamagedJournalError(f"{directory.journal_file} is {'empty' if is_empty else 'missing'}")
+    directory.make_private(directory.journal_file)
+    with closing(JournalTables(directory.journal_file, None)) as tables:
+        return tables.read()
+
+
+def _newest_readable(copies: list[Path]) -> tuple[Path | None, JournalContents | None]:
+    """Read from a copy of the copy, which stays as it is."""
+    for file in copies:
+        with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
+            try:
+                with closing(JournalTables(Path(shutil.copy(file, folder)), None)) as tables:
+                    contents = tables.read()
+            except ConfigError:
+                continue
+        if not contents.damages:
+            return file, contents
+    return None, None
+
+
+def _restorable(
+    kept: Mapping[str, NameRecord], wanted: list[str], copied: Mapping[str, NameRecord]
+) -> dict[str, NameRecord]:
+    """Of the wanted names those that the copy has, and whose ids and numbers nothing that stays has."""
+    ids = {version.adapter_id for record in kept.values() for version in record.versions}
+    numbers = {record.lora_int_id for record in kept.values()} - {None}
+    return {
+        name: copied[name]
+        for name in dict.fromkeys(wanted)
+        if name in copied
+        and copied[name].lora_int_id not in numbers
+        and not any(version.adapter_id in ids for version in copied[name].versions)
+    }
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(name[:80] for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
