@@ -6,7 +6,6 @@ imported when it runs, so that `--help` is quick.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from loraplex import __version__
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import parse_lora_modules
+from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.views.profile_settings import ProfileSettings
 
@@ -56,8 +56,8 @@ def serve(
     lora_modules: Annotated[tuple[str, ...], Listed] = (),
     lora_paths: Annotated[tuple[str, ...], Listed] = (),
     enable_lora: bool = True,
-    api_key: tuple[str, ...] = (),
     adapter_root: tuple[str, ...] = (),
+    keys: Annotated[KeySettings | None, Flat] = None,
     server: Annotated[ServerSettings | None, Flat] = None,
     engine: Annotated[EngineSettings | None, Flat] = None,
     lora: Annotated[LoRAConfig | None, Flat] = None,
@@ -76,8 +76,6 @@ def serve(
         The same as SGLang writes it: name=path or a path alone.
     enable_lora
         Off: adapters are refused and layers have no LoRA code.
-    api_key
-        A key that clients must send; may be given several times. Better: the variable LORAPLEX_API_KEY.
     adapter_root
         A directory that load requests may read, or hf://ORG; may be given several times.
     """
@@ -90,10 +88,12 @@ def serve(
     )
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
+    keys = keys or KeySettings()
     config = ServerConfig(
         **asdict(server or ServerSettings()),
         served_model_names=names,
-        api_keys=(*api_key, *_keys_from_environment()),
+        api_keys=keys.inference_keys(),
+        admin_api_keys=keys.admin_keys(),
         adapter_roots=adapter_root or None,
     )
     engine_config = _engine_config(model, engine, lora, enable_lora)
@@ -274,7 +274,7 @@ def top(url: str = "http://127.0.0.1:8000", /, *, interval: float = 1.0, once: b
     Parameters
     ----------
     url
-        The server. Its key is in the variable LORAPLEX_API_KEY.
+        The server. Its key is in the variable LORAPLEX_ADMIN_API_KEY or LORAPLEX_API_KEY.
     interval
         Seconds between two looks.
     once
@@ -382,10 +382,6 @@ def _engine_config(
         raise ConfigError("settings of LoRA are given, but LoRA is off: leave them out, or --no-enable-lora")
     lora_config = (lora or LoRAConfig()) if enable_lora else None
     return EngineConfig(**asdict(engine or EngineSettings()), model=model, lora=lora_config)
-
-
-def _keys_from_environment() -> tuple[str, ...]:
-    return tuple(filter(None, os.environ.get("LORAPLEX_API_KEY", "").split(",")))
 
 
 async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:

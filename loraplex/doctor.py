@@ -33,7 +33,7 @@ def targets_of(base: str) -> tuple[LoraTarget, ...]:
     from loraplex.kernels.ops import get_backend
     from loraplex.models.config import ModelConfig
     from loraplex.models.decoder import Decoder
-    from loraplex.models.loader import resolve_model
+    from loraplex.models.source import resolve_model
 
     config = ModelConfig.from_dir(resolve_model(base))
     meta = torch.device("meta")

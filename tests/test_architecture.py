@@ -16,6 +16,7 @@ PACKAGE = ROOT / "loraplex"
 ORDER = (
     "errors",
     "interrupt",
+    "environment",
     "config",
     "sampling_params",
     "core",

@@ -21,6 +21,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
+from loraplex.environment import child_environment
+
 MAX_STEPS = 5_000_000
 MAX_PATTERN_CHARS = 200_000
 DEADLINE_S = 10.0
@@ -183,6 +185,7 @@ def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...])
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
+            env=child_environment(),
         )
         reply = json.loads(child.stdout)
     except subprocess.TimeoutExpired:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,7 @@ from loraplex.errors import (
 )
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.models.source import resolve_model
 from loraplex.performance.profile import EngineState, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
@@ -146,8 +149,9 @@ class AsyncEngine(AdapterVerbs):
         engine_module: what the process runs instead of the ordinary one, for tests that put faults into it.
         Raises ConfigError when the state directory cannot be used.
         """
+        fetched = await _with_fetched_model(config)
         journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
-        engine = cls(config, served_model_name, on_progress, journal, engine_module)
+        engine = cls(fetched, served_model_name or config.model, on_progress, journal, engine_module)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.engine.adapter_opener")
             await asyncio.gather(engine._supervisor.start(), importing)
@@ -402,6 +406,25 @@ class AsyncEngine(AdapterVerbs):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
+
+
+async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
+    """The model as a local directory. The hub is asked by this process: the engine's has no token, and starts again without the hub."""
+    if Path(config.model).expanduser().is_dir():
+        return config
+    fetched: Future[Path] = Future()
+    fetched.set_running_or_notify_cancel()
+
+    def fetch() -> None:
+        try:
+            fetched.set_result(resolve_model(config.model, config.revision))
+        except Exception as error:
+            fetched.set_exception(error)
+
+    # No executor's thread: the hub's library cannot be cancelled, and a signal must not wait for it.
+    threading.Thread(target=fetch, name="fetch model", daemon=True).start()
+    path: Path = await asyncio.wrap_future(fetched)
+    return replace(config, model=str(path))
 
 
 def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:

@@ -21,6 +21,7 @@ import zmq.asyncio
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.engine import messages as msg
+from loraplex.environment import child_environment
 from loraplex.errors import EngineDeadError, error_from_payload
 from loraplex.events import EngineEvent
 
@@ -95,7 +96,7 @@ class EngineClient:
             "-m",
             self._module,
             address,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={**child_environment(), "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone
             start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends the engine in order
         )

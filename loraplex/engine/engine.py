@@ -38,8 +38,9 @@ from loraplex.memory.stats import MemoryStats
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.loader import load_model, resolve_model
+from loraplex.models.loader import load_model
 from loraplex.models.packed_cache import PackedCache, default_folder
+from loraplex.models.source import resolve_model
 from loraplex.performance.steps import StepProfile
 from loraplex.profiler import STEP_PARTS, Profiler
 

@@ -20,8 +20,9 @@ _LEVELS = {
     EventKind.FAULT: logging.WARNING,
     EventKind.LOAD: logging.DEBUG,
     EventKind.EVICT: logging.DEBUG,
+    EventKind.AUDIT: logging.DEBUG,
 }
-"""Of the log; INFO for the rest. Adapters come and go by the thousand."""
+"""Of the log; INFO for the rest. Adapters come and go by the thousand; what is audited has a log of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from loraplex.errors import ConfigError, ModelNotFoundError, ModelWeightError
+from loraplex.errors import ConfigError, ModelWeightError
 from loraplex.kernels.ops import KernelBackend
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.models.config import ModelConfig
@@ -25,8 +25,6 @@ from loraplex.models.packed_cache import PackedCache
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
-HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights in other formats
 MAX_NAMED = 8
 """So many names of weights are in one error message."""
 
@@ -232,35 +230,3 @@ class DummyWeights:
             return 0.1
         is_vocabulary = "embed_tokens" in part.name or "lm_head" in part.name
         return (0.5 if is_vocabulary else 1.0) / math.sqrt(part.shape[1])
-
-
-# ------------------------------------------------------------------------------------------------------------ the place
-
-
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """A local directory as it is, or a hub id (`org/name`) fetched with huggingface_hub. ModelNotFoundError says why not."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelNotFoundError(f"model {name!r} is a file; give the directory with config.json and the weights")
-    if path.is_absolute() or name.startswith((".", "~")) or not 0 < name.count("/") + 1 <= 2:
-        raise ModelNotFoundError(f"model {name!r}: there is no such directory")
-    return _fetch(name, revision)
-
-
-def _fetch(name: str, revision: str | None) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError as e:
-        raise ModelNotFoundError(
-            f"model {name!r} is no local directory, and huggingface_hub, which could fetch it, is not installed"
-        ) from e
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        at = f" at revision {revision!r}" if revision else ""
-        raise ModelNotFoundError(f"model {name!r}{at} is no local directory and the hub did not give it: {e}") from e

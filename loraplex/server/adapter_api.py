@@ -11,12 +11,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
 from loraplex.errors import LoraplexError
+from loraplex.server.access import Access, requires
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
     AdapterList,
+    BriefAdapterCard,
     LoadAdapterRequest,
     LoadLoraAdapterRequest,
     LoadReply,
@@ -28,6 +30,8 @@ from loraplex.server.adapter_schemas import (
     UnloadReply,
 )
 from loraplex.server.api_error import ApiError
+from loraplex.server.audit import name_adapters
+from loraplex.server.auth import caller_of
 from loraplex.server.body import read_model
 from loraplex.server.context import ServerContext
 from loraplex.server.model_names import has_adapter, lora_is_off
@@ -81,9 +85,11 @@ class AdapterRoutes:
 
     # ------------------------------------------------------------------------------------------------------ vLLM's routes
 
+    @requires(Access.LOADING)
     async def load_lora_adapter(self, request: Request) -> Response:
         """Load an adapter under a name, as in vLLM."""
         body = await read_model(request, LoadLoraAdapterRequest, self._context.config.max_body_bytes)
+        name_adapters(request, body.lora_name)
         if not body.lora_name or not body.lora_path:
             raise _invalid_input(
                 "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
@@ -106,9 +112,11 @@ class AdapterRoutes:
             f"Success: LoRA adapter '{body.lora_name}' added successfully.", headers=headers, media_type="text/plain"
         )
 
+    @requires(Access.LOADING)
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unload an adapter, as in vLLM. Requests that run on it finish."""
         body = await read_model(request, UnloadLoraAdapterRequest, self._context.config.max_body_bytes)
+        name_adapters(request, body.lora_name)
         if not body.lora_name:
             raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
         registry = self._registry(f"adapter {body.lora_name!r} was to be unloaded")
@@ -132,17 +140,22 @@ class AdapterRoutes:
 
     # --------------------------------------------------------------------------------------------------------- own routes
 
-    async def list_all(self) -> Response:
+    @requires(Access.KEY)
+    async def list_all(self, request: Request) -> Response:
         """Every adapter: where it is, its bytes, rank, references, version and last use."""
-        return _json(AdapterList([AdapterCard.of(info) for info in await self._engine.list_adapters()]))
+        card = _card_for(request)
+        return _json(AdapterList([card(info) for info in await self._engine.list_adapters()]))
 
-    async def show(self, name: str) -> Response:
+    @requires(Access.KEY)
+    async def show(self, name: str, request: Request) -> Response:
         self._registry(f"adapter {name!r} was asked for")
-        return _json(AdapterCard.of(await self._engine.describe_adapter(name)))
+        return _json(_card_for(request)(await self._engine.describe_adapter(name)))
 
+    @requires(Access.LOADING)
     async def load(self, request: Request) -> Response:
         """Load an adapter under a name; a known name with the same path is a no-op that says so."""
         body = await read_model(request, LoadAdapterRequest, self._context.config.max_body_bytes)
+        name_adapters(request, body.name)
         self._registry(f"adapter {body.name!r} was to be loaded")
         await self._check_path(body.path)
         result = await self._engine.load_adapter(
@@ -150,6 +163,7 @@ class AdapterRoutes:
         )
         return _json(LoadReply.of(result))
 
+    @requires(Access.LOADING)
     async def put(self, name: str, request: Request) -> Response:
         """Say what an adapter is to be; sent twice, it changes nothing. 201 when the name is new."""
         body = await read_model(request, PutAdapterRequest, self._context.config.max_body_bytes)
@@ -179,36 +193,44 @@ class AdapterRoutes:
         adopted = await self._engine.load_adapter(name, ref.lora_path, lora_int_id=body.lora_int_id)
         return adopted if result is None else replace(result, ref=adopted.ref)
 
+    @requires(Access.LOADING)
     async def rollback(self, name: str) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {name!r} was named")
         return _json(LoadReply.of(await self._engine.move_adapter(name)))
 
+    @requires(Access.LOADING)
     async def unload(self, name: str, query: Annotated[UnloadQuery, Query()]) -> Response:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
         self._registry(f"adapter {name!r} was to be unloaded")
         return _json(UnloadReply.of(await self._engine.unload_adapter(name, query.deadline_s, query.force)))
 
+    @requires(Access.LOADING)
     async def switch(self, request: Request) -> Response:
         """Send the requests for `old` to `new`; `old` is evicted after its last one."""
         body = await read_model(request, SwitchAdapterRequest, self._context.config.max_body_bytes)
+        name_adapters(request, body.old, body.new)
         self._registry(f"adapter {body.old!r} was to be switched")
         if body.new_path is not None:
             await self._check_path(body.new_path, "new_path")
         result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
         return _json(SwitchReply.of(result))
 
+    @requires(Access.VERB)
     async def pin(self, name: str) -> Response:
         """Promote, and exempt from eviction."""
         return await self._change(name, self._engine.pin_adapter)
 
+    @requires(Access.VERB)
     async def unpin(self, name: str) -> Response:
         return await self._change(name, self._engine.unpin_adapter)
 
+    @requires(Access.VERB)
     async def evict(self, name: str) -> Response:
         """One tier down. The name still resolves."""
         return await self._change(name, self._engine.evict_adapter)
 
+    @requires(Access.VERB)
     async def preload(self, name: str) -> Response:
         """Promote now rather than with the first request."""
         self._registry(f"adapter {name!r} was named")
@@ -226,6 +248,11 @@ class AdapterRoutes:
         if self._engine.registry is None:
             raise lora_is_off(what)
         return self._engine.registry
+
+
+def _card_for(request: Request) -> Callable[[AdapterInfo], AdapterCard | BriefAdapterCard]:
+    """What the caller may see of an adapter: paths, places and use are the operator's."""
+    return AdapterCard.of if caller_of(request).is_admin else BriefAdapterCard.of
 
 
 def _invalid_input(message: str, field: str) -> ApiError:

@@ -169,8 +169,38 @@ class AdapterCard(msgspec.Struct, frozen=True):
         )
 
 
+class BriefVersionCard(msgspec.Struct, frozen=True):
+    """As VersionCard, for a key that is not an operator's."""
+
+    version: int
+    digest: str
+    rank: int
+    state: str
+
+
+class BriefAdapterCard(msgspec.Struct, frozen=True):
+    """As AdapterCard, for a key that is not an operator's: what answers, not where it lies or how others use it."""
+
+    name: str
+    version: int
+    digest: str
+    rank: int
+    lora_int_id: int | None
+    alias_of: str | None
+    aliases: tuple[str, ...]
+    versions: tuple[BriefVersionCard, ...]
+
+    @classmethod
+    def of(cls, info: AdapterInfo) -> BriefAdapterCard:
+        card = AdapterCard.of(info)
+        versions = tuple(BriefVersionCard(each.version, each.digest, each.rank, each.state) for each in card.versions)
+        return cls(
+            card.name, card.version, card.digest, card.rank, card.lora_int_id, card.alias_of, card.aliases, versions
+        )
+
+
 class AdapterList(msgspec.Struct, frozen=True):
-    data: list[AdapterCard]
+    data: list[AdapterCard | BriefAdapterCard]
     object: str = "list"
 
 

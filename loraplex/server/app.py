@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from loraplex import __version__
 from loraplex.server.adapter_api import AdapterRoutes
 from loraplex.server.api_error import add_error_handlers
-from loraplex.server.auth import ApiKeyMiddleware
+from loraplex.server.auth import METRICS_PATH, OPEN_PATHS, ApiKeyMiddleware, KeyRing
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
@@ -35,8 +35,8 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
 
 def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
     """The last one added sees a request first: its id, then what browsers may do, then its key."""
-    if config.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=config.api_keys)
+    open_paths = OPEN_PATHS - {METRICS_PATH} if config.guard_metrics else OPEN_PATHS
+    app.add_middleware(ApiKeyMiddleware, keys=KeyRing.of(config), open_paths=open_paths)
     if config.cors_allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -1,47 +1,99 @@
-"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time and never logged."""
+"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time and never logged; a fingerprint stands for them."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.api_error import ApiError, error_response
+from loraplex.server.api_keys import fingerprint, key_digest
+from loraplex.server.config import ServerConfig
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})
-"""What probes and scrapers read without a key, as in vLLM. Everything else needs one."""
+METRICS_PATH = "/metrics"
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
+"""What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away). Everything else needs a key."""
 
 
-class ApiKeys:
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the key of a request stands for.
+
+    fingerprint: names the key in logs and events. owner: separates the cached prefixes of two keys; made with a secret of this process,
+    so that neither key nor fingerprint follows from it; "" where all share them. is_admin: may use the routes that change the server.
+    """
+
+    fingerprint: str
+    owner: str
+    is_admin: bool
+
+
+KEYLESS = Caller("no key", "", is_admin=True)
+"""Every request to a server without keys."""
+
+ANONYMOUS = Caller("no key", "", is_admin=False)
+"""A request to an open path of a server with keys."""
+
+
+class KeyRing:
     """The accepted keys, kept as digests: comparing these takes the same time for every key and every length."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = tuple(_digest(key) for key in keys)
+    def __init__(
+        self, api_keys: Sequence[str], admin_keys: Sequence[str] = (), *, is_cache_shared: bool = False
+    ) -> None:
+        """Without admin keys every key may do everything. is_cache_shared: requests of all keys share cached prefixes."""
+        secret = secrets.token_bytes(32)
+        self._callers = tuple(
+            (
+                key_digest(key),
+                Caller(
+                    fingerprint(key),
+                    "" if is_cache_shared else hmac.new(secret, key_digest(key), "sha256").hexdigest(),
+                    is_admin=key in admin_keys or not admin_keys,
+                ),
+            )
+            for key in dict.fromkeys((*api_keys, *admin_keys))
+        )
 
-    def accept(self, authorization: str | None) -> bool:
-        """Whether a header's value is `Bearer` and one of the keys. Every key is compared, whichever matches."""
+    @classmethod
+    def of(cls, config: ServerConfig) -> KeyRing:
+        return cls(config.api_keys, config.admin_api_keys, is_cache_shared=config.share_prefix_cache)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._callers)
+
+    def caller_of(self, authorization: str | None) -> Caller | None:
+        """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, whichever matches."""
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(matches) and scheme.lower() == "bearer"
+        given = key_digest(key.strip())
+        found = [caller for digest, caller in self._callers if hmac.compare_digest(given, digest)]
+        return found[0] if found and scheme.lower() == "bearer" else None
 
 
 class ApiKeyMiddleware:
-    """Answers 401 before any route sees a request without a key; a new route is guarded unless it is in OPEN_PATHS."""
+    """Answers 401 before any route sees a request without a key; a new route is guarded unless it is in OPEN_PATHS.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    What a key may do is the route's to say (access.py): the caller is in the state of the request.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: frozenset[str] = OPEN_PATHS) -> None:
         self._app = app
-        self._keys = ApiKeys(keys)
+        self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or self._is_open(scope)
-            or self._keys.accept(Headers(scope=scope).get("authorization"))
-        ):
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        caller = self._caller_of(scope)
+        if caller is not None:
+            scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -52,10 +104,15 @@ class ApiKeyMiddleware:
         )
         await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
-    @staticmethod
-    def _is_open(scope: Scope) -> bool:
-        return scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
+    def _caller_of(self, scope: Scope) -> Caller | None:
+        if not self._keys.has_keys:
+            return KEYLESS
+        if scope["path"] in self._open_paths:
+            return ANONYMOUS
+        return self._keys.caller_of(Headers(scope=scope).get("authorization"))
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def caller_of(request: Request) -> Caller:
+    """The caller that the middleware has found."""
+    caller: Caller = request.state.caller
+    return caller

@@ -34,7 +34,7 @@ class ChatRenderer:
         self._generation = generation
         self._texts = TokenTexts(tokenizer, request.return_tokens_as_token_ids)
         self._cursors = [Cursor() for _ in range(request.n)]
-        self._usage = UsageCounter()
+        self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         """`outputs` has the last output of the one prompt."""

@@ -25,7 +25,7 @@ class CompletionRenderer:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer, request.return_tokens_as_token_ids)
         self._cursors: dict[int, Cursor] = {}
-        self._usage = UsageCounter(request.is_echo_only)
+        self._usage = UsageCounter(request.is_echo_only, shows_cached=generation.shows_cached_tokens)
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
         """`outputs`: the last one of each prompt."""

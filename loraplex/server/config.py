@@ -6,10 +6,10 @@ import ipaddress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from loraplex.config import setting
 from loraplex.errors import ConfigError
+from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -20,6 +20,14 @@ class ServerSettings:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one")
+    share_prefix_cache: bool = setting(
+        False, "share cached prompt prefixes between API keys; one key may then find out what another has sent"
+    )
+    disable_dynamic_loading: bool = setting(
+        False,
+        "refuse every request that loads, replaces or unloads an adapter; adapters come from the command line alone",
+    )
+    guard_metrics: bool = setting(False, "require an API key for /metrics, where the server has keys")
     cors_allowed_origins: tuple[str, ...] = setting((), "origins of browser pages that may call this server")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; a longer one is answered with 413")
     max_header_bytes: int = setting(
@@ -69,6 +77,11 @@ class ServerConfig(ServerSettings):
     api_keys: tuple[str, ...] = field(
         default=(), repr=False, metadata={"help": "keys that clients must send as `Authorization: Bearer KEY`"}
     )
+    admin_api_keys: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={"help": "keys for the routes that change the server; other keys are then for inference"},
+    )
     adapter_roots: tuple[str, ...] | None = setting(
         None,
         "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, else nothing)",
@@ -81,7 +94,18 @@ class ServerConfig(ServerSettings):
             [
                 (all(names), "served_model_names has an empty name"),
                 (len(set(names)) == len(names), f"served_model_names has a name twice: {names}"),
-                (all(map(_is_key, self.api_keys)), "an API key is empty or has a character that no header can carry"),
+                (
+                    all(map(is_key, (*self.api_keys, *self.admin_api_keys))),
+                    "an API key is empty or has a character that no header can carry",
+                ),
+                (
+                    not set(self.api_keys) & set(self.admin_api_keys),
+                    "a key is both an API key and an admin key; make them different, or clients have an operator's rights",
+                ),
+                (
+                    len(self.api_keys) + len(self.admin_api_keys) <= MAX_KEYS,
+                    f"there are {len(self.api_keys) + len(self.admin_api_keys)} API keys, at most {MAX_KEYS} are compared",
+                ),
                 (all(self.adapter_roots or ()), "adapter_roots has an empty directory"),
             ]
         )
@@ -93,6 +117,39 @@ class ServerConfig(ServerSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What an operator should hear before the server listens. A key is named by its fingerprint."""
+        checks = [
+            (
+                not self.is_loopback and not self.has_keys,
+                f"{self.host} can be reached from other machines and there is no API key: everyone there may use and change "
+                "this server; give --api-key-file and --admin-api-key-file",
+            ),
+            (
+                not self.is_loopback and self.has_keys and not self.admin_api_keys and not self.disable_dynamic_loading,
+                f"{self.host} can be reached from other machines and every API key may load, replace and unload adapters; "
+                "give --admin-api-key-file, or --disable-dynamic-loading",
+            ),
+            *(
+                (
+                    len(key) < MIN_KEY_CHARS,
+                    f"the API key with fingerprint {fingerprint(key)} has fewer than {MIN_KEY_CHARS} characters",
+                )
+                for key in (*self.api_keys, *self.admin_api_keys)
+            ),
+        ]
+        return tuple(text for is_due, text in checks if is_due)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys or self.admin_api_keys)
+
+    @property
+    def shows_cached_tokens(self) -> bool:
+        """Whether answers say how much of a prompt was cached: never what another key has sent."""
+        return not self.share_prefix_cache or len(self.api_keys) + len(self.admin_api_keys) < 2
 
     @property
     def allowed_adapter_roots(self) -> tuple[str, ...] | None:
@@ -112,7 +169,3 @@ def _refuse_first(checks: list[tuple[bool, str]]) -> None:
     for is_fine, text in checks:
         if not is_fine:
             raise ConfigError(text)
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, str) and bool(key) and key.isascii() and key.isprintable() and " " not in key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from loraplex.server.audit import Audit
 from loraplex.server.config import ServerConfig
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.event_streams import EventStreams
@@ -25,6 +26,7 @@ class ServerContext:
     generator: Generator
     metrics_page: MetricsPage
     event_streams: EventStreams
+    audit: Audit
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
@@ -42,4 +44,5 @@ class ServerContext:
             generator=Generator(engine, in_flight, metrics_page.histograms),
             metrics_page=metrics_page,
             event_streams=EventStreams(config.max_event_streams),
+            audit=Audit(engine.events),
         )

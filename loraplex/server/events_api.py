@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.engine.event_hub import EventBatch, NumberedEvent
 from loraplex.events import Detail, EventKind
+from loraplex.server.access import Access, requires
 from loraplex.server.context import ServerContext
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.responses import encode
@@ -105,6 +106,7 @@ class EventRoutes:
         router.add_api_route("/v1/events", self.events, methods=["GET"])
         return router
 
+    @requires(Access.ADMIN)
     async def events(
         self,
         query: Annotated[EventsQuery, Query()],

@@ -32,7 +32,11 @@ class GenerationItem:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the client asked for, resolved. `model` is the name that the answer gives back."""
+    """What the client asked for, resolved. `model` is the name that the answer gives back.
+
+    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. shows_cached_tokens: false where a
+    cached token may be another client's.
+    """
 
     response_id: str
     created: int
@@ -40,6 +44,7 @@ class Generation:
     items: tuple[GenerationItem, ...]
     params: SamplingParams
     cache_salt: str = ""
+    shows_cached_tokens: bool = True
 
 
 class InFlight:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Response
 
 from loraplex import __version__
 from loraplex.errors import LoraplexError
+from loraplex.server.access import Access, GuardedRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
 from loraplex.server.metrics_page import CONTENT_TYPE
@@ -36,7 +37,7 @@ class HealthRoutes:
         self._context = context
 
     def router(self) -> APIRouter:
-        router = APIRouter(tags=["health"])
+        router = APIRouter(tags=["health"], route_class=GuardedRoute)
         for path, route in self._routes().items():
             router.add_api_route(path, route, methods=["GET"], operation_id=path.removeprefix("/"))
             router.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
@@ -46,6 +47,7 @@ class HealthRoutes:
     def _routes(self) -> dict[str, Callable[[], Awaitable[Response]]]:
         return {"/health": self.health, "/ping": self.health, "/version": self.version, "/metrics": self.metrics}
 
+    @requires(Access.OPEN)
     async def health(self) -> Response:
         """200 while requests can be served, else 503 with the reason."""
         health = self._context.engine.health()
@@ -56,11 +58,13 @@ class HealthRoutes:
             )
         return Response(encode(Health()), media_type="application/json")
 
+    @requires(Access.OPEN)
     async def version(self) -> Response:
         """Of Loraplex, and which kernels run."""
         version = Version(__version__, self._context.engine.model_info.backend)
         return Response(encode(version), media_type="application/json")
 
+    @requires(Access.OPEN)
     async def metrics(self) -> Response:
         """Prometheus' text. It is there while the engine is not, and says so."""
         context = self._context

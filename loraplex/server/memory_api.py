@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo
 from loraplex.metrics import MemoryReport, MemorySample, TierReport
+from loraplex.server.access import Access, requires
 from loraplex.server.adapter_schemas import AdapterCard
 from loraplex.server.context import ServerContext
 from loraplex.server.responses import encode
@@ -134,6 +135,7 @@ class MemoryRoutes:
         router.add_api_route("/v1/memory", self.memory, methods=["GET"])
         return router
 
+    @requires(Access.ADMIN)
     async def memory(self, query: Annotated[MemoryQuery, Query()]) -> Response:
         """Tiers, chunks and their owners, pressure, mode, history."""
         report = await self._engine.memory_report()

@@ -63,20 +63,25 @@ class ModelNames:
             raise unknown_model(model, param)
         return adapter_name
 
-    def cards(self) -> list[ModelCard]:
+    def cards(self, *, has_paths: bool = True) -> list[ModelCard]:
+        """Without paths, `root` is the name again: where models lie is the operator's business."""
         info = self._engine.model_info
-        base = [ModelCard(name, self._created, info.root, None, info.max_model_len) for name in self.served]
+        base = [
+            ModelCard(name, self._created, info.root if has_paths else name, None, info.max_model_len)
+            for name in self.served
+        ]
         refs = {} if self._engine.registry is None else self._engine.registry.refs()
-        return base + [self._adapter_card(name, ref) for name, ref in refs.items()]
+        return base + [self._adapter_card(name, ref, has_paths) for name, ref in refs.items()]
 
-    def _adapter_card(self, name: str, ref: LoRARef) -> ModelCard:
-        return ModelCard(name, self._created, ref.lora_path, self.served[0], self._engine.model_info.max_model_len)
+    def _adapter_card(self, name: str, ref: LoRARef, has_paths: bool) -> ModelCard:
+        root = ref.lora_path if has_paths else name
+        return ModelCard(name, self._created, root, self.served[0], self._engine.model_info.max_model_len)
 
-    def card(self, model: str) -> ModelCard:
+    def card(self, model: str, *, has_paths: bool = True) -> ModelCard:
         adapter_name, registry = self.adapter_of(model), self._engine.registry
         if adapter_name is None or registry is None:
-            return next(card for card in self.cards() if card.id == model)
-        return self._adapter_card(adapter_name, registry.resolve(adapter_name))
+            return next(card for card in self.cards(has_paths=has_paths) if card.id == model)
+        return self._adapter_card(adapter_name, registry.resolve(adapter_name), has_paths)
 
 
 def has_adapter(registry: LoRARegistry | None, name: str) -> bool:

@@ -11,7 +11,9 @@ from fastapi import APIRouter, Request, Response
 
 from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
+from loraplex.server.access import Access, requires
 from loraplex.server.api_error import ApiError, error_reply
+from loraplex.server.auth import caller_of
 from loraplex.server.body import read_model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
@@ -53,6 +55,7 @@ class OpenAIRoutes:
         router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"])
         return router
 
+    @requires(Access.KEY)
     async def complete(self, request: Request) -> Response:
         """Continue one or more prompts."""
         context = self._context
@@ -69,6 +72,7 @@ class OpenAIRoutes:
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
         )
 
+    @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         context = self._context
@@ -82,12 +86,14 @@ class OpenAIRoutes:
         generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name])
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
-    async def list_models(self) -> Response:
+    @requires(Access.KEY)
+    async def list_models(self, request: Request) -> Response:
         """The base model under each of its names, then every adapter."""
-        return _json(encode(ModelList(self._context.names.cards())))
+        return _json(encode(ModelList(self._context.names.cards(has_paths=caller_of(request).is_admin))))
 
-    async def show_model(self, model: str) -> Response:
-        return _json(encode(self._context.names.card(model)))
+    @requires(Access.KEY)
+    async def show_model(self, model: str, request: Request) -> Response:
+        return _json(encode(self._context.names.card(model, has_paths=caller_of(request).is_admin)))
 
     def _check_num_sequences(self, num_prompts: int, n: int) -> None:
         """Refuse what could not even wait on an idle server: coming again would not help."""
@@ -135,7 +141,8 @@ class OpenAIRoutes:
             model=self._context.names.answer_name(body.model, adapter_name),
             items=items,
             params=params,
-            cache_salt=body.cache_salt or "",
+            cache_salt=caller_of(request).owner + (body.cache_salt or ""),
+            shows_cached_tokens=self._context.config.shows_cached_tokens,
         )
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:

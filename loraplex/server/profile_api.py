@@ -14,6 +14,7 @@ from pydantic import Field
 from loraplex.errors import LoraplexError
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+from loraplex.server.access import Access, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import read_model
 from loraplex.server.context import ServerContext
@@ -65,9 +66,11 @@ class ProfileRoutes:
         router.add_api_route("/v1/profile/stop", self.stop, methods=["POST"])
         return router
 
+    @requires(Access.ADMIN)
     async def state(self) -> Response:
         return _json(self._state())
 
+    @requires(Access.VERB)
     async def start(self, request: Request) -> Response:
         """Record from now on. 409 while another profile runs; a report that nobody fetched is forgotten."""
         wish = await read_model(request, StartProfileRequest, self._max_body_bytes)
@@ -81,6 +84,7 @@ class ProfileRoutes:
                 self._timer = asyncio.get_running_loop().call_later(wish.seconds, self._end_soon)
         return _json(self._state())
 
+    @requires(Access.VERB)
     async def stop(self) -> Response:
         """End the profile; its report. That of one that ended by itself, if that is so; else 409."""
         async with self._lock:

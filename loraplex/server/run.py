@@ -48,6 +48,8 @@ StartEngine = Callable[[], Awaitable[EngineSurface]]
 
 def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
     """Serve until a signal; returns the exit code: 0, 1 when the port or the engine cannot be had, 128 + n on signal n before that."""
+    for warning in config.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
         sock = bind(config)
         with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
 from urllib.parse import unquote_plus
 
 from fastapi import Request, Response
-from fastapi.routing import APIRoute
 
+from loraplex.server.access import GuardedRoute, Handler
 from loraplex.server.api_error import unknown_parameter
 
 
-class StrictRoute(APIRoute):
+class StrictRoute(GuardedRoute):
     """Refuses a query where none is taken. Where one is, its model refuses what it does not know (`extra="forbid"`)."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+    def unguarded_handler(self) -> Handler:
+        handle = super().unguarded_handler()
         if self.dependant.query_params:
             return handle
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from loraplex.server.access import Access, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import check_model, read_model, read_object
 from loraplex.server.context import ServerContext
@@ -28,6 +29,7 @@ class TokenizeRoutes:
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"], openapi_extra=schema)
         return router
 
+    @requires(Access.KEY)
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text (`prompt`), or of a chat (`messages`) as the chat route would render it."""
         context = self._context
@@ -42,6 +44,7 @@ class TokenizeRoutes:
             await context.prompts.from_text(body.prompt, body.add_special_tokens), body.return_token_strs
         )
 
+    @requires(Access.KEY)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         context = self._context

@@ -9,8 +9,9 @@ from loraplex.server.responses import PromptTokensDetails, Usage
 class UsageCounter:
     """`add` may be called with each cumulative output: the last one of a prompt counts."""
 
-    def __init__(self, is_echo_only: bool = False) -> None:
+    def __init__(self, is_echo_only: bool = False, *, shows_cached: bool = True) -> None:
         self._is_echo_only = is_echo_only
+        self._shows_cached = shows_cached
         self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, prompt_index: int, output: RequestOutput) -> None:
@@ -20,4 +21,5 @@ class UsageCounter:
     def usage(self) -> Usage:
         counts = self._prompts.values()
         num_prompt, num_output, num_cached = (sum(each[i] for each in counts) for i in range(3))
-        return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
+        details = PromptTokensDetails(num_cached) if self._shows_cached else None
+        return Usage(num_prompt, num_output, num_prompt + num_output, details)

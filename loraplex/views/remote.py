@@ -16,7 +16,8 @@ TIMEOUT_S = 30.0
 
 
 class RemoteServer:
-    """`url` as the ready line of `loraplex serve` says it. A key is the first of the variable LORAPLEX_API_KEY unless one is given.
+    """`url` as the ready line of `loraplex serve` says it. The key, unless one is given, is the first in LORAPLEX_ADMIN_API_KEY, or
+    else in LORAPLEX_API_KEY.
 
     Raises OSError when nobody answers, LoraplexError for an answer that is an error, ConfigError for what is no URL.
     """
@@ -27,7 +28,7 @@ class RemoteServer:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/")
         self._opener = urllib.request.build_opener(_NoRedirect)
-        self._key = os.environ.get("LORAPLEX_API_KEY", "").split(",")[0] if api_key is None else api_key
+        self._key = _key_of_environment() if api_key is None else api_key
 
     def get(self, path: str) -> bytes:
         return self._answer(path, None)
@@ -52,6 +53,12 @@ class RemoteServer:
         except http.client.HTTPException as error:
             raise ConnectionError(f"{self.url}: the answer broke off: {error!r}") from error
         return answer
+
+
+def _key_of_environment() -> str:
+    """An admin's first: memory and events are an operator's to see."""
+    keys = os.environ.get("LORAPLEX_ADMIN_API_KEY") or os.environ.get("LORAPLEX_API_KEY", "")
+    return keys.split(",")[0]
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -17,7 +17,8 @@ from loraplex.kernels.ops import get_backend
 from loraplex.layers.linear import ParallelLinear
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.loader import Checkpoint, DummyWeights, load_model, resolve_model
+from loraplex.models.loader import Checkpoint, DummyWeights, load_model
+from loraplex.models.source import resolve_model
 from tests.fixtures import ModelZoo
 from tests.models.paged_runner import CPU, PagedRunner, load_decoder
 

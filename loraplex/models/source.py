@@ -1,0 +1,39 @@
+"""Where a base model is: a directory, or a repository of the Hugging Face hub that is fetched first. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loraplex.errors import ModelNotFoundError
+
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights in other formats
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """A local directory as it is, or a hub id (`org/name`) fetched with huggingface_hub. ModelNotFoundError says why not."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelNotFoundError(f"model {name!r} is a file; give the directory with config.json and the weights")
+    if path.is_absolute() or name.startswith((".", "~")) or not 0 < name.count("/") + 1 <= 2:
+        raise ModelNotFoundError(f"model {name!r}: there is no such directory")
+    return _fetch(name, revision)
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError as e:
+        raise ModelNotFoundError(
+            f"model {name!r} is no local directory, and huggingface_hub, which could fetch it, is not installed"
+        ) from e
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelNotFoundError(f"model {name!r}{at} is no local directory and the hub did not give it: {e}") from e

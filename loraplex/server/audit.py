@@ -1,0 +1,103 @@
+"""Who called which verb: a line of the log `loraplex.audit` and an event for each, with the key's fingerprint, never the key."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from loraplex.engine.event_hub import EventHub
+from loraplex.events import Detail, EngineEvent, EventKind
+from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, status_of
+from loraplex.server.auth import caller_of
+
+REFUSAL_INTERVAL_S = 1.0
+"""At most one refusal in this time becomes an event: a key that may not do a thing must not wash away the events of those that may."""
+
+logger = logging.getLogger("loraplex.audit")
+
+
+@dataclass(slots=True)
+class AuditRecord:
+    """status: of the answer; that of a client that left unless something else is set."""
+
+    status: int = CLIENT_CLOSED_REQUEST
+
+
+class Audit:
+    """Records the verbs of one server."""
+
+    def __init__(self, events: EventHub, clock: Callable[[], float] = time.time) -> None:
+        self._events = events
+        self._clock = clock
+        self._last_refusal_s = -REFUSAL_INTERVAL_S
+
+    @contextlib.contextmanager
+    def recording(self, request: Request, route: str) -> Iterator[AuditRecord]:
+        """Around the call of a verb: its outcome is recorded however it ends."""
+        record = AuditRecord()
+        try:
+            yield record
+        except Exception as error:
+            record.status = _status_of(error)
+            raise
+        finally:
+            self._record(request, route, record.status)
+
+    def _record(self, request: Request, route: str, status: int) -> None:
+        names = _adapters_of(request)
+        key, client = caller_of(request).fingerprint, _client_of(request)
+        subject = f" on adapter {', '.join(map(repr, names))}" if names else ""
+        text = f"{request.method} {route}{subject} from {client} with key {key}: {status}"
+        logger.log(logging.WARNING if status == 403 else logging.INFO, "%s", text)
+        if status == 403 and not self._is_refusal_due():
+            return
+        details: dict[str, Detail] = {
+            "method": request.method,
+            "route": route,
+            "status": status,
+            "key": key,
+            "client": client,
+        }
+        name = names[0] if names else None
+        self._events.add(EngineEvent(EventKind.AUDIT, self._clock(), text, adapter_name=name, details=details))
+
+    def _is_refusal_due(self) -> bool:
+        now_s = self._clock()
+        if now_s - self._last_refusal_s < REFUSAL_INTERVAL_S:
+            return False
+        self._last_refusal_s = now_s
+        return True
+
+
+def name_adapters(request: Request, *names: str) -> None:
+    """Says which adapters a verb is about whose path does not: they are in its audit record."""
+    request.state.adapters = names
+
+
+def _adapters_of(request: Request) -> tuple[str, ...]:
+    in_path = request.path_params.get("name")
+    names = getattr(request.state, "adapters", ()) if in_path is None else (in_path,)
+    return tuple(name[:MAX_SHOWN_CHARS] for name in names)
+
+
+def _client_of(request: Request) -> str:
+    """The address; a proxy on this machine may say another one, which is believed when it is an address."""
+    host = "" if request.client is None else request.client.host
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return "an unknown address"
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, HTTPException):
+        return error.status_code
+    return 400 if isinstance(error, RequestValidationError) else status_of(error)
