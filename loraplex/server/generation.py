@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from loraplex.errors import EngineShutdownError, RequestAbortedError
+from loraplex.errors import EngineShutdownError, LoraplexError, RequestAbortedError
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.streaming import merge
+
+_PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?:~|\.{1,2})?/[^\s'\",;:()]+")
+"""In the text of an error: in quotation marks, or without them up to what ends a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
     cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. shows_cached_tokens: false where a
-    cached token may be another client's.
+    cached token may be another client's. hides_paths: errors name no place of this machine.
     """
 
     response_id: str
@@ -45,6 +49,7 @@ class Generation:
     params: SamplingParams
     cache_salt: str = ""
     shows_cached_tokens: bool = True
+    hides_paths: bool = False
 
 
 class InFlight:
@@ -118,6 +123,10 @@ class Generator:
                     yield output
             except RequestAbortedError:
                 raise self._aborted(item) from None
+            except LoraplexError as error:
+                if generation.hides_paths:
+                    error.args = (_PATH.sub("(a path of this server)", error.message),)
+                raise
             finally:
                 if not is_finished:
                     await self._engine.abort(item.engine_request_id)

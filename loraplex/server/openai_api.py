@@ -142,6 +142,7 @@ class OpenAIRoutes:
             items=items,
             params=params,
             cache_salt=caller_of(request).owner + (body.cache_salt or ""),
+            hides_paths=not caller_of(request).is_admin,
             shows_cached_tokens=self._context.config.shows_cached_tokens,
         )
 
