@@ -13,7 +13,7 @@ from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.streaming import merge
 
-_PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?:~|\.{1,2})?/[^\s'\",;:()]+")
+_PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^\s'\",;:()]+")
 """In the text of an error: in quotation marks, or without them up to what ends a word."""
 
 
