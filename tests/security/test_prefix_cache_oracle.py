@@ -203,7 +203,9 @@ async def test_an_inference_key_sees_no_path_and_no_use() -> None:
             "adapter 'sql': the content of (a path of this server) has changed; reload it",
         ),
         (
-            AdapterContentChangedError("adapter 'sql' is gone: GET /v1/adapters lists those that are there, and 3 tokens/s"),
+            AdapterContentChangedError(
+                "adapter 'sql' is gone: GET /v1/adapters lists those that are there, and 3 tokens/s"
+            ),
             "adapter 'sql' is gone: GET /v1/adapters lists those that are there, and 3 tokens/s",
         ),
         (
