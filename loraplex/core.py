@@ -393,6 +393,10 @@ class BlockAllocator(Protocol):
         """The KV of the first `num_computed` tokens is written: full blocks may now be shared."""
         ...
 
+    def withdraw(self, request_id: str) -> None:
+        """Share none of the request's blocks with later ones: what it computed is odd."""
+        ...
+
     def drop_digest(self, adapter_digest: str) -> None:
         """Forget the KV of an adapter's content. Running requests keep their own blocks."""
         ...

@@ -10,9 +10,14 @@ from typing import Any
 from loraplex.errors import InvalidRequestError
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_COMPLETIONS = 128
+MAX_WHOLE = 2**31 - 1
+MAX_COUNT = 2**63 - 1
+_MAX_SHOWN_CHARS = 40
+_MAX_KEY_DIGITS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ def _is_list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, Mapping) and all(
-        (_is_whole(token) or (isinstance(token, str) and token.isdecimal())) and _is_number(bias)
+        (_is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) <= _MAX_KEY_DIGITS))
+        and _is_number(bias)
         for token, bias in value.items()
     )
 
@@ -50,11 +56,11 @@ def _is_bias(value: Any) -> bool:
 _WHOLE, _NUMBER = _Kind("a whole number", _is_whole), _Kind("a number", _is_number)
 _FLAG = _Kind("True or False", lambda value: isinstance(value, bool))
 _STRINGS = _is_list_of(lambda value: isinstance(value, str))
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _KINDS = {
     **dict.fromkeys(("n", "top_k", "min_tokens"), _WHOLE),
     **dict.fromkeys(("max_tokens", "seed", "logprobs", "prompt_logprobs"), _WHOLE.or_none()),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), _NUMBER),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(_NUMBERS, _NUMBER),
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"), _FLAG),
     "stop": _Kind("a string or a list of strings", lambda value: isinstance(value, str) or _STRINGS(value)).or_none(),
     "stop_token_ids": _Kind("a list of token ids", _is_list_of(_is_whole)).or_none(),
@@ -93,16 +99,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         wrong = [
-            f"{name} must be {kind.wanted}, got {getattr(self, name)!r:.80}"
+            f"{name} must be {kind.wanted}, got {_shown(getattr(self, name))}"
             for name, kind in _KINDS.items()
             if not kind.has(getattr(self, name))
         ]
         if wrong:
             raise InvalidRequestError("sampling parameters are refused: " + "; ".join(wrong))
+        for name in _NUMBERS:
+            object.__setattr__(self, name, _as_plain(getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(() if self.stop_token_ids is None else self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in (self.logit_bias or {}).items()})
+        object.__setattr__(self, "logit_bias", {int(k): _as_float(v) for k, v in (self.logit_bias or {}).items()})
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         refused = self._refused()
         if refused:
@@ -116,40 +124,26 @@ class SamplingParams:
 
     def _refused(self) -> list[tuple[str, str]]:
         """Each field that cannot be, with the reason."""
+        outside = [
+            (name, f"{name} must be in {limits}, got {_shown(getattr(self, name))}")
+            for name, limits in _LIMITS.items()
+            if getattr(self, name) is not None and not limits.has(getattr(self, name))
+        ]
+        longest, is_short = f"({_shown(self.min_tokens)}) must not be above max_tokens", self.max_tokens is None
         checks = [
-            ("n", 1 <= self.n <= MAX_COMPLETIONS, f"must be 1..{MAX_COMPLETIONS}, got {self.n}"),
-            ("temperature", 0 <= self.temperature < float("inf"), f"must be finite and >= 0, got {self.temperature}"),
-            ("top_p", 0 < self.top_p <= 1, f"must be in (0, 1], got {self.top_p}"),
-            ("top_k", self.top_k >= 0, f"must be >= 1, or 0 or -1 for all tokens, got {self.top_k}"),
-            ("min_p", 0 <= self.min_p <= 1, f"must be in [0, 1], got {self.min_p}"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, f"must fit in 64 bits, got {self.seed}"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, f"must be >= 1, got {self.max_tokens}"),
-            ("min_tokens", self.min_tokens >= 0, f"must be >= 0, got {self.min_tokens}"),
-            (
-                "min_tokens",
-                self.max_tokens is None or self.min_tokens <= self.max_tokens,
-                f"({self.min_tokens}) must not be above max_tokens ({self.max_tokens})",
-            ),
+            ("min_tokens", is_short or self.min_tokens <= (self.max_tokens or 0), f"{longest} ({_shown(self.max_tokens)})"),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"has {len(self.stop)} strings, at most {MAX_STOP_STRINGS}"),
             ("stop", all(self.stop), "has an empty string"),
             ("stop", not self.stop or self.detokenize, "strings need detokenize=True"),
-            ("logprobs", _is_count(self.logprobs), f"must be 0..{MAX_LOGPROBS}"),
-            ("prompt_logprobs", _is_count(self.prompt_logprobs), f"must be 0..{MAX_LOGPROBS}"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, f"must be in [-2, 2], got {self.presence_penalty}"),
             (
-                "frequency_penalty",
-                -2 <= self.frequency_penalty <= 2,
-                f"must be in [-2, 2], got {self.frequency_penalty}",
-            ),
-            (
-                "repetition_penalty",
-                0 < self.repetition_penalty <= 10,
-                f"must be in (0, 10], got {self.repetition_penalty}",
+                "stop_token_ids",
+                len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+                f"has {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}",
             ),
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"has more than {MAX_LOGIT_BIAS} entries"),
             ("logit_bias", all(-100 <= v <= 100 for v in self.logit_bias.values()), "values must be in [-100, 100]"),
         ]
-        return [(field, f"{field} {reason}") for field, is_fine, reason in checks if not is_fine]
+        return [*outside, *((field, f"{field} {reason}") for field, is_fine, reason in checks if not is_fine)]
 
     def child(self, index: int) -> SamplingParams:
         """The parameters of the index-th of `n` completions: n = 1 and a seed of its own."""
@@ -157,5 +151,58 @@ class SamplingParams:
         return replace(self, n=1, seed=seed)
 
 
-def _is_count(logprobs: int | None) -> bool:
-    return logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """The values from `low` to `high`; NaN is none of them. is_open: without `low` itself."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+    def has(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.is_open and value == self.low)
+
+    def __str__(self) -> str:
+        return f"{'(' if self.is_open else '['}{self.low}, {self.high}]"
+
+
+_COUNT, _PENALTY, _LOGPROBS = _Limits(0, MAX_COUNT), _Limits(-2, 2), _Limits(0, MAX_LOGPROBS)
+_LIMITS = {
+    "n": _Limits(1, MAX_COMPLETIONS),
+    "temperature": _Limits(0, 100),
+    "top_p": _Limits(0, 1, is_open=True),
+    "top_k": _Limits(0, MAX_WHOLE),
+    "min_p": _Limits(0, 1),
+    "seed": _Limits(-(2**63), 2**63 - 1),
+    "max_tokens": _Limits(1, MAX_COUNT),
+    "min_tokens": _COUNT,
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _Limits(0.001, 10),
+}
+"""What a field's numbers may be. With these no edit takes a logit of a model out of float32's range."""
+
+
+def _as_plain(value: Any) -> float:
+    """A number as Python's own, as it crosses to the engine's process; one of another type may be beyond a float."""
+    return value if type(value) in (int, float) else _as_float(value)
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, short whatever it is."""
+    if isinstance(value, Collection) and len(value) > _MAX_SHOWN_CHARS:
+        value = value[:_MAX_SHOWN_CHARS] if isinstance(value, str) else type(value)
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than Python writes
+        text = f"{type(value).__name__} of too many digits"
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."

@@ -1,15 +1,18 @@
 """Between steps: the monitor's look at the memory, a scrub of weights, and what follows when an adapter's results are wrong.
 
-logits not finite -> the adapter is quarantined, its requests end (503, Retry-After), all others go on
+logits not finite -> the request ends (503), all others go on; the adapter is in doubt, the base too
                   -> the base answers the diagnostic prompt: wrong, and the engine starts again
-                  -> the adapter is read anew and answers it: right, and it is served again; wrong, and it is tried later
+                  -> the adapter answers it where it lies: right, and that is all; at most one such look a second
+                  -> wrong: it is quarantined, its requests end (503, Retry-After)
+                  -> it is read again and answers: right, and it is served again; wrong, and it is tried later
 damaged weights   -> the requests that run on them end, the copy is let go, the next demand restores it
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from loraplex.config import EngineConfig, LoRAConfig
@@ -25,7 +28,6 @@ from loraplex.errors import (
     AdapterFaultError,
     AdapterNoRoomError,
     AdapterNotFoundError,
-    AdapterUnavailableError,
     BaseModelFaultError,
     LoraplexError,
 )
@@ -38,6 +40,7 @@ from loraplex.memory.system_memory import system_pressure
 
 SCRUB_INTERVAL_S = 1.0
 FORECAST_INTERVAL_S = 1.0
+BASE_CHECK_INTERVAL_S = 1.0
 MAX_SCRUB_DELAY_S = 5.0
 """After a longer pause no more is checked at once than in this time."""
 
@@ -92,6 +95,7 @@ class Caretaker:
         self._last_scrub_s = self._last_forecast_s = clock()
         self._in_diagnosis: int | None = None
         self._is_base_suspect = False
+        self._last_base_check_s = -math.inf
         self.monitor = monitor
 
     @property
@@ -102,7 +106,7 @@ class Caretaker:
     @property
     def is_due(self) -> bool:
         """Whether `before_step` has something to do."""
-        if self.monitor.is_due or self.is_at_work:
+        if self.monitor.is_due or self._in_diagnosis is not None or self._is_base_check_due:
             return True
         if self._adapters is None:
             return False
@@ -123,28 +127,29 @@ class Caretaker:
         Only while no step is in flight.
         """
         self.monitor.tick()
-        if self._is_base_suspect:
+        if self._is_base_check_due:
             self._check_base()
         if self._adapters is None:
             return []
-        ended = [*self._scrub(self._adapters), *self._end_faulty(self._adapters)]
+        ended = [*self._scrub(self._adapters), *self._end_faulty(self._adapters), *self._examine(self._adapters)]
         self._diagnose(self._adapters)
         self._prefetch()
         if self._lora.enable_diagnosis and not self._scheduler.has_unfinished:
             self._record_one(self._adapters)
         return ended
 
-    def after_step(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
-        """Quarantine the adapters whose results in this step were wrong; returns their other requests, which end."""
+    def after_step(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> None:
+        """Doubt the adapters whose results in this step were odd, and the base if its own were."""
         bad = {
             sequence.state.request.adapter_id
             for sequence in plan.sequences
-            if (token := tokens.get(sequence.state.request.request_id)) is not None
-            and token.error is not None
-            and not isinstance(token.error, AdapterUnavailableError)  # it did not arrive: nothing was computed with it
+            if (token := tokens.get(sequence.state.request.request_id)) is not None and token.has_odd_logits
         }
         self._is_base_suspect |= None in bad
-        return self._quarantine([each for each in bad if each is not None], "its logits are not finite")
+        for adapter_id in bad - {None}:
+            assert adapter_id is not None
+            assert self._adapters is not None
+            self._adapters.health.doubt(adapter_id)
 
     def _prefetch(self) -> None:
         if self._is_forecast_due:
@@ -157,20 +162,38 @@ class Caretaker:
 
     # ------------------------------------------------------------------------------------------------- wrong results
 
-    def _quarantine(self, adapter_ids: Iterable[int], reason: str) -> list[TokenOutput]:
-        assert self._adapters is not None or not adapter_ids
+    def _examine(self, adapters: LoRAModelManager) -> list[TokenOutput]:
+        """Adapters in doubt, where they lie and while they are served; returns the requests of those that are found wrong, which end."""
         ended: list[TokenOutput] = []
-        for adapter_id in adapter_ids:
-            assert self._adapters is not None
-            for each in self._adapters.health.quarantine(adapter_id, reason):
-                ended += self._end_requests(each)
+        for adapter_id in adapters.health.doubted():
+            damaged = adapters.health.scrub_one(adapter_id)
+            for each, name in damaged.items():
+                ended += self._end_and_restore(adapters, each, damage_error(name))
+            wrong = None if damaged else self._what_is_wrong(adapters, adapter_id)
+            adapters.health.looked(adapter_id)
+            if wrong is not None:
+                for each in adapters.health.quarantine(adapter_id, f"its logits are not finite, and {wrong}"):
+                    ended += self._end_requests(each)
         return ended
+
+    def _what_is_wrong(self, adapters: LoRAModelManager, adapter_id: int) -> str | None:
+        """With an adapter on the device; None for one that has left, and without KV blocks for the prompt."""
+        self._check_base()
+        with adapters.health.lent(adapter_id) as lent, suppress(MemoryError):
+            if lent is not None:
+                return self._diagnosis.what_is_wrong(*lent)
+        return None
 
     def _end_requests(self, adapter_id: int, error: LoraplexError | None = None) -> list[TokenOutput]:
         error = error or self.refusal(adapter_id)
         return [] if error is None else self._scheduler.fail_adapter(adapter_id, error)
 
+    @property
+    def _is_base_check_due(self) -> bool:
+        return self._is_base_suspect and self._clock() - self._last_base_check_s >= BASE_CHECK_INTERVAL_S
+
     def _check_base(self) -> None:
+        self._last_base_check_s = self._clock()
         try:
             self._is_base_suspect = not self._diagnosis.is_base_well()
         except MemoryError:  # no KV blocks for the prompt now

@@ -13,7 +13,7 @@ from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
-from loraplex.errors import AdapterFaultError, EngineError, LoraplexError
+from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
@@ -70,14 +70,15 @@ class StepHandle:
         if self._drawn is None:
             return {}
         output = self._drawn.result()
-        failed = set(output.failed_rows)
         token_ids: Sequence[int] = output.token_ids.tolist()
         tokens = {
-            sequence.state.request.request_id: _failed_token(sequence)
-            if row in failed
-            else SampledToken(token_ids[row], output.logprobs[row])
+            sequence.state.request.request_id: SampledToken(token_ids[row], output.logprobs[row])
             for row, sequence in enumerate(self._sampled)
         }
+        for row in output.failed_rows:
+            tokens[self._sampled[row].state.request.request_id] = _odd_token(self._sampled[row])
+        for row in output.barred_rows:
+            tokens[self._sampled[row].state.request.request_id] = SampledToken(0, error=_no_token_left())
         errors = {} if self._arriving is None else self._arriving.errors()
         return tokens | {each: SampledToken(0, error=error) for each, error in errors.items() if each in tokens}
 
@@ -257,10 +258,15 @@ def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
     return replace(row, state=counts)
 
 
-def _failed_token(sequence: ScheduledSequence) -> SampledToken:
+def _odd_token(sequence: ScheduledSequence) -> SampledToken:
     text = "gave logits with NaN or without a finite maximum; the request ends"
     if sequence.state.request.adapter_id is None:
-        return SampledToken(0, error=EngineError(f"the base model {text}"))
-    return SampledToken(
-        0, error=AdapterFaultError(f"the request's adapter {text} and the adapter is checked; try again")
+        return SampledToken(0, error=EngineError(f"the base model {text}"), has_odd_logits=True)
+    error = AdapterFaultError(f"the request's adapter {text} and the adapter is checked; try again")
+    return SampledToken(0, error=error, has_odd_logits=True)
+
+
+def _no_token_left() -> InvalidRequestError:
+    return InvalidRequestError(
+        "min_tokens forbids every token that the model allows here: give fewer stop_token_ids", param="min_tokens"
     )

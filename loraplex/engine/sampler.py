@@ -20,8 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -73,14 +75,25 @@ def validate_against_vocab(params: SamplingParams, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """token_ids int64 [n]; logprobs [n], None where not asked; failed_rows: rows whose logits hold NaN or no finite maximum.
+    """token_ids int64 [n]; logprobs [n], None where not asked.
 
-    A failed row's token is 0 and means nothing: its request must end with an error.
+    failed_rows: rows whose logits hold NaN or no finite maximum, as the model gave them. barred_rows: rows of which the request's own
+    min_tokens left no token. The token of either is 0 and means nothing: its request must end with an error.
     """
 
     token_ids: Int64s
     logprobs: tuple[TokenLogprobs | None, ...]
     failed_rows: tuple[int, ...] = ()
+    barred_rows: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, token_ids: Int64s, logprobs: Sequence[TokenLogprobs | None], top: Float32s, batch: SamplingBatch
+    ) -> Self:
+        """top [n]: the largest logit of each row after its edits (sampling_batch.py says what those cannot do)."""
+        without_token = np.flatnonzero(~np.isfinite(top)).tolist()
+        barred = tuple(i for i in without_token if top[i] < 0 and batch.rows[i].is_below_min_tokens)
+        return cls(token_ids, tuple(logprobs), tuple(i for i in without_token if i not in barred), barred)
 
 
 class DrawnTokens:
@@ -154,25 +167,26 @@ class Sampler:
         if not batch.rows:
             return DrawnTokens(torch.zeros(0, dtype=torch.int64), lambda: SamplerOutput(np.zeros(0, np.int64), ()))
         with edited_logits(logits, batch):
-            token_ids, is_failed = self._choose(logits, batch)
-        logprobs = self._row_logprobs(logits, token_ids, is_failed, batch)
-        output = SamplerOutput(token_ids, logprobs, tuple(np.flatnonzero(is_failed).tolist()))
+            token_ids, top = self._choose(logits, batch)
+        logprobs = self._row_logprobs(logits, token_ids, np.isfinite(top), batch)
+        output = SamplerOutput.of(token_ids, logprobs, top, batch)
         return DrawnTokens(torch.from_numpy(token_ids), lambda: output)
 
-    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Bools]:
+    def _choose(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int64s, Float32s]:
+        """A token of each row, and its largest logit."""
         best, top = self.ops.row_argmax(logits)
-        token_ids = best.cpu().numpy().copy()
-        is_failed: Bools = ~np.isfinite(top.cpu().numpy())
-        token_ids[is_failed] = 0
-        for rows, draw in self._draws(batch, (batch.temperature >= GREEDY_BELOW) & ~is_failed):
+        token_ids, largest = best.cpu().numpy().copy(), top.cpu().numpy()
+        has_token: Bools = np.isfinite(largest)
+        token_ids[~has_token] = 0
+        for rows, draw in self._draws(batch, (batch.temperature >= GREEDY_BELOW) & has_token):
             token_ids[rows] = draw(_Draw.of(logits, top, batch, rows, self._scale)).cpu().numpy()
-        return token_ids, is_failed
+        return token_ids, largest
 
     def _row_logprobs(
-        self, logits: Tensor, token_ids: Int64s, is_failed: Bools, batch: SamplingBatch
+        self, logits: Tensor, token_ids: Int64s, has_token: Bools, batch: SamplingBatch
     ) -> tuple[TokenLogprobs | None, ...]:
         result: list[TokenLogprobs | None] = [None] * len(batch.rows)
-        for rows in self._chunks(np.array([i for i in batch.with_logprobs if not is_failed[i]], np.int64)):
+        for rows in self._chunks(np.array([i for i in batch.with_logprobs if has_token[i]], np.int64)):
             num_best = [batch.rows[i].params.logprobs or 0 for i in rows]
             chosen = torch.from_numpy(token_ids[rows]).to(logits.device)
             for i, entries in zip(rows, token_logprobs(self.ops, _take(logits, rows), chosen, num_best), strict=True):
@@ -187,8 +201,7 @@ class Sampler:
             for rows, draw in self._draws(batch, batch.temperature >= GREEDY_BELOW):
                 drawn = draw(_Draw.of(logits, top, batch, rows, self._scale))
                 best = best.index_copy(0, upload(rows, logits.device), drawn)
-        marked = best.masked_fill(~top.isfinite(), -1)  # -1: a failed row
-        token_ids = marked.clamp(min=0)
+        token_ids = best.masked_fill(~top.isfinite(), 0)
         with_logprobs = np.array(batch.with_logprobs, np.int64)
         ranked = [
             RankedTokens.of(
@@ -199,16 +212,15 @@ class Sampler:
             )
             for rows in self._chunks(with_logprobs)
         ]
-        download = _LogprobsDownload(ranked, (marked,))
+        download = _LogprobsDownload(ranked, (token_ids, top))
 
         def finish() -> SamplerOutput:
-            (found,) = download.others()
-            is_failed = found < 0
+            found, largest = download.others()
             logprobs: list[TokenLogprobs | None] = [None] * len(batch.rows)
             num_best = [batch.rows[i].params.logprobs or 0 for i in batch.with_logprobs]
             for i, entries in zip(batch.with_logprobs, download.entries(num_best), strict=True):
-                logprobs[i] = None if is_failed[i] else entries
-            return SamplerOutput(found.clip(0), tuple(logprobs), tuple(np.flatnonzero(is_failed).tolist()))
+                logprobs[i] = entries if np.isfinite(largest[i]) else None
+            return SamplerOutput.of(found, logprobs, largest, batch)
 
         return DrawnTokens(token_ids, finish)
 
@@ -278,7 +290,7 @@ class _LogprobsDownload:
         self._num_others = len(others)
         self._download = Download([*others, *(tensor for part in ranked for tensor in part.tensors)])
 
-    def others(self) -> list[Int64s]:
+    def others(self) -> list[npt.NDArray[Any]]:
         return [tensor.numpy() for tensor in self._download.result()[: self._num_others]]
 
     def entries(self, num_best: Sequence[int]) -> list[TokenLogprobs]:

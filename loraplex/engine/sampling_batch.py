@@ -3,6 +3,9 @@
     logits -> penalties -> logit_bias -> min_tokens
 
 Edits touch few elements of a row, so they are scattered into the logits and taken back after the draw; nothing is copied.
+
+No edit makes NaN or +Inf of a finite logit. So a row whose largest edited logit is one of these had it before, and its adapter or the
+base is to be judged by it; where that is -Inf, `min_tokens` forbade all there was, and the request is.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 from loraplex.core import SamplingParams
 from loraplex.kernels.device_copies import upload
 
-_MAX_TEMPERATURE = 1e30  # flat already; keeps (-inf) / temperature away from (-inf) / inf
+_LARGEST = torch.finfo(torch.float32).max
 
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
@@ -120,9 +123,7 @@ class SamplingBatch:
         params = [row.params for row in rows]
         return cls(
             rows=tuple(rows),
-            temperature=np.array([p.temperature for p in params], np.float64)
-            .clip(0, _MAX_TEMPERATURE)
-            .astype(np.float32),
+            temperature=np.array([p.temperature for p in params], np.float32),
             top_k=np.array([p.top_k for p in params], np.int64),
             top_p=np.array([p.top_p for p in params], np.float64),
             min_p=np.array([p.min_p for p in params], np.float32),
@@ -183,7 +184,10 @@ def _flat_index(per_row: Sequence[tuple[int, Int64s]], vocab_size: int) -> tuple
 
 
 def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
-    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count > 0)."""
+    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count > 0).
+
+    What is finite stays so.
+    """
     rows = [i for i in batch.edited if batch.rows[i].has_penalties]
     states = [batch.rows[i].state_or_new() for i in rows]
     index, is_known = _flat_index([(i, state.token_ids) for i, state in zip(rows, states, strict=True)], vocab_size)
@@ -199,7 +203,8 @@ def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
 
     def edit(old: Tensor) -> Tensor:
         factor = upload(repetition, old.device)
-        return torch.where(old > 0, old / factor, old * factor) - upload(minus, old.device)
+        new = torch.where(old > 0, old / factor, old * factor) - upload(minus, old.device)
+        return torch.where(old.isfinite(), new.clamp(-_LARGEST, _LARGEST), new)
 
     return index, edit
 

@@ -131,11 +131,15 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What the model runner made of a sampled sequence; `error` when its logits cannot be used."""
+    """What the model runner made of a sampled sequence; `error` when there is no token.
+
+    has_odd_logits: the model gave NaN or no finite maximum, which speaks against the adapter or the base.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: LoraplexError | None = None
+    has_odd_logits: bool = False
 
 
 def token_output(

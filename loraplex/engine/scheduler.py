@@ -360,6 +360,8 @@ class Scheduler:
         if not sequence.is_sampled:
             return None
         token = sampled[state.request.request_id]
+        if token.has_odd_logits:
+            self._blocks.withdraw(state.request.request_id)
         if token.error is not None:
             return self._finish(state, FinishReason.ERROR, error=token.error)
         state.token_ids.append(token.token_id)

@@ -154,4 +154,5 @@ class StepsInFlight:
             outputs = self._scheduler.commit(plan, tokens)
         if self.recorder is not None:
             self.recorder.end(wanted, self._profiler.seconds, STEP_PARTS)
-        return [*outputs, *self._caretaker.after_step(wanted, tokens)]
+        self._caretaker.after_step(wanted, tokens)
+        return outputs

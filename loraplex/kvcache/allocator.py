@@ -135,6 +135,12 @@ class KVBlockAllocator:
                 if self._pool.is_usable(table.blocks[index]):
                     self._cache.publish(table.keys[-1], table.blocks[index], table.adapter_digest)
 
+    def withdraw(self, request_id: str) -> None:
+        if self._cache is not None:
+            with self._lock:
+                for kv_block in self._tables[request_id].blocks:
+                    self._cache.forget(kv_block)
+
     def free(self, request_id: str) -> None:
         with self._lock:
             self._pool.release(reversed(self._tables.pop(request_id).blocks))

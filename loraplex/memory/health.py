@@ -54,6 +54,32 @@ class AdapterHealth:
                 tell(self._store.events, EventKind.FAULT, weights, f"is quarantined: {reason}", cause="results")
             return list(weights.adapters)
 
+    def doubt(self, adapter_id: int) -> None:
+        """A result of this adapter was odd. It is served on; `doubted` tells when to look at it."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.doubt(weights.digest)
+
+    def doubted(self) -> list[int]:
+        """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`. What left the device is not."""
+        with self._store.lock:
+            found: list[int] = []
+            for digest in self._recovery.due_doubts():
+                weights = self._store.weights.get(digest)
+                if weights is None or not weights.adapters or not weights.is_on_device:
+                    self._recovery.looked(digest)
+                elif weights.is_at_rest:
+                    found.append(next(iter(weights.adapters)))
+            return found
+
+    def looked(self, adapter_id: int) -> None:
+        """The diagnosis of an adapter in doubt was made, or could not be: the next one is not before an interval has passed."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.looked(weights.digest)
+
     def refusal(self, adapter_id: int) -> AdapterFaultError | None:
         """The error for a request of a quarantined adapter; None for one that is well or unknown."""
         with self._store.lock:
@@ -112,8 +138,19 @@ class AdapterHealth:
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
+        with self._lend(lambda weights: self._is_lendable(weights, is_wanted)) as lent:
+            yield lent
+
+    @contextmanager
+    def lent(self, adapter_id: int) -> Iterator[tuple[str, int] | None]:
+        """`borrowed` of one adapter, whatever runs on it; None when it is not on the device."""
+        with self._lend(lambda weights: adapter_id in weights.adapters and weights.is_on_device) as lent:
+            yield lent
+
+    @contextmanager
+    def _lend(self, is_meant: Callable[[StoredWeights], bool]) -> Iterator[tuple[str, int] | None]:
         with self._store.lock:
-            found = next((each for each in self._store.weights.values() if self._is_lendable(each, is_wanted)), None)
+            found = next(filter(is_meant, self._store.weights.values()), None)
             adapter = None if found is None else next(iter(found.adapters.values()))
             if adapter is not None:
                 adapter.count_running(1)
@@ -165,20 +202,29 @@ class AdapterHealth:
         What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are asynchronous
         a loader's thread does it beside the steps, and those that run are told by `take_faults`.
         """
-        in_use: dict[int, str] = {}
         with self._store.lock:
             if self._is_scrubbing:
                 return {}
             chosen = self._after_last(max_bytes)
             for weights in chosen:
                 self._last_scrubbed = weights.digest
-                self._store.counters.scrubbed_bytes += weights.nbytes
-            if self._store.copies.is_asynchronous:
-                self._scrub_beside(chosen)
-                return {}
-            for weights in chosen:
-                if any(self._damage.find(weights, tier) for tier in self._damage.tiers):
-                    in_use |= self._discard_or_name(weights)
+            return self._scrub(chosen)
+
+    def scrub_one(self, adapter_id: int) -> dict[int, str]:
+        """As `scrub`, of one adapter at once; not while others are checked beside the steps."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            return {} if weights is None or not weights.is_at_rest or self._is_scrubbing else self._scrub([weights])
+
+    def _scrub(self, chosen: list[StoredWeights]) -> dict[int, str]:
+        in_use: dict[int, str] = {}
+        self._store.counters.scrubbed_bytes += sum(weights.nbytes for weights in chosen)
+        if self._store.copies.is_asynchronous:
+            self._scrub_beside(chosen)
+            return {}
+        for weights in chosen:
+            if any(self._damage.find(weights, tier) for tier in self._damage.tiers):
+                in_use |= self._discard_or_name(weights)
         return in_use
 
     def _scrub_beside(self, chosen: list[StoredWeights]) -> None:

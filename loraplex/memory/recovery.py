@@ -1,13 +1,18 @@
-"""Contents whose results were wrong: not served until a diagnosis says that they are well again.
+"""Contents whose results were wrong: in doubt while they are served, and not served until a diagnosis says that they are well again.
 
-    fault -> quarantined, diagnosed at once --(answers rightly)--> served again
+    odd result -> in doubt, diagnosed where it lies --(answers rightly)--> no doubt, and no other look for a second
+                                  `--(wrong)--> quarantined
+    quarantined, read again, diagnosed at once --(answers rightly)--> served again
                   ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded anew
+
+A doubt ends no request: what one prompt makes of an adapter says little about the others, and a client could send such a prompt on purpose.
 
 Kept by content digest: two names with one content are ill together. Pure bookkeeping; the engine runs the diagnosis.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +20,9 @@ from loraplex.errors import AdapterFaultError
 
 BACKOFF_S = (5.0, 10.0, 20.0, 40.0, 80.0)
 """Seconds before each further try to restore a content."""
+
+DOUBT_INTERVAL_S = 1.0
+"""Between two looks at a content that is in doubt: what a client that causes them can cost the others."""
 
 DIAGNOSIS_S = 1.0
 """What a client is told to wait while a diagnosis runs."""
@@ -41,12 +49,31 @@ class Recovery:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._cases: dict[str, Case] = {}
+        self._doubts: dict[str, float] = {}  # digest -> when to look
+        self._last_looks: dict[str, float] = {}  # of the last interval
 
     def __iter__(self) -> Iterator[Case]:
         return iter(self._cases.values())
 
+    def doubt(self, digest: str) -> None:
+        """A result was odd: look at the content soon, and serve it meanwhile."""
+        if digest not in self._cases:
+            self._doubts.setdefault(digest, self._last_looks.get(digest, -math.inf) + DOUBT_INTERVAL_S)
+
+    def due_doubts(self) -> list[str]:
+        """Contents to look at now; `looked` says that it was done."""
+        now_s = self._clock()
+        return [digest for digest, due_s in self._doubts.items() if due_s <= now_s]
+
+    def looked(self, digest: str) -> None:
+        now_s = self._clock()
+        self._doubts.pop(digest, None)
+        recent = {each: at_s for each, at_s in self._last_looks.items() if now_s - at_s < DOUBT_INTERVAL_S}
+        self._last_looks = recent | {digest: now_s}
+
     def open(self, digest: str, reason: str) -> bool:
         """Quarantine a content; False when it is already."""
+        self._doubts.pop(digest, None)
         if digest in self._cases:
             return False
         self._cases[digest] = Case(digest, reason, retry_at_s=self._clock())
@@ -58,8 +85,9 @@ class Recovery:
 
     @property
     def is_due(self) -> bool:
-        """Whether the diagnosis of a case is due."""
-        return bool(self._cases) and self._next_due() is not None
+        """Whether the diagnosis of a case or of a doubt is due."""
+        is_case_due = bool(self._cases) and self._next_due() is not None
+        return is_case_due or (bool(self._doubts) and bool(self.due_doubts()))
 
     def due(self) -> Case | None:
         """A case whose diagnosis is due; from now on it counts as running, until `close` or `failed`."""

@@ -57,7 +57,7 @@ PARAMS: tuple[Mapping[str, Any], ...] = (
     {"logit_bias": {7: 3.0}, "logprobs": 1},
     {"prompt_logprobs": 1},
     {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "temperature": 1.0, "seed": 8},
-    {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 3)), "min_tokens": 4},
+    {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 8)), "min_tokens": 4},
     {"ignore_eos": False, "logit_bias": {1: 6.0}, "temperature": 1.0, "seed": 9},  # 1 is the end of sequence
 )
 
@@ -415,7 +415,7 @@ def test_an_adapter_at_fault_ends_its_requests_although_its_next_step_runs(drive
     bad = [Asked(driver, bench, "one"), Asked(driver, bench, "one", which=1)]
     for _ in range(3):
         driver.advance()
-    fault = SampledToken(0, error=AdapterFaultError("NaN"))
+    fault = SampledToken(0, error=AdapterFaultError("NaN"), has_odd_logits=True)
 
     def spoil(_: int, tokens: dict[str, SampledToken]) -> None:
         tokens.update({name: fault for name in tokens if name.startswith(bad[0].request_id)})

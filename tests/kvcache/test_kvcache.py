@@ -197,6 +197,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         del self.tokens[request_id]
         self.allocator.free(request_id)
 
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
+        self.allocator.withdraw(request_id)
+        again = make_request("again", self.tokens[request_id], self.allocator._tables[request_id].adapter_digest)
+        assert self.allocator.start(again, [*self.tokens[request_id], 7]) == 0
+        self.allocator.free("again")
+
     @rule(digest=st.sampled_from(["", "a", "b"]))
     def drop(self, digest: str) -> None:
         self.allocator.drop_digest(digest)

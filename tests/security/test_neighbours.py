@@ -1,0 +1,239 @@
+"""A hostile request beside others on the same adapter and the base: their tokens are those of a quiet run, and the adapter stays well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from loraplex.engine.sampler import DrawnTokens, SamplingRow
+from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
+from loraplex.memory.recovery import DOUBT_INTERVAL_S
+from tests.engine.driver import Driver
+from tests.engine.test_caretaker import poison, settle
+from tests.fixtures import TARGET_MODULES, VOCAB_SIZE, ModelZoo
+from tests.security.test_sampling import PARAMS
+
+ODD_SEED, BARE_SEED = 666, 667
+"""Seeds of requests whose logits the model makes NaN, or -Inf but for ten tokens."""
+
+NEIGHBOURS: tuple[tuple[str | None, tuple[int, ...], dict[str, Any]], ...] = tuple(
+    (name, tuple(range(3 + index, 3 + index + length)), params)
+    for index, (name, length, params) in enumerate(
+        (name, length, params)
+        for name in (None, "one", "two")
+        for length, params in ((20, {}), (33, {"temperature": 1.0, "seed": 5, "top_p": 0.9, "logprobs": 2}))
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def attacked(zoo: ModelZoo) -> Iterator[Driver]:
+    """An engine with two adapters. What a test leaves behind would show in the next one."""
+    from peft import LoraConfig
+
+    base = zoo.base("llama")
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=list(TARGET_MODULES), task_type="CAUSAL_LM")
+    driver = Driver(base, max_model_len=128, max_num_seqs=16)
+    for index, name in enumerate(("one", "two")):
+        driver.registry.load(name, str(zoo.adapter(base, config, seed=70 + index)))
+    sampler = driver.engine._runner._sampler
+    launch = sampler.launch
+
+    def spoiled(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> DrawnTokens:
+        for index, row in enumerate(rows):
+            if row.seed == ODD_SEED:
+                logits[index, 5] = torch.nan
+            elif row.seed == BARE_SEED:
+                logits[index, 10:] = -torch.inf
+        return launch(logits, rows)
+
+    sampler.launch = spoiled  # type: ignore[method-assign, assignment]
+    yield driver
+    driver.check_idle()
+    driver.close()
+
+
+@pytest.fixture(scope="module")
+def quiet(attacked: Driver) -> list[tuple[int, ...]]:
+    """What the neighbours say when they are alone."""
+    ids = ask_neighbours(attacked)
+    attacked.finish()
+    return [attacked.tokens(each) for each in ids]
+
+
+def ask_neighbours(driver: Driver) -> list[str]:
+    return [
+        driver.submit(prompt, name, cache_salt=f"{index}", max_tokens=12, **params)
+        for index, (name, prompt, params) in enumerate(NEIGHBOURS)
+    ]
+
+
+Attack = Callable[[Driver], object]
+
+
+def under(attack: Attack, driver: Driver, quiet: list[tuple[int, ...]]) -> None:
+    """The attack comes while the neighbours run, and once more when they are about to end."""
+    ids = ask_neighbours(driver)
+    driver.step(2)
+    attack(driver)
+    driver.step(6)
+    attack(driver)
+    driver.finish()
+    assert [driver.tokens(each) for each in ids] == quiet
+    check_well(driver)
+
+
+def check_well(driver: Driver) -> None:
+    assert driver.engine.adapters.health.quarantined() == {}
+    assert driver.engine.adapters.stats().counters.num_quarantined == 0
+    driver.check_integrity()
+
+
+def try_submit(driver: Driver, name: str | None, prompt: Sequence[int] = (3, 4, 5), **params: Any) -> str | None:
+    try:
+        return driver.submit(prompt, name, **{"max_tokens": 6, **params})
+    except LoraplexError:
+        return None
+
+
+HOSTILE: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 0.001},
+    {"repetition_penalty": 10, "frequency_penalty": 2, "presence_penalty": 2},
+    {"repetition_penalty": 0.001, "frequency_penalty": -2, "temperature": 100, "seed": 1},
+    {"temperature": 1e-5, "seed": -(2**63), "top_p": 5e-324},
+    {"temperature": 1e300},
+    {"temperature": 1.0, "seed": 2**63 - 1, "min_p": 1.0, "n": 8},
+    {"logit_bias": dict.fromkeys(range(1024), -100.0)},
+    {"logit_bias": dict.fromkeys(range(1024), 100.0), "temperature": 1e-5, "seed": 4},
+    {"logit_bias": {VOCAB_SIZE: 1.0}},
+    {"min_tokens": 6, "stop_token_ids": tuple(range(1024))},
+    {"min_tokens": 6, "stop_token_ids": tuple(range(VOCAB_SIZE))},
+    {"logprobs": 20, "prompt_logprobs": 20, "n": 8, "temperature": 1.0},
+    {"max_tokens": 2**63 - 1},
+    {"min_tokens": 2**31, "max_tokens": None},
+)
+
+
+@pytest.mark.parametrize("params", HOSTILE, ids=lambda params: ",".join(params))
+def test_parameters(attacked: Driver, quiet: list[tuple[int, ...]], params: dict[str, Any]) -> None:
+    under(lambda driver: [try_submit(driver, name, **params) for name in (None, "one")], attacked, quiet)
+
+
+@pytest.mark.parametrize(
+    "prompt", [(), (VOCAB_SIZE,), (-1,), (2**70,), (3,) * 128, (0, 1, 2), (3,) * 127], ids=lambda p: f"{p[:1]}*{len(p)}"
+)
+def test_prompts(attacked: Driver, quiet: list[tuple[int, ...]], prompt: tuple[int, ...]) -> None:
+    """What is no prompt is refused before the engine; one of special tokens, or of the model's whole length, is as any other."""
+    under(lambda driver: [try_submit(driver, name, prompt) for name in (None, "one")], attacked, quiet)
+
+
+def test_a_request_that_forbids_all_that_the_model_allows_ends_alone_by_its_own_fault(
+    attacked: Driver, quiet: list[tuple[int, ...]]
+) -> None:
+    ended: list[str | None] = []
+
+    def attack(driver: Driver) -> None:
+        bare = {"seed": BARE_SEED, "min_tokens": 3, "stop_token_ids": tuple(range(10))}
+        ended.extend(try_submit(driver, name, **bare) for name in (None, "one"))
+
+    under(attack, attacked, quiet)
+    for each in ended:
+        assert each is not None
+        with pytest.raises(InvalidRequestError, match="min_tokens forbids every token"):
+            attacked.tokens(each)
+
+
+@given(PARAMS)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_parameters(attacked: Driver, quiet: list[tuple[int, ...]], params: dict[str, Any]) -> None:
+    under(lambda driver: [try_submit(driver, name, **params) for name in (None, "one")], attacked, quiet)
+
+
+def test_requests_that_leave_fail_or_are_refused_speak_against_no_adapter(
+    attacked: Driver, quiet: list[tuple[int, ...]]
+) -> None:
+    def attack(driver: Driver) -> None:
+        for which in range(12):
+            request_id = try_submit(driver, "one", range(3, 90), seed=which, temperature=1.0)
+            driver.step(which % 3)
+            assert request_id is not None
+            if request_id in driver.running_ids:
+                driver.abort(request_id)
+            assert try_submit(driver, "one", temperature=-1) is None
+
+    under(attack, attacked, quiet)
+    assert not attacked.engine._caretaker.is_at_work
+
+
+# ------------------------------------------------------------------------------- prompts that overflow in one adapter alone
+
+
+def count_diagnoses(driver: Driver) -> int:
+    return driver.engine._caretaker._diagnosis._num_asked
+
+
+@pytest.mark.parametrize("name", [None, "one"])
+def test_a_crafted_prompt_ends_its_request_alone_however_often_it_comes(
+    attacked: Driver, quiet: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    """What one prompt makes of an adapter is no reason to keep it from the others: the adapter answers a diagnosis, once a second."""
+    clock = [1000.0]
+    monkeypatch.setattr(attacked.engine.adapters.health._recovery, "_clock", lambda: clock[0])
+    monkeypatch.setattr(attacked.engine._caretaker, "_clock", lambda: clock[0])
+    before, ended = count_diagnoses(attacked), []
+
+    def attack(driver: Driver) -> None:
+        for _ in range(5):
+            ended.append(driver.submit((3, 4, 5), name, seed=ODD_SEED, temperature=1.0, max_tokens=6))
+            driver.step()
+
+    under(attack, attacked, quiet)
+    for each in ended:
+        with pytest.raises((AdapterFaultError, EngineError), match="NaN"):
+            attacked.tokens(each)
+    assert count_diagnoses(attacked) - before <= 2, "the base and the adapter were asked once"
+    clock[0] += DOUBT_INTERVAL_S
+    attacked.step(2)
+    assert count_diagnoses(attacked) - before <= 4
+    clock[0] += DOUBT_INTERVAL_S
+    attacked.step(2)
+    assert not attacked.engine._caretaker.is_at_work
+    assert count_diagnoses(attacked) - before <= 4, "no doubt is left"
+    check_well(attacked)
+
+
+def test_what_a_crafted_prompt_computed_is_not_shared(attacked: Driver, quiet: list[tuple[int, ...]]) -> None:
+    prompt = range(1000, 1064)
+    with pytest.raises(AdapterFaultError):
+        request_id = attacked.submit(prompt, "one", seed=ODD_SEED, temperature=1.0)
+        attacked.finish()
+        attacked.tokens(request_id)
+    request_id = attacked.submit(prompt, "one", max_tokens=1)
+    attacked.finish()
+    assert attacked.outputs[request_id].num_cached_tokens == 0
+
+
+def test_an_adapter_that_is_really_bad_is_quarantined_and_comes_back(
+    attacked: Driver, quiet: list[tuple[int, ...]]
+) -> None:
+    """Held before, and after: its requests end, the others notice nothing, and blocks that held its NaN serve again."""
+    ids = ask_neighbours(attacked)
+    attacked.step(2)
+    poison(attacked, "one")
+    attacked.finish()
+    for each, (name, _, _), expected in zip(ids, NEIGHBOURS, quiet, strict=True):
+        if name == "one":
+            with pytest.raises(AdapterFaultError, match=r"NaN|not finite"):
+                attacked.tokens(each)
+        else:
+            assert attacked.tokens(each) == expected
+    counters = attacked.engine.adapters.stats().counters
+    settle(attacked, lambda: counters.num_recovered == 1)
+    assert (counters.num_quarantined, attacked.engine.adapters.health.quarantined()) == (1, {})
+    counters.num_quarantined = 0
+    under(lambda driver: None, attacked, quiet)
