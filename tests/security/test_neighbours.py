@@ -232,8 +232,8 @@ def test_an_adapter_that_is_really_bad_is_quarantined_and_comes_back(
                 attacked.tokens(each)
         else:
             assert attacked.tokens(each) == expected
-    counters = attacked.engine.adapters.stats().counters
-    settle(attacked, lambda: counters.num_recovered == 1)
-    assert (counters.num_quarantined, attacked.engine.adapters.health.quarantined()) == (1, {})
-    counters.num_quarantined = 0
-    under(lambda driver: None, attacked, quiet)
+    settle(attacked, lambda: attacked.engine.adapters.stats().counters.num_recovered == 1)
+    assert attacked.engine.adapters.stats().counters.num_quarantined == 1
+    again = ask_neighbours(attacked)
+    attacked.finish()
+    assert [attacked.tokens(each) for each in again] == quiet
