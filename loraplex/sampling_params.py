@@ -12,6 +12,9 @@ from loraplex.errors import InvalidRequestError
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 2**18
+"""Of all tokens of a request's prompts: each has the `prompt_logprobs` best tokens and its own."""
+
 MAX_LOGIT_BIAS = 1024
 MAX_COMPLETIONS = 128
 MAX_WHOLE = 2**31 - 1
@@ -117,6 +120,16 @@ class SamplingParams:
             reasons = "; ".join(reason for _, reason in refused)
             raise InvalidRequestError(f"sampling parameters are refused: {reasons}", param=refused[0][0])
 
+    def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
+        """Raises InvalidRequestError when so many tokens of prompts are too many to score at once."""
+        num_entries = 0 if self.prompt_logprobs is None else num_prompt_tokens * (self.prompt_logprobs + 1)
+        if num_entries > MAX_PROMPT_LOGPROBS:
+            raise InvalidRequestError(
+                f"prompt_logprobs={self.prompt_logprobs} of {num_prompt_tokens} prompt tokens are {num_entries} entries, "
+                f"at most {MAX_PROMPT_LOGPROBS} fit in a request: ask for fewer, or send shorter or fewer prompts",
+                param="prompt_logprobs",
+            )
+
     @property
     def has_penalties(self) -> bool:
         """Whether a draw depends on which tokens were there before."""
@@ -131,7 +144,11 @@ class SamplingParams:
         ]
         longest, is_short = f"({_shown(self.min_tokens)}) must not be above max_tokens", self.max_tokens is None
         checks = [
-            ("min_tokens", is_short or self.min_tokens <= (self.max_tokens or 0), f"{longest} ({_shown(self.max_tokens)})"),
+            (
+                "min_tokens",
+                is_short or self.min_tokens <= (self.max_tokens or 0),
+                f"{longest} ({_shown(self.max_tokens)})",
+            ),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"has {len(self.stop)} strings, at most {MAX_STOP_STRINGS}"),
             ("stop", all(self.stop), "has an empty string"),
             ("stop", not self.stop or self.detokenize, "strings need detokenize=True"),
@@ -146,9 +163,9 @@ class SamplingParams:
         return [*outside, *((field, f"{field} {reason}") for field, is_fine, reason in checks if not is_fine)]
 
     def child(self, index: int) -> SamplingParams:
-        """The parameters of the index-th of `n` completions: n = 1 and a seed of its own."""
+        """The parameters of the index-th of `n` completions: n = 1 and a seed of its own. The first one scores the prompt for all."""
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
-        return replace(self, n=1, seed=seed)
+        return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True)

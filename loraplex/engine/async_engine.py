@@ -272,10 +272,7 @@ class AsyncEngine(AdapterVerbs):
             self.registry.release(ref)
 
     def _on_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
-        for token_output in outputs:
-            processed = self._front.outputs.process(token_output)
-            if processed is None:
-                continue
+        for processed in self._front.outputs.process_step(outputs):
             if processed.abort_ids and self._engine.is_alive:
                 self._engine.send(msg.AbortRequests(processed.abort_ids))
             stream = self._streams.get(processed.request_id)

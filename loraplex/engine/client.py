@@ -163,6 +163,9 @@ class EngineClient:
     async def _receive(self) -> None:
         while True:
             self._take(await self._socket.recv())
+            await asyncio.sleep(
+                0
+            )  # a message that is there already is read without a pause: others have their turn first
 
     def _take(self, data: bytes) -> None:
         """Nothing that one message does may keep the next ones from being read."""

@@ -6,7 +6,8 @@ nobody handles is answered with an error, never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -139,6 +140,24 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 class StepOutputs(msgspec.Struct, tag=True, frozen=True):
     outputs: tuple[TokenOutput, ...]
+
+
+MAX_LOGPROBS_AT_ONCE = 2**13
+"""Of prompts, in one message: to read it takes a few milliseconds, in which the server answers nothing else."""
+
+
+def step_outputs(outputs: Sequence[TokenOutput]) -> Iterator[StepOutputs]:
+    """What a step added; prompt logprobs in parts, the last one with the first token."""
+    whole = []
+    for output in outputs:
+        scored = output.prompt_logprobs or ()
+        size = max(1, MAX_LOGPROBS_AT_ONCE // max(map(len, scored), default=1))
+        if len(scored) > size:
+            parts = [scored[start : start + size] for start in range(0, len(scored), size)]
+            yield from (StepOutputs((TokenOutput(output.request_id, prompt_logprobs=part),)) for part in parts[:-1])
+            output = replace(output, prompt_logprobs=parts[-1])
+        whole.append(output)
+    yield StepOutputs(tuple(whole))
 
 
 class Events(msgspec.Struct, tag=True, frozen=True):

@@ -29,7 +29,7 @@ class _PromptLogprobs:
 
     state: RequestState
     first: int
-    finish: Callable[[], tuple[TokenLogprobs, ...]]
+    parts: Sequence[Callable[[], tuple[TokenLogprobs, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class StepHandle:
         Tokens through adapters that did not arrive are errors instead.
         """
         for each in self._prompt_logprobs:
-            each.state.prompt_logprobs[each.first :] = each.finish()
+            each.state.prompt_logprobs[each.first :] = [entry for finish in each.parts for entry in finish()]
         if self._drawn is None:
             return {}
         output = self._drawn.result()
@@ -162,11 +162,9 @@ class ModelRunner:
             step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
             self._take_pending(step)
         with self._profiler.part("forward"):
-            logits = self._logits(step, arriving)
-        if logits is None:
-            return StepHandle()
+            hidden, logits = self._forward(step, arriving)
         with self._profiler.part("sample"):
-            return self._sample(step, logits, arriving)
+            return self._sample(step, hidden, logits, arriving)
 
     def _take_pending(self, step: BuiltStep) -> None:
         """Write the tokens that the last step draws into this one's batch; what it did not draw belongs to requests that have ended."""
@@ -177,20 +175,23 @@ class ModelRunner:
             rows, sources = upload(np.array(pairs, np.int64).T.copy(), token_ids.device)
             token_ids.index_copy_(0, rows, self._last.token_ids.index_select(0, sources))
 
-    def _logits(self, step: BuiltStep, arriving: _Arriving | None) -> torch.Tensor | None:
-        """Float32, a row for each of the step's logits_indices but those of padding; by its graph if it has one. None: no rows.
+    def _forward(self, step: BuiltStep, arriving: _Arriving | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Hidden states of the step's logits_indices, if it has prompt_rows; float32 logits of what it samples.
 
+        Logits come from its graph, if it has one. None: no such rows. Prompts can have thousands of them, so their logits are not made at once.
         A graph begins when all of an arriving adapter is there: most steps that run one follow its prompt, which has waited for that.
         """
         if step.padded_size is not None:
             assert self.graphs is not None
             if arriving is not None:
                 arriving.gate.wait_for_all()
-            return self.graphs.replay(step)
+            return None, self.graphs.replay(step)
         hidden = self._model.forward(_gated(step.batch, arriving), self._kv)
-        if len(step.batch.logits_indices) == 0:
-            return None
-        return self._model.compute_logits(hidden[step.batch.logits_indices])
+        hidden = hidden[step.batch.logits_indices]
+        if not step.prompt_rows:
+            return None, self._model.compute_logits(hidden) if step.sampled else None
+        sampled = upload(np.array(step.sampled_rows, np.int64), hidden.device)
+        return hidden, self._model.compute_logits(hidden[sampled]) if step.sampled else None
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
@@ -206,9 +207,8 @@ class ModelRunner:
     def rehearse(self, plan: SchedulePlan) -> None:
         """Run a plan kernel by kernel, and forget what comes of it."""
         step, arriving = self._builder.build(plan), self._prepare(plan)
-        logits = self._logits(step, arriving)
-        if logits is not None:
-            self._sample(step, logits, arriving).result()
+        hidden, logits = self._forward(step, arriving)
+        self._sample(step, hidden, logits, arriving).result()
 
     def _prepare(self, plan: SchedulePlan) -> _Arriving | None:
         if self._adapters is None:
@@ -218,22 +218,30 @@ class ModelRunner:
         gate = self._adapters.prepare(set(slots.values()))
         return None if gate is None else _Arriving(gate, slots)
 
-    def _sample(self, step: BuiltStep, logits: torch.Tensor, arriving: _Arriving | None) -> StepHandle:
-        prompt_logprobs = [self._prompt_logprobs(rows, logits) for rows in step.prompt_rows]
-        if not step.sampled:
-            return StepHandle((), None, prompt_logprobs, arriving)
-        if step.prompt_rows:
-            logits = logits[upload(np.array(step.sampled_rows, np.int64), logits.device)]
-        drawn = self._sampler.launch(logits, [_sampling_row(sequence) for sequence in step.sampled])
-        self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
-        return StepHandle(step.sampled, drawn, prompt_logprobs, arriving)
+    def _sample(
+        self,
+        step: BuiltStep,
+        hidden: torch.Tensor | None,
+        logits: torch.Tensor | None,
+        arriving: _Arriving | None,
+    ) -> StepHandle:
+        drawn: DrawnTokens | None = None
+        if logits is not None:
+            drawn = self._sampler.launch(logits, [_sampling_row(sequence) for sequence in step.sampled])
+            self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
+        scored = [] if hidden is None else [self._score_prompt(rows, hidden) for rows in step.prompt_rows]
+        return StepHandle(step.sampled, drawn, scored, arriving)
 
-    def _prompt_logprobs(self, rows: PromptLogitRows, logits: torch.Tensor) -> _PromptLogprobs:
+    def _score_prompt(self, rows: PromptLogitRows, hidden: torch.Tensor) -> _PromptLogprobs:
+        """A few rows of logits at a time: all of a prompt's chunk would be gigabytes for a large vocabulary."""
         count = rows.state.request.sampling_params.prompt_logprobs
         assert count is not None
-        of_prompt = logits[rows.start : rows.start + len(rows.next_ids)]
-        finish = self._sampler.launch_prompt_logprobs(of_prompt, rows.next_ids, count)
-        return _PromptLogprobs(rows.state, len(rows.state.prompt_logprobs), finish)
+        parts = []
+        for begin in range(0, len(rows.next_ids), self._sampler.rows_at_once):
+            next_ids = rows.next_ids[begin : begin + self._sampler.rows_at_once]
+            logits = self._model.compute_logits(hidden[rows.start + begin :][: len(next_ids)])
+            parts.append(self._sampler.launch_prompt_logprobs(logits, next_ids, count))
+        return _PromptLogprobs(rows.state, len(rows.state.prompt_logprobs), parts)
 
 
 def _gated(batch: StepBatch, arriving: _Arriving | None) -> StepBatch:

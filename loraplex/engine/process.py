@@ -119,7 +119,8 @@ class EngineProcess:
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         ended, self._ended = self._ended, []
         if ended or outputs:
-            self._send(msg.StepOutputs((*ended, *outputs)))
+            for message in msg.step_outputs((*ended, *outputs)):
+                self._send(message)
 
     def _send_events(self) -> None:
         events = self._engine.take_events()

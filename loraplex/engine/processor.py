@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from loraplex.core import (
@@ -136,6 +136,7 @@ class InputProcessor:
                 f"shorten the prompt to at most {max_model_len - 1} tokens",
                 param="prompt",
             )
+        params.check_prompt_logprobs(len(token_ids))
         wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(f"token id {wrong} is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
@@ -215,6 +216,7 @@ class _Generation:
     prepared: PreparedRequest
     completions: tuple[_Completion, ...]
     first_token_s: float | None = None
+    scored: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
 
@@ -285,6 +287,22 @@ class OutputProcessor:
 
     def process(self, token_output: TokenOutput, *, is_final_only: bool = False) -> ProcessedOutput | None:
         """Take over one token output; None when there is nothing for the client yet."""
+        taken = self._take(token_output)
+        return None if taken is None else self._told(taken, is_final_only)
+
+    def process_step(self, token_outputs: Iterable[TokenOutput]) -> list[ProcessedOutput]:
+        """`process` of what one step added, with one output for each prompt: its n completions are written into it once, not n times."""
+        latest: dict[str, ProcessedOutput] = {}
+        for token_output in token_outputs:
+            taken = self._take(token_output)
+            if taken is not None:
+                before = latest.get(taken.request_id)
+                abort_ids = taken.abort_ids if before is None else (*before.abort_ids, *taken.abort_ids)
+                latest[taken.request_id] = replace(taken, abort_ids=abort_ids)
+        return [told for taken in latest.values() if (told := self._told(taken, is_final_only=False)) is not None]
+
+    def _take(self, token_output: TokenOutput) -> ProcessedOutput | None:
+        """Add it to its completion: an error, or that there is news."""
         generation, completion = self._owner_of.get(token_output.request_id, (None, None))
         if generation is None or completion is None or completion.finish_reason is not None:
             return None
@@ -301,22 +319,31 @@ class OutputProcessor:
             logger.exception("the output of request %r cannot be read", request_id)
             reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
             return self._failed(request_id, EngineError(reason))
+        if not token_output.token_ids and token_output.finish_reason is None:
+            return None  # a part of its prompt's logprobs
         if is_stopped and self.recorder is not None:
             self.recorder.stop(token_output.request_id)
-        abort_ids = (token_output.request_id,) if is_stopped else ()
+        return ProcessedOutput(request_id, abort_ids=(token_output.request_id,) if is_stopped else ())
+
+    def _told(self, taken: ProcessedOutput, is_final_only: bool) -> ProcessedOutput | None:
+        """With the output of its prompt as it is now; None when there is nothing for the client yet."""
+        generation = self._generations.get(taken.request_id)
+        if taken.error is not None or generation is None:
+            return taken
         if generation.is_finished:
-            self.remove(request_id)
+            self.remove(taken.request_id)
         elif is_final_only:
-            return ProcessedOutput(request_id, abort_ids=abort_ids) if abort_ids else None
-        return ProcessedOutput(request_id, generation.to_output(), abort_ids=abort_ids)
+            return taken if taken.abort_ids else None
+        return replace(taken, output=generation.to_output())
 
     def _failed(self, request_id: str, error: LoraplexError) -> ProcessedOutput:
         return ProcessedOutput(request_id, error=error, abort_ids=self.remove(request_id))
 
     def _note_first(self, generation: _Generation, output: TokenOutput) -> None:
         if output.prompt_logprobs is not None:
-            texts = tuple(self._named(logprobs) for logprobs in output.prompt_logprobs)
-            generation.prompt_logprobs = (None, *texts)
+            generation.scored += map(self._named, output.prompt_logprobs)
+            if output.token_ids:
+                generation.prompt_logprobs = tuple(generation.scored)
         if generation.first_token_s is None and output.token_ids:
             generation.first_token_s = time.time()
             generation.num_cached_tokens = output.num_cached_tokens

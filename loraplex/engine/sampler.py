@@ -241,9 +241,13 @@ class Sampler:
             for rows in self._chunks(np.flatnonzero(is_random & wanted)):
                 yield rows, draw
 
+    @property
+    def rows_at_once(self) -> int:
+        """So many that a temporary stays below 64 MiB."""
+        return max(1, _MAX_ELEMENTS // self.vocab_size)
+
     def _chunks(self, rows: Int64s) -> Iterator[Int64s]:
-        """At most so many rows at once that a temporary stays below 64 MiB."""
-        size = max(1, _MAX_ELEMENTS // self.vocab_size)
+        size = self.rows_at_once
         return (rows[start : start + size] for start in range(0, len(rows), size))
 
     def _draw_free(self, draw: _Draw) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -27,6 +28,9 @@ from loraplex.server.streaming import DONE, EventStream, sse, until_disconnect
 from loraplex.server.strict_route import StrictRoute
 
 _log = logging.getLogger("loraplex.server")
+
+MANY_LOGPROBS = 256
+"""Tokens with log probabilities from which an answer is written in a thread of its own."""
 
 
 class Renderer(Protocol):
@@ -67,6 +71,7 @@ class OpenAIRoutes:
         prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens)
         for prompt in prompts:
             context.prompts.check(prompt, params.max_tokens)
+        params.check_prompt_logprobs(sum(len(prompt.token_ids) for prompt in prompts))
         generation = self._generation("cmpl", request, body, params, prompts, adapter_names)
         return await self._respond(
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
@@ -151,7 +156,8 @@ class OpenAIRoutes:
         generator = self._context.generator
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
-            return _json(renderer.response(outputs))
+            is_long = sum(map(_num_logprobs, outputs)) > MANY_LOGPROBS
+            return _json(await asyncio.to_thread(renderer.response, outputs) if is_long else renderer.response(outputs))
         stream = generator.run(generation)
         try:
             first = await until_disconnect(request, anext(stream))
@@ -159,6 +165,11 @@ class OpenAIRoutes:
             await stream.aclose()
             raise
         return EventStream(_events(first, stream, renderer), stream)
+
+
+def _num_logprobs(output: RequestOutput) -> int:
+    """Positions with log probabilities, of the prompt and of all its completions."""
+    return len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
 
 
 async def _events(

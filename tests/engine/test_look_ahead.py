@@ -424,7 +424,9 @@ def test_an_adapter_at_fault_ends_its_requests_although_its_next_step_runs(drive
     driver.engine._caretaker._diagnosis.what_is_wrong = lambda digest, lora_slot: "it is odd"  # type: ignore[method-assign]
     driver.advance()
     driver.check_integrity()
-    assert [each.request_id in driver.errors for each in bad] == [True, False], "the other goes on until it was diagnosed"
+    assert [each.request_id in driver.errors for each in bad] == [True, False], (
+        "the other goes on until it was diagnosed"
+    )
     driver.advance()
     driver.check_integrity()
     assert {type(driver.errors[each.request_id]) for each in bad} == {AdapterFaultError}

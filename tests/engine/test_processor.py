@@ -16,6 +16,7 @@ from loraplex.core import (
     SamplingParams,
     TokenOutput,
 )
+from loraplex.engine.messages import step_outputs
 from loraplex.engine.processor import (
     AdapterRef,
     InputProcessor,
@@ -327,6 +328,19 @@ def test_logprobs_get_their_texts_and_are_summed(engine: Engine) -> None:
 def test_without_logprobs_there_is_no_sum(engine: Engine) -> None:
     output = completion(engine.say(engine.ask(), [9]))
     assert (output.logprobs, output.cumulative_logprob) == (None, None)
+
+
+def test_logprobs_of_a_prompt_that_came_in_parts_are_whole_with_the_first_token(engine: Engine) -> None:
+    prepared = engine.ask(prompt_logprobs=1, n=2)
+    scored = tuple({5 + token % 200: Logprob(-1.0, 1)} for token in range(20_000))
+    token = TokenOutput(prepared.children[0].request_id, (9,), prompt_logprobs=scored)
+    messages = list(step_outputs([TokenOutput(prepared.children[1].request_id, (7,)), token]))
+    assert max(len(each.prompt_logprobs or ()) for message in messages for each in message.outputs) <= 8192
+    told = [engine.outputs.process_step(message.outputs) for message in messages]
+    assert [len(each) for each in told] == [0, 0, 1], "a part is no news, and both completions are one"
+    output = request_output(told[-1][0])
+    assert [each.token_ids for each in output.outputs] == [(9,), (7,)]
+    assert [None if each is None else list(each) for each in output.prompt_logprobs or ()] == [None, *map(list, scored)]
 
 
 def test_logprobs_of_the_prompt_come_with_the_first_token_and_stay(engine: Engine) -> None:
