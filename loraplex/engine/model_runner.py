@@ -178,7 +178,8 @@ class ModelRunner:
     def _forward(self, step: BuiltStep, arriving: _Arriving | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Hidden states of the step's logits_indices, if it has prompt_rows; float32 logits of what it samples.
 
-        Logits come from its graph, if it has one. None: no such rows. Prompts can have thousands of them, so their logits are not made at once.
+        Logits come from its graph, if it has one. None: no such rows.
+        Prompts can have thousands of them, so their logits are not made at once.
         A graph begins when all of an arriving adapter is there: most steps that run one follow its prompt, which has waited for that.
         """
         if step.padded_size is not None:

@@ -59,6 +59,12 @@ __all__ = [
 
 GREEDY_BELOW = 1e-5
 _FEW = 128
+_MANY = 1024
+"""A larger top_k is not sorted for: all but the whole vocabulary in order would cost a hundred times a draw."""
+
+_FLAT = 1e30
+"""A temperature at which every possible token weighs the same."""
+
 _MAX_ELEMENTS = 2**24
 
 
@@ -235,7 +241,8 @@ class Sampler:
         for wanted, draw in (
             (is_free, self._draw_free),
             ((top_k > 0) & (top_k <= _FEW), self._draw_top_k),
-            (top_k > _FEW, self._draw_top_k),
+            ((top_k > _FEW) & (top_k <= _MANY), self._draw_top_k),
+            (top_k > _MANY, self._draw_large_top_k),
             ((top_k == 0) & ~is_free, self._draw_top_p),
         ):
             for rows in self._chunks(np.flatnonzero(is_random & wanted)):
@@ -262,6 +269,17 @@ class Sampler:
         weights = draw.rule.of(values).double()
         weights *= torch.arange(values.shape[1], device=values.device) < top_k
         return _draw_prefix(draw, weights, ids, draw.top_p * weights.sum(-1, keepdim=True))
+
+    def _draw_large_top_k(self, draw: _Draw) -> Tensor:
+        """Over the best tokens in the order of ids. They are the prefix of the order that has the mass top_k where all weigh 1."""
+        logits, rule = draw.logits, draw.rule
+        flat = WeightRule(rule.top, torch.full_like(rule.temperature, _FLAT), 1.0)
+        kept, num_possible = self.ops.token_weights(logits, flat)
+        top_k = upload(draw.top_k.astype(np.float64), logits.device)[:, None]
+        kept = self.ops.keep_nucleus(logits, kept, torch.minimum(top_k, num_possible), flat)
+        weights = self.ops.token_weights(logits, rule)[0] * kept
+        wanted = draw.top_p * weights.sum(-1, keepdim=True, dtype=torch.float64)
+        return self.ops.invert_cdf(self.ops.keep_nucleus(logits, weights, wanted, rule), draw.least, draw.uniform)
 
     def _draw_top_p(self, draw: _Draw) -> Tensor:
         """Over the best tokens in their order where 128 of them suffice, else over the vocabulary in the order of ids.

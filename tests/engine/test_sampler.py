@@ -80,7 +80,9 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray
     if params.top_p < 1:
         p[order[nucleus_size:]] = 0
     p[p < params.min_p * p.max()] = 0
-    has_top_k = 0 < params.top_k < len(logits)
+    has_top_k = 0 < params.top_k < len(logits) and params.top_k <= 1024
+    if 1024 < params.top_k < len(logits):
+        nucleus_size = len(order)
     is_by_id = not has_top_k and (params.top_p == 1 or nucleus_size > 128)
     return np.arange(len(logits)) if is_by_id else order, p / p.sum()
 
@@ -140,6 +142,7 @@ def test_any_mix_of_parameters(seed: int, options: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129, 8192, 70_001])
 def test_vocabulary_sizes(vocab_size: int) -> None:
     options = [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_p": 0.2}, {"min_p": 0.1}, {"temperature": 0.0}, {"top_k": 1000}]
+    options += [{"top_k": 1025}, {"top_k": 5000, "top_p": 0.6, "min_p": 0.01}, {"top_k": 8191, "temperature": 100}]
     rows = [row(position, seed, **one) for position in range(3) for seed, one in enumerate(options)]
     assert_as_oracle(normal_logits(len(rows), vocab_size), rows)
 

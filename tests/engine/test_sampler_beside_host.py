@@ -27,6 +27,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"top_p": 1e-9},
     {"top_k": 50, "min_p": 0.02},
     {"top_k": 300, "top_p": 0.8},
+    {"top_k": 2000},
+    {"top_k": 5000, "top_p": 0.7, "min_p": 0.001, "temperature": 2},
     {"min_p": 0.05, "logprobs": 0},
     {"min_p": 0.001, "top_p": 0.95, "temperature": 1.5},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "prompt_token_ids": [1, 2], "output_token_ids": [2, 2, 0]},
