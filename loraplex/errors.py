@@ -66,7 +66,7 @@ class LoraplexError(Exception):
 
     def to_payload(self) -> dict[str, Any]:
         """A plain dict that `error_from_payload` turns into an equal error in another process."""
-        payload = {"error": type(self).__name__, "message": self.message}
+        payload = {"error": type(self).__name__, "message": _sendable(self.message)}
         return payload if self.param is None else {**payload, "param": self.param}
 
 
@@ -188,7 +188,7 @@ class AdapterValidationError(AdapterLoadError):
         return cls(f"adapter {adapter!r} is refused:{lines}", tuple(reasons))
 
     def to_payload(self) -> dict[str, Any]:
-        return {**super().to_payload(), "reasons": list(self.reasons)}
+        return {**super().to_payload(), "reasons": list(map(_sendable, self.reasons))}
 
 
 class AdapterMemoryError(AdapterError):
@@ -260,6 +260,11 @@ class DeviceLostError(EngineError):
 class RequestAbortedError(LoraplexError):
     http_status = 499
     kind = "aborted"
+
+
+def _sendable(text: str) -> str:
+    """Half a character, of a file's name say, cannot be sent: it is escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _all_subclasses(cls: type[LoraplexError]) -> Iterator[type[LoraplexError]]:

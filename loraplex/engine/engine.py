@@ -26,7 +26,7 @@ from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_recorder import StepRecorder
 from loraplex.engine.steps_in_flight import StepsInFlight
 from loraplex.engine.warm_up import rehearsals, warm_up
-from loraplex.errors import ConfigError, EngineOverloadedError, LoraDisabledError
+from loraplex.errors import ConfigError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
@@ -129,7 +129,11 @@ class EngineCore:
     # --------------------------------------------------------------------------------------------------------- requests
 
     def add_request(self, request: Request) -> list[TokenOutput]:
-        """Queue a request. What cannot even wait is answered at once."""
+        """Queue a request. What cannot even wait is answered at once.
+
+        Raises InvalidRequestError for one that no front would send: kernels read what it says without another look.
+        """
+        self._check(request)
         if self._scheduler.num_waiting >= self._max_waiting_requests:
             error = EngineOverloadedError(f"{self._scheduler.num_waiting} requests wait already; try again later")
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error.to_payload())]
@@ -139,6 +143,20 @@ class EngineCore:
         self._caretaker.arrived(request)
         self._scheduler.add(request)
         return []
+
+    def _check(self, request: Request) -> None:
+        token_ids, vocab_size, max_model_len = request.prompt_token_ids, self.info.vocab_size, self.info.max_model_len
+        if not 0 < len(token_ids) < max_model_len or request.max_tokens < 1:
+            sizes = f"{len(token_ids)} prompt tokens and max_tokens {request.max_tokens}"
+            raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
+        if not -(2**63) <= request.seed < 2**63:
+            raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+        if request.adapter_id is not None and self._adapters is None:
+            raise LoraDisabledError("LoRA is off in this engine")
+        if self._scheduler.has(request.request_id):
+            raise InvalidRequestError(f"request {request.request_id[:40]!r} is known already")
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End requests; unknown ids are passed over."""

@@ -180,6 +180,9 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 
 FromEngine = Ready | Progress | StepOutputs | Events | Reply | Fatal
 
+MAX_MESSAGE_BYTES = 2**28
+"""Far more than any message takes; both sides refuse a longer one, so that what is wrong on one side does not fill the other's memory."""
+
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
@@ -204,11 +207,14 @@ RESULT_TYPES: Mapping[type, Any] = {
 
 
 def encode(message: Any) -> bytes:
-    """Raises UnknownMessageError for what msgpack cannot carry, such as an integer beyond 64 bits."""
+    """Raises UnknownMessageError for what msgpack cannot carry, such as an integer beyond 64 bits, and for what is too long."""
     try:
-        return _ENCODER.encode(message)
+        data = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError) as error:
         raise UnknownMessageError(f"a {type(message).__name__} cannot be sent: {error}") from error
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise UnknownMessageError(f"a {type(message).__name__} of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
+    return data
 
 
 def decode_to_engine(data: bytes) -> Any:
@@ -221,6 +227,8 @@ def decode_from_engine(data: bytes) -> Any:
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes) -> Any:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise UnknownMessageError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}; it was not read")
     try:
         return decoder.decode(data)
     except _NOT_UNDERSTOOD as error:
@@ -242,7 +250,7 @@ def request_id_of(data: bytes) -> str | None:
 
 def _fields_of(data: bytes) -> dict[str, Any]:
     try:
-        fields = msgspec.msgpack.decode(data)
+        fields = msgspec.msgpack.decode(data) if len(data) <= MAX_MESSAGE_BYTES else None
     except _NOT_UNDERSTOOD:
         return {}
     return fields if isinstance(fields, dict) else {}

@@ -30,6 +30,8 @@ IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
 CARE_POLL_MS = 10
 NUM_VERB_THREADS = 8
+MAX_MESSAGES_A_STEP = 256
+"""Read between two steps: however many come, requests that run go on."""
 
 
 class EngineProcess:
@@ -95,18 +97,21 @@ class EngineProcess:
         while not self._replies.empty():
             self._socket.send(self._replies.get())
         if self._socket in events:
-            while self._is_running:
-                try:
-                    self._handle(self._socket.recv(zmq.NOBLOCK))
-                except zmq.Again:
-                    break
+            with contextlib.suppress(zmq.Again):
+                for _ in range(MAX_MESSAGES_A_STEP):
+                    if self._is_running:
+                        self._handle(self._socket.recv(zmq.NOBLOCK))
 
     def _handle(self, data: bytes) -> None:
+        """Nothing that one message says may end the engine."""
         try:
             self._dispatch(msg.decode_to_engine(data))
         except LoraplexError as error:
             print(f"engine: {error}", file=sys.stderr, flush=True)
             self._refuse(data, error)
+        except Exception as error:
+            traceback.print_exc()
+            self._refuse(data, EngineError(f"{type(error).__name__}: {error}"))
 
     def _refuse(self, data: bytes, error: LoraplexError) -> None:
         """Tell who waits for an answer to a message that he will get none."""

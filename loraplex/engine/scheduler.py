@@ -85,6 +85,10 @@ class Scheduler:
         if request.adapter_id is not None and self._residency is not None:
             self._residency.prefetch(request.adapter_id)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this name has not ended."""
+        return request_id in self._states
+
     def abort(self, request_id: str) -> TokenOutput | None:
         """End a request; None for an unknown id."""
         state = self._states.get(request_id)
