@@ -124,8 +124,8 @@ TokenLogprobs = dict[int, Logprob]
 class TokenOutput:
     """What one engine step adds to one request. `finish_reason` is set on the last one.
 
-    `logprobs` is parallel to `token_ids`; `prompt_logprobs` (for positions 1.. of the prompt) comes with the first token, or in parts:
-    the last one with it, those before without a token.
+    `logprobs` is parallel to `token_ids`; `prompt_logprobs` (for positions 1.. of the prompt) comes with the first
+    token, or in parts: the last one with it, those before without a token.
     `error` is `LoraplexError.to_payload()` when finish_reason is `error`.
     """
 

@@ -125,8 +125,8 @@ class SamplingParams:
         num_entries = 0 if self.prompt_logprobs is None else num_prompt_tokens * (self.prompt_logprobs + 1)
         if num_entries > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(
-                f"prompt_logprobs={self.prompt_logprobs} of {num_prompt_tokens} prompt tokens are {num_entries} entries, "
-                f"at most {MAX_PROMPT_LOGPROBS} fit in a request: ask for fewer, or send shorter or fewer prompts",
+                f"prompt_logprobs={self.prompt_logprobs} of {num_prompt_tokens} prompt tokens are {num_entries} "
+                f"entries, at most {MAX_PROMPT_LOGPROBS} fit in a request: ask for fewer, or send less",
                 param="prompt_logprobs",
             )
 
@@ -163,7 +163,7 @@ class SamplingParams:
         return [*outside, *((field, f"{field} {reason}") for field, is_fine, reason in checks if not is_fine)]
 
     def child(self, index: int) -> SamplingParams:
-        """The parameters of the index-th of `n` completions: n = 1 and a seed of its own. The first one scores the prompt for all."""
+        """The parameters of the index-th of `n` completions: a seed of its own, and the first scores the prompt."""
         seed = None if self.seed is None else (self.seed + index + 2**63) % 2**64 - 2**63
         return replace(self, n=1, seed=seed, prompt_logprobs=None if index else self.prompt_logprobs)
 

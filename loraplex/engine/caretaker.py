@@ -163,7 +163,7 @@ class Caretaker:
     # ------------------------------------------------------------------------------------------------- wrong results
 
     def _examine(self, adapters: LoRAModelManager) -> list[TokenOutput]:
-        """Adapters in doubt, where they lie and while they are served; returns the requests of those that are found wrong, which end."""
+        """Look at adapters in doubt where they lie, while they are served; returns the requests of wrong ones, ended."""
         ended: list[TokenOutput] = []
         for adapter_id in adapters.health.doubted():
             damaged = adapters.health.scrub_one(adapter_id)

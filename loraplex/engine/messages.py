@@ -181,7 +181,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
 FromEngine = Ready | Progress | StepOutputs | Events | Reply | Fatal
 
 MAX_MESSAGE_BYTES = 2**28
-"""Far more than any message takes; both sides refuse a longer one, so that what is wrong on one side does not fill the other's memory."""
+"""Far more than any message takes. Both sides refuse a longer one, so that neither fills the other's memory."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
@@ -207,7 +207,7 @@ RESULT_TYPES: Mapping[type, Any] = {
 
 
 def encode(message: Any) -> bytes:
-    """Raises UnknownMessageError for what msgpack cannot carry, such as an integer beyond 64 bits, and for what is too long."""
+    """Raises UnknownMessageError for what is too long or msgpack cannot carry, such as an integer beyond 64 bits."""
     try:
         data = _ENCODER.encode(message)
     except (TypeError, ValueError, OverflowError) as error:

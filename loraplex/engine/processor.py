@@ -291,7 +291,7 @@ class OutputProcessor:
         return None if taken is None else self._told(taken, is_final_only)
 
     def process_step(self, token_outputs: Iterable[TokenOutput]) -> list[ProcessedOutput]:
-        """`process` of what one step added, with one output for each prompt: its n completions are written into it once, not n times."""
+        """`process` of what one step added, with one output for each prompt: its n completions are written once."""
         latest: dict[str, ProcessedOutput] = {}
         for token_output in token_outputs:
             taken = self._take(token_output)

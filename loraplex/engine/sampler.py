@@ -83,8 +83,8 @@ def validate_against_vocab(params: SamplingParams, vocab_size: int) -> None:
 class SamplerOutput:
     """token_ids int64 [n]; logprobs [n], None where not asked.
 
-    failed_rows: rows whose logits hold NaN or no finite maximum, as the model gave them. barred_rows: rows of which the request's own
-    min_tokens left no token. The token of either is 0 and means nothing: its request must end with an error.
+    failed_rows: rows whose logits hold NaN or no finite maximum, as the model gave them. barred_rows: rows of which
+    the request's own min_tokens left no token. The token of either is 0: its request must end with an error.
     """
 
     token_ids: Int64s
@@ -271,7 +271,7 @@ class Sampler:
         return _draw_prefix(draw, weights, ids, draw.top_p * weights.sum(-1, keepdim=True))
 
     def _draw_large_top_k(self, draw: _Draw) -> Tensor:
-        """Over the best tokens in the order of ids. They are the prefix of the order that has the mass top_k where all weigh 1."""
+        """Over the best tokens in the order of ids: the prefix that has the mass top_k where all weigh 1."""
         logits, rule = draw.logits, draw.rule
         flat = WeightRule(rule.top, torch.full_like(rule.temperature, _FLAT), 1.0)
         kept, num_possible = self.ops.token_weights(logits, flat)

@@ -4,8 +4,8 @@
 
 Edits touch few elements of a row, so they are scattered into the logits and taken back after the draw; nothing is copied.
 
-No edit makes NaN or +Inf of a finite logit. So a row whose largest edited logit is one of these had it before, and its adapter or the
-base is to be judged by it; where that is -Inf, `min_tokens` forbade all there was, and the request is.
+No edit makes NaN or +Inf of a finite logit. So a row whose largest edited logit is one of these had it before, and
+speaks against its adapter or the base; where that is -Inf, `min_tokens` forbade all there was.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _flat_index(per_row: Sequence[tuple[int, Int64s]], vocab_size: int) -> tuple
 def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
     """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count > 0).
 
-    What is finite stays so.
+    Nothing becomes Inf by it.
     """
     rows = [i for i in batch.edited if batch.rows[i].has_penalties]
     states = [batch.rows[i].state_or_new() for i in rows]
@@ -203,8 +203,8 @@ def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
 
     def edit(old: Tensor) -> Tensor:
         factor = upload(repetition, old.device)
-        new = torch.where(old > 0, old / factor, old * factor) - upload(minus, old.device)
-        return torch.where(old.isfinite(), new.clamp(-_LARGEST, _LARGEST), new)
+        new = torch.where(old > 0, old / factor, old * factor).sub_(upload(minus, old.device))
+        return torch.where(old < torch.inf, new.clamp_(max=_LARGEST), old)  # NaN and Inf stay to be seen
 
     return index, edit
 

@@ -62,7 +62,7 @@ class AdapterHealth:
                 self._recovery.doubt(weights.digest)
 
     def doubted(self) -> list[int]:
-        """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`. What left the device is not."""
+        """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`."""
         with self._store.lock:
             found: list[int] = []
             for digest in self._recovery.due_doubts():
@@ -74,7 +74,7 @@ class AdapterHealth:
             return found
 
     def looked(self, adapter_id: int) -> None:
-        """The diagnosis of an adapter in doubt was made, or could not be: the next one is not before an interval has passed."""
+        """The diagnosis of an adapter in doubt was made, or could not be: the next one is an interval later."""
         with self._store.lock:
             weights = self._weights(adapter_id)
             if weights is not None:

@@ -1,11 +1,11 @@
-"""Contents whose results were wrong: in doubt while they are served, and not served until a diagnosis says that they are well again.
+"""Contents whose results were wrong: in doubt and served, or not served until a diagnosis says that they are well.
 
     odd result -> in doubt, diagnosed where it lies --(answers rightly)--> no doubt, and no other look for a second
                                   `--(wrong)--> quarantined
     quarantined, read again, diagnosed at once --(answers rightly)--> served again
                   ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded anew
 
-A doubt ends no request: what one prompt makes of an adapter says little about the others, and a client could send such a prompt on purpose.
+A doubt ends no request: what one prompt makes of an adapter says little about the others, and may be done on purpose.
 
 Kept by content digest: two names with one content are ill together. Pure bookkeeping; the engine runs the diagnosis.
 """

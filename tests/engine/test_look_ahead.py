@@ -421,7 +421,8 @@ def test_an_adapter_at_fault_ends_its_requests_although_its_next_step_runs(drive
         tokens.update({name: fault for name in tokens if name.startswith(bad[0].request_id)})
 
     runner.spoil = spoil
-    driver.engine._caretaker._diagnosis.what_is_wrong = lambda digest, lora_slot: "it is odd"  # type: ignore[method-assign]
+    diagnosis = driver.engine._caretaker._diagnosis
+    diagnosis.what_is_wrong = lambda digest, lora_slot: "it is odd"  # type: ignore[method-assign]
     driver.advance()
     driver.check_integrity()
     assert [each.request_id in driver.errors for each in bad] == [True, False], (

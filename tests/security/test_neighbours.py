@@ -1,4 +1,4 @@
-"""A hostile request beside others on the same adapter and the base: their tokens are those of a quiet run, and the adapter stays well."""
+"""A hostile request beside others: their tokens are those of a quiet run, and the adapter stays well."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_parameters(attacked: Driver, quiet: list[tuple[int, ...]], params: dict
     "prompt", [(), (VOCAB_SIZE,), (-1,), (2**70,), (3,) * 128, (0, 1, 2), (3,) * 127], ids=lambda p: f"{p[:1]}*{len(p)}"
 )
 def test_prompts(attacked: Driver, quiet: list[tuple[int, ...]], prompt: tuple[int, ...]) -> None:
-    """What is no prompt is refused before the engine; one of special tokens, or of the model's whole length, is as any other."""
+    """What is no prompt is refused; one of special tokens, or of the model's whole length, is as any other."""
     under(lambda driver: [try_submit(driver, name, prompt) for name in (None, "one")], attacked, quiet)
 
 
@@ -172,7 +172,7 @@ def test_requests_that_leave_fail_or_are_refused_speak_against_no_adapter(
     assert not attacked.engine._caretaker.is_at_work
 
 
-# ------------------------------------------------------------------------------------------------ requests that take much
+# ---------------------------------------------------------------- requests that take much
 
 
 def test_logits_of_a_prompt_that_is_scored_are_made_a_few_at_a_time(
@@ -227,7 +227,7 @@ def test_an_output_of_many_completions_is_written_once_a_step(monkeypatch: pytes
     assert (len(told), len(written)) == (1, 128)
 
 
-# ------------------------------------------------------------------------------- prompts that overflow in one adapter alone
+# ---------------------------------------------------------------- prompts that overflow in one adapter alone
 
 
 def count_diagnoses(driver: Driver) -> int:
@@ -238,7 +238,7 @@ def count_diagnoses(driver: Driver) -> int:
 def test_a_crafted_prompt_ends_its_request_alone_however_often_it_comes(
     attacked: Driver, quiet: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, name: str | None
 ) -> None:
-    """What one prompt makes of an adapter is no reason to keep it from the others: the adapter answers a diagnosis, once a second."""
+    """What one prompt makes of an adapter keeps it from no other: it answers a diagnosis, once a second."""
     clock = [1000.0]
     monkeypatch.setattr(attacked.engine.adapters.health._recovery, "_clock", lambda: clock[0])
     monkeypatch.setattr(attacked.engine._caretaker, "_clock", lambda: clock[0])

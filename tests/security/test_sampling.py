@@ -67,7 +67,7 @@ def test_what_clients_of_the_peers_send_is_accepted(params: dict[str, Any]) -> N
     SamplingParams(**params)
 
 
-# ----------------------------------------------------------------------------------------------------------- the sampler
+# ---------------------------------------------------------------- the sampler
 
 V = 300
 LARGEST = 3.4028235e38
