@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from loraplex import __version__
+from loraplex.cli_help import explain, group_fields, in_group, shown_default
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.lora_modules import parse_lora_modules
@@ -31,8 +32,13 @@ app = App(
     name="loraplex",
     version=__version__,
     help="One base model in memory, thousands of LoRA adapters, any mix of them in one batch.",
-    default_parameter=Parameter(negative_iterable=()),
+    default_parameter=Parameter(negative_iterable=(), show_default=shown_default),
 )
+group_fields(KeySettings, "Security")
+group_fields(ServerSettings, "Server")
+group_fields(EngineSettings, "Model files")
+group_fields(LoRAConfig, "Adapter memory")
+group_fields(ProfileSettings, "Profile")
 adapter_app = App(name="adapter", help="Look at adapters.")
 app.command(adapter_app)
 state_app = App(name="state", help="Check and repair the directory of --state-dir.")
@@ -42,6 +48,8 @@ Flat = Parameter(name="*")
 Engine = Annotated[EngineSettings, Flat]
 Lora = Annotated[LoRAConfig, Flat]
 Listed = Parameter(consume_multiple=True)
+ModelsGroup = in_group("Model and adapters")
+SecurityGroup = in_group("Security")
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -52,11 +60,11 @@ def serve(
     model: str,
     /,
     *,
-    served_model_name: Annotated[tuple[str, ...], Listed] = (),
-    lora_modules: Annotated[tuple[str, ...], Listed] = (),
-    lora_paths: Annotated[tuple[str, ...], Listed] = (),
-    enable_lora: bool = True,
-    adapter_root: tuple[str, ...] = (),
+    served_model_name: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
+    lora_modules: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
+    lora_paths: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
+    enable_lora: Annotated[bool, ModelsGroup] = True,
+    adapter_root: Annotated[tuple[str, ...], SecurityGroup] = (),
     keys: Annotated[KeySettings | None, Flat] = None,
     server: Annotated[ServerSettings | None, Flat] = None,
     engine: Annotated[EngineSettings | None, Flat] = None,
@@ -69,13 +77,13 @@ def serve(
     model
         Directory or hub id of the base model.
     served_model_name
-        Names of the base model in the API; the first one is shown.
+        Names of the base model in the API; answers have the first one.
     lora_modules
         Adapters to load at start: name=path, or JSON {"name": ..., "path": ...}.
     lora_paths
-        The same as SGLang writes it: name=path or a path alone.
+        Adapters to load at start, in SGLang's form: name=path or a path alone.
     enable_lora
-        Off: adapters are refused and layers have no LoRA code.
+        Support for adapters; off: they are refused, and layers have no LoRA code.
     adapter_root
         A directory that load requests may read, or hf://ORG; may be given several times.
     """
@@ -125,13 +133,13 @@ def generate(
     adapter
         Directory or hub id of the adapter.
     max_tokens
-        Most tokens of each completion.
+        Maximum tokens of each completion.
     temperature
-        0 takes the likeliest token each time.
+        Randomness of sampling; 0: always the likeliest token.
     top_p
-        Keep the likeliest tokens that hold this much of the probability.
+        Share of the probability from which tokens are drawn, likeliest first.
     enable_lora
-        Off: adapters are refused.
+        Support for adapters; off: they are refused.
     """
     from loraplex.core import LoRARequest, SamplingParams
     from loraplex.engine.llm import LLM
@@ -152,11 +160,11 @@ def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000)
     Parameters
     ----------
     serve
-        Start the server with the demo's model and adapters instead.
+        Server with the demo's model and adapters instead.
     each
         Phrases for each adapter and the base.
     seed
-        Other phrases.
+        Seed of the choice of phrases.
     port
         Port of --serve.
     """
@@ -195,9 +203,9 @@ def bench(
     adapters
         Directories of adapters.
     patterns
-        Which adapters the requests use: base, identical, distinct, uniform, skewed.
+        Choice of adapters for the requests: base, identical, distinct, uniform, skewed.
     requests
-        Requests of a batch.
+        Requests in a batch.
     prompt_len
         Tokens of each prompt.
     output_len
@@ -232,11 +240,11 @@ def profile(
     Parameters
     ----------
     model
-        Directory or hub id of the base model; it is run here.
+        Directory or hub id of the base model, to run here.
     adapters
         Directories of adapters.
     pattern
-        Which adapters the requests use: base, identical, distinct, uniform or skewed.
+        Choice of adapters for the requests: base, identical, distinct, uniform or skewed.
     requests
         Requests of a batch.
     prompt_len
@@ -274,11 +282,12 @@ def top(url: str = "http://127.0.0.1:8000", /, *, interval: float = 1.0, once: b
     Parameters
     ----------
     url
-        The server. Its key is in the variable LORAPLEX_ADMIN_API_KEY or LORAPLEX_API_KEY.
+        Address of the server: http://host:port or host:port. Its key is in the variable LORAPLEX_ADMIN_API_KEY or
+        LORAPLEX_API_KEY.
     interval
-        Seconds between two looks.
+        Seconds between two frames.
     once
-        Print one look and end.
+        One frame on standard output, and the end.
     """
     from loraplex.views.top import run_top
 
@@ -296,9 +305,9 @@ def inspect(
     path
         Directory or hub id of the adapter.
     base
-        Directory or hub id of the base model: names and shapes are then checked too.
+        Directory or hub id of the base model, to check names and shapes against.
     json
-        Print JSON.
+        Output as JSON.
     """
     from loraplex.doctor import report_on
 
@@ -436,7 +445,8 @@ def main() -> None:
     try:
         sys.exit(app(parse_sizes(sys.argv[1:]), exit_on_error=False, print_error=False))
     except (LoraplexError, CycloptsError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        text = explain(error, app) if isinstance(error, CycloptsError) else str(error)
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -63,9 +63,13 @@ def _check_size(name: str, size: Size | None) -> None:
         num_bytes(name, size, 1 << 40)
 
 
-def setting(default: Any, text: str) -> Any:
-    """A dataclass field with its help text beside it."""
-    return field(default=default, metadata={"help": text})
+def setting(default: Any, text: str, *, group: str | None = None, flag: str | None = None) -> Any:
+    """A dataclass field with its help text beside it.
+
+    group: the heading in `--help`, of this field and of those after it. flag: the name on the command line, if not
+    the field's.
+    """
+    return field(default=default, metadata={"help": text, "group": group, "flag": flag})
 
 
 def _require(is_fine: bool, text: str) -> None:
@@ -89,56 +93,57 @@ class LoRAConfig:
         DEFAULT_HOST_BYTES, "host bytes for adapters; on a CPU it bounds device and host together"
     )
     adapter_memory: int | str | None = setting(
-        None, "adapter_memory_bytes as 4GiB, or as 40% of device_memory (default with device_memory: all of it)"
+        None, "adapter_memory_bytes as 4GiB, or as 40% of --device-memory (default with it: all of it)"
     )
     adapter_floor: int | str | None = setting(
-        None, "device memory that the KV cache never takes from adapters; needs device_memory (default: a tenth of it)"
+        None, "part of --device-memory that the KV cache cannot take from adapters (default: a tenth)"
     )
     max_loras: int | None = setting(
-        None, "at most this many adapters on the device (vLLM's name; default: bytes decide)"
+        None, "most adapters on the device (vLLM's name; default: as many as fit)", group="Adapters"
     )
-    max_cpu_loras: int | None = setting(
-        None, "at most this many adapters in host memory (vLLM's name; default: bytes decide)"
-    )
-    max_lora_rank: int | None = setting(
-        None, "refuse adapters of a higher rank, 1..512 (vLLM's name; default: any rank)"
-    )
-    max_loaded_loras: int | None = setting(
-        None, "at most this many registered adapters (SGLang's name; default: no limit)"
-    )
+    max_cpu_loras: int | None = setting(None, "most adapters in host memory (vLLM's name; default: as many as fit)")
+    max_lora_rank: int | None = setting(None, "highest rank of an adapter, 1..512 (vLLM's name; default: any)")
+    max_loaded_loras: int | None = setting(None, "most registered adapters (SGLang's name; default: no limit)")
     max_versions_kept: int = setting(
-        2, "versions of a name that stay registered, the current one counted: what a rollback can go back to"
+        2, "versions kept of each name, the current one included: what a rollback can return to"
     )
     lora_dtype: str = setting(
         "auto",
-        "auto (each adapter's own; the model's with triton), float32, float16, bfloat16, or int8 (triton; deltas are off by 1 %)",
+        "type of adapter weights in memory: auto (the adapter's own; with triton the model's), float32, float16, "
+        "bfloat16, or int8 (triton; deltas are off by 1 %)",
     )
-    bias_enabled: bool = setting(True, "honour `bias` and `lora_bias`; false refuses such adapters")
-    fully_sharded_loras: bool = setting(False, "vLLM's option; refused until tensor parallelism is there")
-    lora_extra_vocab_size: int = setting(0, "vLLM's option; refused: adapters with added tokens are not honoured yet")
+    bias_enabled: bool = setting(
+        True, "support for adapters with `bias` or `lora_bias`; off: such adapters are refused"
+    )
+    fully_sharded_loras: bool = setting(False, "vLLM's option; on is refused until there is tensor parallelism")
+    lora_extra_vocab_size: int = setting(0, "vLLM's option; only 0: adapters with added tokens are not supported yet")
     disk_memory_bytes: int = setting(
-        DEFAULT_DISK_BYTES, "disk bytes for packed adapters, which come back faster than from their source; 0: none"
+        DEFAULT_DISK_BYTES,
+        "disk bytes for packed adapters, which load faster than from their source; 0: none",
+        group="Adapter memory",
     )
     disk_cache_dir: str | None = setting(
-        None, "folder of packed adapters (default: adapters/ in $LORAPLEX_CACHE or ~/.cache/loraplex; none: keep none)"
+        None, "folder of packed adapters (default: adapters/ in $LORAPLEX_CACHE or ~/.cache/loraplex; none: none)"
     )
     host_compression: str = setting(
         "none",
-        "none, lossless, or int8 (lossy: answers change a little): what the host keeps of cold adapters under pressure",
+        "compression of idle adapters in host memory under pressure: none, lossless, or int8 (lossy: answers change a "
+        "little)",
     )
-    enable_prediction: bool = setting(True, "bring adapters nearer that arrivals so far say will be asked for soon")
+    enable_prediction: bool = setting(True, "preloading of adapters that are likely to be requested soon")
     enable_diagnosis: bool = setting(
-        True, "record adapters' answers to a diagnostic prompt while the engine is idle, for when results are odd"
+        True, "recording of each adapter's result on a test prompt while the engine is idle, to judge odd results by"
     )
-    scrub_bytes_per_s: int = setting(16 * 2**20, "bytes of adapters in memory that are checked each second; 0: none")
+    scrub_bytes_per_s: int = setting(
+        16 * 2**20, "bytes of adapters in memory whose checksums are verified each second; 0: none"
+    )
     eviction_policy: str = setting(
-        "cost_aware", "lru, lfu, fifo, gdsf or cost_aware; none: an adapter is only evicted by name"
+        "cost_aware", "choice of adapters to evict: lru, lfu, fifo, gdsf or cost_aware; none: only by name"
     )
     aging_steps: int = setting(
-        128,
-        "a request that waits this many steps for adapter room makes any running ones give way, and earlier those that are less behind",
+        128, "maximum steps a request waits for adapter memory before it may pause any running request"
     )
-    num_loader_threads: int = setting(2, "threads that read and pack adapters beside the step loop")
+    num_loader_threads: int = setting(2, "threads that load adapters beside the running steps")
 
     def __post_init__(self) -> None:
         _require(self.adapter_memory_bytes > 0, f"adapter_memory_bytes must be > 0, got {self.adapter_memory_bytes}")
@@ -192,77 +197,80 @@ class LoRAConfig:
 class EngineSettings:
     """How an engine runs, whatever its model."""
 
-    revision: str | None = setting(None, "hub revision of the model")
-    tokenizer: str | None = setting(None, "directory of the tokenizer when it is not the model's")
-    dtype: str = setting("auto", "auto (the checkpoint's), float32, float16 or bfloat16")
-    device: str = setting("cpu", "any torch device")
-    lora_backend: str = setting("auto", "auto, native (CPU), triton (GPU), torch or reference: which kernels run")
+    revision: str | None = setting(None, "hub revision of the model", group="Model files")
+    tokenizer: str | None = setting(None, "directory of the tokenizer (default: the model's)")
+    dtype: str = setting(
+        "auto", "type of weights and activations: auto (the checkpoint's), float32, float16 or bfloat16"
+    )
+    device: str = setting("cpu", "torch device to run on, such as cpu or cuda", group="Kernels")
+    lora_backend: str = setting("auto", "kernels: auto, native (CPU), triton (GPU), torch or reference")
     attention_backend: str = setting(
         "auto",
-        "which of a GPU's kernels run the attention of prompts: triton, flash_attn (FlashAttention 3, on capability 9.x), or auto: "
-        "flash_attn where it is installed and was faster when both were measured at start (vLLM's name)",
+        "attention of prompts on a GPU: triton, flash_attn (FlashAttention 3, on capability 9.x), or auto: the faster "
+        "one in a trial at start (vLLM's name)",
     )
     quantization: str | None = setting(
         None,
-        "how linears keep their weights: int8 (8 bits, a scale per output; native, triton and reference kernels), int4 (4 bits, a scale "
-        "per 128 inputs; triton, reference) or fp8 (e4m3, activations too; triton on a GPU of capability 8.9 or later, reference)",
+        "base weights in fewer bits: int8 (native, triton and reference kernels), int4 (triton, reference) or fp8 "
+        "(activations too; triton on a GPU of capability 8.9 or later, reference)",
     )
     packed_cache_dir: str | None = setting(
         None,
-        "folder of packed weights for fast starts (default: $LORAPLEX_CACHE or ~/.cache/loraplex; none: keep none)",
+        "folder of packed base weights for fast starts (default: $LORAPLEX_CACHE or ~/.cache/loraplex; none: none)",
+        group="Model files",
     )
-    load_format: str = setting("auto", "auto (safetensors) or dummy (seeded random weights)")
-    seed: int = setting(0, "seed of dummy weights, and of what `loraplex generate` draws")
+    load_format: str = setting("auto", "source of base weights: auto (safetensors files) or dummy (seeded random ones)")
+    seed: int = setting(0, "seed of dummy weights and of sampling in `loraplex generate`")
     max_model_len: int | None = setting(
-        None, "longest prompt plus output in tokens (default: what the model allows, at most 8192)"
+        None,
+        "longest prompt plus output in tokens (default: what the model allows, at most 8192)",
+        group="Scheduling",
     )
-    max_num_seqs: int = setting(64, "most requests that run at once")
-    enforce_eager: bool = setting(False, "never use CUDA graphs; a CPU has none (vLLM's name)")
+    max_num_seqs: int = setting(64, "most running requests")
+    enforce_eager: bool = setting(False, "no CUDA graphs; a CPU has none (vLLM's name)")
     cuda_graph_sizes: tuple[int, ...] = setting(
         (),
-        "batch size of decode steps that is captured on a GPU; may be given several times; one alone: 1, 2, 4 and steps of 8 up to it "
-        "(vLLM's name; default: up to max_num_seqs)",
+        "batch size with a CUDA graph of its own; repeatable; one alone: 1, 2, 4, and multiples of 8 up to it (vLLM's "
+        "name; default: --max-num-seqs)",
     )
-    max_num_batched_tokens: int = setting(2048, "most tokens of one step; longer prompts are computed in chunks")
-    max_waiting_requests: int = setting(4096, "requests beyond this many waiting ones are refused with 429")
-    block_size: int = setting(16, "tokens of a KV block")
+    max_num_batched_tokens: int = setting(2048, "most tokens in one step; longer prompts take several")
+    max_waiting_requests: int = setting(4096, "most waiting requests; further ones are answered with 429")
+    block_size: int = setting(16, "tokens of a KV block", group="Memory")
     kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
     device_memory: int | str | None = setting(
         None,
-        "memory that KV cache and adapters share by demand: bytes, 4GiB, or 40% of the machine's or the GPU's (default on a GPU: "
-        "what gpu_memory_utilization leaves; elsewhere the KV cache's and the adapters' added up, so that neither takes from the other)",
+        "memory that KV cache and adapters share by demand: bytes, 4GiB, or 40% of the machine's or the GPU's (default "
+        "on a GPU: what --gpu-memory-utilization leaves; elsewhere none is shared)",
     )
     gpu_memory_utilization: float = setting(
         DEFAULT_GPU_UTILIZATION,
-        "share of the GPU that weights, steps, KV cache and adapters may take together, when device_memory is not given (vLLM's name)",
+        "share of the GPU's memory for everything together, without --device-memory (vLLM's name)",
     )
     kv_cache_memory: int | str | None = setting(
         None,
-        "kv_cache_memory_bytes as 4GiB, or as 40% of device_memory (default with device_memory: all but adapter_floor)",
+        "kv_cache_memory_bytes as 4GiB, or as 40% of --device-memory (default with it: all but --adapter-floor)",
     )
     kv_cache_floor: int | str | None = setting(
         None,
-        "memory that adapters never take from the KV cache; needs device_memory (default: a tenth of it, and at least one request of "
-        "max_model_len)",
+        "part of --device-memory that adapters cannot take from the KV cache (default: a tenth, at least one request "
+        "of --max-model-len)",
     )
-    kv_cache_dtype: str = setting(
-        "auto", "auto (the model's), float32, float16 or bfloat16: how keys and values are kept"
-    )
+    kv_cache_dtype: str = setting("auto", "type of the KV cache: auto (the model's), float32, float16 or bfloat16")
     look_ahead: bool | None = setting(
         None,
-        "launch the next step before the tokens of the last one are known to the host (default: on a GPU, where the host then works "
-        "while it computes)",
+        "asynchronous scheduling: the launch of a step before the tokens of the last one are known (default: on a GPU)",
+        group="Scheduling",
     )
-    enable_prefix_caching: bool = setting(True, "share the KV of equal prefixes of one adapter and tenant")
-    monitor_interval_s: float = setting(30.0, "seconds between two looks of the memory's monitor")
-    high_pressure: float = setting(0.80, "share of a tier in use from which adapters that are long idle leave it")
-    critical_pressure: float = setting(
-        0.95, "share of host or system memory that cannot be freed from which low-memory mode begins"
+    enable_prefix_caching: bool = setting(
+        True, "reuse of the KV of equal prefixes within one adapter and tenant", group="Memory"
     )
-    relaxed_pressure: float = setting(0.70, "share under which low-memory mode ends")
+    monitor_interval_s: float = setting(30.0, "seconds between two checks of the memory's monitor", group="Memory care")
+    high_pressure: float = setting(0.80, "used share of a tier above which long idle adapters leave it")
+    critical_pressure: float = setting(0.95, "share of memory that cannot be freed above which low-memory mode begins")
+    relaxed_pressure: float = setting(0.70, "share below which low-memory mode ends")
     long_idle_s: float = setting(300.0, "seconds without use after which an adapter counts as long idle")
-    max_fragmentation: float = setting(0.25, "share of adapters' chunks in holes from which they are compacted")
-    num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)")
+    max_fragmentation: float = setting(0.25, "share of holes in the adapters' memory above which it is compacted")
+    num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)", group="Kernels")
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")

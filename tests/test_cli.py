@@ -15,8 +15,10 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import pytest
@@ -28,7 +30,8 @@ from hypothesis import strategies as st
 import loraplex
 from loraplex import cli, doctor
 from loraplex.cli import app, parse_sizes
-from loraplex.config import EngineConfig, EngineSettings, LoRAConfig
+from loraplex.cli_help import GROUPS, command_paths, group_fields, shown_default
+from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, setting
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.engine.async_engine import AsyncEngine
@@ -49,15 +52,10 @@ UPPER = str(adapter_path("upper"))
 # ------------------------------------------------------------------------------------------------------------- the surface
 
 
-def commands(parent: App = app, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+def commands() -> Iterator[tuple[tuple[str, ...], App]]:
     """Every command that does something, with the words that call it."""
-    for name in parent:
-        if not name.startswith("-"):
-            child = parent[name]
-            if child.default_command is None:
-                yield from commands(child, (*path, name))
-            else:
-                yield (*path, name), child
+    for path in command_paths(app):
+        yield path, reduce(lambda parent, name: parent[name], path, app)
 
 
 def arguments_of(command: App) -> list[Argument]:
@@ -131,6 +129,47 @@ def test_every_command_has_help(run: Run, path: tuple[str, ...], command: App) -
         assert argument.parameter.help, f"{argument.name} of {' '.join(path)} has no help text"
 
 
+def headings(out: str) -> list[str]:
+    return re.findall(r"^╭─ (.+?) ─+╮$", out, re.MULTILINE)
+
+
+def test_help_of_serve_has_groups(run: Run) -> None:
+    """Every flag has a group that is meant, in the order of `cli_help.GROUPS`; none is long."""
+    out = run("serve", "--help")[1]
+    assert headings(out) == ["Arguments", *(group for group in GROUPS if group != "Profile")]
+    for panel in out.split("╭─ ")[1:]:
+        assert len(re.findall(r"^│ --", panel, re.MULTILINE)) <= 20, panel.partition(" ─")[0]
+
+
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+def test_flags_of_settings_are_in_a_group(run: Run, path: tuple[str, ...]) -> None:
+    """What is a command's own may stand under "Parameters"."""
+    out = run(*path, "--help")[1]
+    assert set(headings(out)) <= {"Arguments", "Parameters", *GROUPS}
+    assert path == ("serve",) or "Server" not in headings(out)
+
+
+def test_a_field_is_in_the_group_of_the_one_before_it() -> None:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Settings:
+        first: int = setting(1, "a")
+        second: int = setting(2, "b", group="Limits", flag="--other")
+        third: int = setting(3, "c")
+
+    group_fields(Settings, "Server")
+    marks = [hint.__metadata__[0] for hint in get_type_hints(Settings, include_extras=True).values()]
+    assert [mark.group[0].name for mark in marks] == ["Server", "Limits", "Limits"]
+    assert [mark.name for mark in marks] == [(), ("--other",), ()]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, None), ((), None), (True, "on"), (0, "0"), (2**20, "1MiB"), (3 << 30, "3GiB"), (2**20 + 1, "1048577")],
+)
+def test_defaults_are_shown_as_they_are_written(value: object, shown: str | None) -> None:
+    assert shown_default(value) == shown
+
+
 @pytest.mark.parametrize(("path", "command"), [pytest.param(*each, id=" ".join(each[0])) for each in commands()])
 def test_no_flag_has_two_meanings(path: tuple[str, ...], command: App) -> None:
     flags = Counter(name for argument in arguments_of(command) for name in argument.names)
@@ -156,6 +195,10 @@ def test_version(run: Run) -> None:
     [
         (["serve"], 'Command "serve" parameter MODEL requires an argument.'),
         (["nope"], 'Unknown command "nope".'),
+        (["sevre"], 'Did you mean "serve"?'),
+        (["inspect", UPPER], 'Unknown command "inspect". Did you mean "adapter inspect"?'),
+        (["repair"], 'Unknown command "repair". Did you mean "state repair"?'),
+        (["adapter", "inspct", UPPER], 'Did you mean "inspect"?'),
         (["serve", BASE, "--nope"], "Unknown option: --nope."),
         (["serve", BASE, "--port", "abc"], 'unable to convert "abc" into int'),
         (["serve", BASE, "--port", "99999"], "port must be 0..65535, got 99999"),
@@ -182,7 +225,7 @@ def test_version(run: Run) -> None:
         (["profile", "--url", "http://127.0.0.1:1", "--dtype", "float32"], "a running server has its own settings"),
         (["profile", "--url", "http://127.0.0.1:1", "--seconds", "0"], "seconds must be > 0"),
         (["profile", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer"),
-        (["profile", "--url", "nowhere"], "url must be like http://127.0.0.1:8000, got 'nowhere'"),
+        (["profile", "--url", "nowhere"], "url must be like http://127.0.0.1:8000 or 127.0.0.1:8000, got 'nowhere'"),
         (["top", "http://127.0.0.1:1", "--once"], "http://127.0.0.1:1 does not answer"),
         (["top", "--interval", "0"], "interval must be 0.1 to 3600 seconds, got 0.0"),
         (["demo", "--each", "0"], "each must be 1..38, got 0"),
@@ -433,7 +476,8 @@ def test_every_setting_is_a_flag() -> None:
     for name, kinds in given.items():
         flags = {argument.name for argument in app[name].assemble_argument_collection()}
         for kind in kinds:
-            assert {"--" + field.replace("_", "-") for field in kind.__dataclass_fields__} <= flags
+            named = {each.metadata.get("flag") or "--" + each.name.replace("_", "-") for each in fields(kind)}
+            assert named <= flags
 
 
 # ---------------------------------------------------------------------------------------------------------------- generate

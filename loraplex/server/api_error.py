@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from loraplex.errors import AdapterFaultError, InvalidRequestError, LoraplexError, PromptTooLongError
@@ -26,7 +25,6 @@ _CODES: dict[type[LoraplexError], str | None] = {
     InvalidRequestError: None,
     PromptTooLongError: "context_length_exceeded",
 }
-_HTTP_CODES = {404: "unknown_url", 405: "method_not_allowed"}
 MAX_SHOWN_CHARS = 80
 """Of a name or value that a client sent, in an error."""
 
@@ -98,24 +96,14 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Give every error of a route this one form. Unforeseen ones are answered by `request_id.RequestIdMiddleware`."""
+    """Give every error of a route this one form. `urls.KnownUrls` has 404 and 405, `request_id` the unforeseen."""
     app.add_exception_handler(LoraplexError, _answer)
-    app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
     return error_response(error)
-
-
-async def _answer_http(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, method not allowed."""
-    assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    code = _HTTP_CODES.get(error.status_code)
-    return error_response(ApiError(message, status=error.status_code, kind=kind, code=code), dict(error.headers or {}))
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from loraplex import __version__
 from loraplex.server.adapter_api import AdapterRoutes
 from loraplex.server.api_error import add_error_handlers
 from loraplex.server.auth import METRICS_PATH, OPEN_PATHS, ApiKeyMiddleware, KeyRing
+from loraplex.server.browser_guard import AllowedHosts, BrowserGuard
 from loraplex.server.config import ServerConfig
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
@@ -16,27 +19,49 @@ from loraplex.server.events_api import EventRoutes
 from loraplex.server.health_api import HealthRoutes
 from loraplex.server.memory_api import MemoryRoutes
 from loraplex.server.openai_api import OpenAIRoutes
+from loraplex.server.openapi import with_api_keys
+from loraplex.server.pages import PAGE_PATHS, PageRoutes
 from loraplex.server.profile_api import ProfileRoutes
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
 from loraplex.server.tokenize_api import TokenizeRoutes
+from loraplex.server.urls import KnownUrls, TrailingSlash
+
+ROUTES = (
+    OpenAIRoutes,
+    TokenizeRoutes,
+    AdapterRoutes,
+    MemoryRoutes,
+    EventRoutes,
+    ProfileRoutes,
+    HealthRoutes,
+    PageRoutes,
+)
 
 
 def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> FastAPI:
     """The application. `app.state.context` is its ServerContext. It neither starts nor ends the engine."""
     context = ServerContext.create(engine, config or ServerConfig())
-    app = FastAPI(title="Loraplex", version=__version__)
+    app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
-    for routes in (OpenAIRoutes, TokenizeRoutes, AdapterRoutes, MemoryRoutes, EventRoutes, ProfileRoutes, HealthRoutes):
-        app.include_router(routes(context).router())
+    routers = [routes(context).router() for routes in ROUTES]
+    for router in routers:
+        app.include_router(router)
     add_error_handlers(app)
+    known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    app.add_exception_handler(HTTPException, KnownUrls(known).answer)
+    if context.config.has_keys:
+        app.openapi_schema = with_api_keys(app.openapi(), _open_paths(context.config))
     _add_middleware(app, context.config)
     return app
 
 
+def _open_paths(config: ServerConfig) -> frozenset[str]:
+    return (OPEN_PATHS | PAGE_PATHS) - ({METRICS_PATH} if config.guard_metrics else set())
+
+
 def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
-    """The last one added sees a request first: its id, then what browsers may do, then its key."""
-    open_paths = OPEN_PATHS - {METRICS_PATH} if config.guard_metrics else OPEN_PATHS
-    app.add_middleware(ApiKeyMiddleware, keys=KeyRing.of(config), open_paths=open_paths)
+    """The last one added sees a request first: its id, then what browsers may do (guard, then CORS), then its key."""
+    app.add_middleware(ApiKeyMiddleware, keys=KeyRing.of(config), open_paths=_open_paths(config))
     if config.cors_allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -45,4 +70,6 @@ def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
+    app.add_middleware(TrailingSlash)
+    app.add_middleware(BrowserGuard, hosts=AllowedHosts.of(config), allowed_origins=config.cors_allowed_origins)
     app.add_middleware(RequestIdMiddleware)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 
 from loraplex.server.api_error import ApiError, validation_error
 from loraplex.server.request_model import RequestModel
@@ -24,7 +25,7 @@ async def read_model(request: Request, model: type[Model], max_body_bytes: int) 
 
 
 async def read_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
-    _check_media_type(request)
+    check_media_type(request.headers)
     return decode_object(await read_body(request, max_body_bytes))
 
 
@@ -66,16 +67,16 @@ def _too_long(max_body_bytes: int) -> ApiError:
     return ApiError(f"the body is longer than {max_body_bytes} bytes", status=413, code="body_too_long")
 
 
-def _check_media_type(request: Request) -> None:
+def check_media_type(headers: Headers) -> None:
     """Other types are refused: a web page may post those to a server on this machine without being asked. So are packed bodies."""
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
             f"Content-Encoding {encoding[:100]!r} is not supported: send the body as it is",
             status=415,
             code="unsupported_media_type",
         )
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise ApiError(
             f"Content-Type must be application/json, got {media_type[:100] or 'none'!r}",

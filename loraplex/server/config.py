@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -11,6 +12,10 @@ from loraplex.config import setting
 from loraplex.errors import ConfigError
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
 
+_HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
+_NO_HOST = "allowed_hosts has {!r}; write a name without scheme and port, such as api.example.com"
+_NO_ORIGIN = "cors_allowed_origins has {!r}; write scheme://host[:port] without a path, such as https://app.example.com"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -21,38 +26,57 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one")
     share_prefix_cache: bool = setting(
-        False, "share cached prompt prefixes between API keys; one key may then find out what another has sent"
+        False,
+        "cached prompt prefixes shared between API keys; one key may then find out what another has sent",
+        group="Security",
     )
     disable_dynamic_loading: bool = setting(
         False,
-        "refuse every request that loads, replaces or unloads an adapter; adapters come from the command line alone",
+        "refusal of requests that load, replace or unload an adapter; adapters come from the command line alone",
     )
-    guard_metrics: bool = setting(False, "require an API key for /metrics, where the server has keys")
-    cors_allowed_origins: tuple[str, ...] = setting((), "origins of browser pages that may call this server")
-    max_body_bytes: int = setting(16 * 2**20, "longest request body; a longer one is answered with 413")
+    guard_metrics: bool = setting(False, "API key required for /metrics, where the server has keys")
+    cors_allowed_origins: tuple[str, ...] = setting(
+        (),
+        "origin of web pages that may call this server, such as https://app.example.com; repeatable",
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "further host name of this server; *.example.com, or * for any; repeatable (default: loopback names on a "
+        "loopback host; elsewhere any name with API keys, addresses and local names without)",
+        flag="--allowed-host",
+    )
+    max_body_bytes: int = setting(16 * 2**20, "longest request body; longer ones are answered with 413", group="Limits")
     max_header_bytes: int = setting(
-        32 * 2**10, "longest request line with its headers; a longer one is answered with 431"
+        32 * 2**10, "longest request line with its headers; longer ones are answered with 431"
     )
     header_timeout_s: float = setting(
-        30.0, "a request's headers must have come within this time, else the connection is closed"
+        30.0, "time for the headers of a request to arrive; then the connection is closed"
     )
     max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
     state_dir: str | None = setting(
-        None, "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)"
+        None,
+        "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)",
+        group="Server",
     )
     max_event_streams: int = setting(
-        64, "most clients that may follow GET /v1/events at a time; others are answered with 503"
+        64, "most clients of GET /v1/events at a time; others are answered with 503", group="Limits"
     )
-    shutdown_grace_s: float = setting(30.0, "after SIGTERM or SIGINT running requests have this long to finish")
-    keep_alive_s: float = setting(30.0, "an idle connection is kept this long")
-    log_level: str = setting("info", "critical, error, warning, info or debug")
-    access_log: bool = setting(True, "log a line for each request")
+    shutdown_grace_s: float = setting(
+        30.0, "time for running requests to finish after SIGTERM or SIGINT", group="Server"
+    )
+    keep_alive_s: float = setting(30.0, "time until an idle connection is closed")
+    log_level: str = setting(
+        "info", "least level of log lines: critical, error, warning, info or debug", group="Logging"
+    )
+    access_log: bool = setting(True, "a log line for each request")
 
     def __post_init__(self) -> None:
         _refuse_first(
             [
                 (bool(self.host), "host is empty; give an address such as 127.0.0.1"),
                 (0 <= self.port <= 65535, f"port must be 0..65535, got {self.port}"),
+                *((bool(_HOST.fullmatch(each)), _NO_HOST.format(each)) for each in self.allowed_hosts),
+                *((bool(_ORIGIN.fullmatch(each)), _NO_ORIGIN.format(each)) for each in self.cors_allowed_origins),
                 (self.max_body_bytes >= 1024, f"max_body_bytes must be >= 1024, got {self.max_body_bytes}"),
                 (self.max_header_bytes >= 1024, f"max_header_bytes must be >= 1024, got {self.max_header_bytes}"),
                 (0 < self.header_timeout_s < inf, f"header_timeout_s must be > 0, got {self.header_timeout_s}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,15 @@ def request_schema(*models: type[BaseModel]) -> dict[str, Any]:
     schemas = [_inlined(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def with_api_keys(schema: dict[str, Any], open_paths: Collection[str]) -> dict[str, Any]:
+    """The schema of a server that has keys: every route but `open_paths` takes one. Swagger UI then asks for it."""
+    schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values() if path not in open_paths else ():
+            operation["security"] = [{"key": []}]
+    return schema
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:

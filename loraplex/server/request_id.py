@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.server.api_error import error_response
+from loraplex.server.browser_guard import BROWSER_HEADERS
 
 HEADER = "X-Request-Id"
 USABLE = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
@@ -25,7 +26,7 @@ def new_request_id() -> str:
 
 
 class RequestIdMiddleware:
-    """Puts `request_id` into the scope's state and the header into the response."""
+    """Puts `request_id` into the scope's state, and into the response the header and those that browsers obey."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,7 +44,10 @@ class RequestIdMiddleware:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                for name, value in BROWSER_HEADERS:
+                    headers.setdefault(name, value)
             await send(message)
 
         try:

@@ -19,11 +19,16 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #eee; --soft: #aaa; --line: #444; --bar: #7d9bf0; --paper: #161616;
   --warning: #ff8a80; --advice: #f0b95a; --info: #86c995; --free: #333; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+  max-width: 80rem; margin: 2rem auto; padding: 0 1rem; }
+p, li { max-width: 60rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } p.soft, .soft { color: var(--soft); margin: 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; max-width: 20rem; overflow: hidden; text-overflow: ellipsis; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .8rem; } .wide { overflow-x: auto; }
+th, td { text-align: right; padding: .2rem .4rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
+th:first-child, td:first-child { text-align: left; max-width: 16rem; overflow: hidden; text-overflow: ellipsis;
+  position: sticky; left: 0; background: var(--paper); }
+@media (max-width: 40rem) { th:first-child, td:first-child { max-width: 8rem; } }
+@media print { .wide { overflow: visible; } }
 ul.findings { list-style: none; padding: 0; } ul.findings li { border-left: 4px solid; padding: .1rem .8rem; margin: .6rem 0; }
 li b { text-transform: uppercase; font-size: .75rem; letter-spacing: .05em; } li span { color: var(--ink); display: block; }
 .warning { color: var(--warning); } .advice { color: var(--advice); } .info { color: var(--info); }
@@ -215,12 +220,18 @@ def _quantile_row(label: str, times: Quantiles) -> tuple[str, ...]:
 
 
 def _table(heading: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    """As wide as its cells; a narrower page scrolls it beside the first column, whose whole text is its hint."""
+    lines = ["".join(_cells(row)) for row in rows]
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
     body = "".join(f"<tr>{cells}</tr>" for cells in lines)
     return (
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>' if lines else ""
     )
+
+
+def _cells(row: Sequence[str]) -> Iterable[str]:
+    yield from (f'<td title="{escape(cell)}">{escape(cell)}</td>' for cell in row[:1])
+    yield from (f"<td>{escape(cell)}</td>" for cell in row[1:])
 
 
 def _soft(text: str) -> str:
@@ -241,6 +252,9 @@ def _percent(share: float) -> str:
 
 
 def _ms(seconds: float) -> str:
+    """In seconds where milliseconds would be long: a column stays as narrow as its heading."""
+    if seconds >= 10:
+        return f"{seconds:,.1f} s"
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
 
 

@@ -18,15 +18,15 @@ class ProfileSettings:
     """Raises ConfigError for what cannot be, before a long run and not after it."""
 
     url: str | None = setting(
-        None, "a running server, such as http://127.0.0.1:8000, instead of a model; its key is in LORAPLEX_API_KEY"
+        None, "a running server instead of a model, such as 127.0.0.1:8000; its key is in LORAPLEX_API_KEY"
     )
-    seconds: float | None = setting(None, "how long to profile a running server (default: 30); Ctrl-C ends it earlier")
-    report: str | None = setting(None, "an HTML file to write: findings, charts and tables")
-    json: bool = setting(False, "print the report as JSON instead")
+    seconds: float | None = setting(None, "seconds of a running server's profile (default: 30); Ctrl-C ends it earlier")
+    report: str | None = setting(None, "HTML file for the report: findings, charts and tables")
+    json: bool = setting(False, "report as JSON on standard output")
     first_token_s: float = setting(
-        ServiceTargets().first_token_s, "the first token of a request should come within this"
+        ServiceTargets().first_token_s, "target for the first token of a request, in seconds"
     )
-    inter_token_s: float = setting(ServiceTargets().inter_token_s, "tokens should be at most this far apart")
+    inter_token_s: float = setting(ServiceTargets().inter_token_s, "target for the time between two tokens, in seconds")
 
     def __post_init__(self) -> None:
         if self.url is None and self.seconds is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,17 +17,14 @@ TIMEOUT_S = 30.0
 
 
 class RemoteServer:
-    """`url` as the ready line of `loraplex serve` says it. The key, unless one is given, is the first in LORAPLEX_ADMIN_API_KEY, or
-    else in LORAPLEX_API_KEY.
+    """`url` as the ready line of `loraplex serve` says it, or host:port. The key, unless one is given, is the first in
+    LORAPLEX_ADMIN_API_KEY, or else in LORAPLEX_API_KEY.
 
     Raises OSError when nobody answers, LoraplexError for an answer that is an error, ConfigError for what is no URL.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
-        self.url = url.rstrip("/")
+        self.url = checked_url(url)
         self._opener = urllib.request.build_opener(_NoRedirect)
         self._key = _key_of_environment() if api_key is None else api_key
 
@@ -59,6 +57,19 @@ def _key_of_environment() -> str:
     """An admin's first: memory and events are an operator's to see."""
     keys = os.environ.get("LORAPLEX_ADMIN_API_KEY") or os.environ.get("LORAPLEX_API_KEY", "")
     return keys.split(",")[0]
+
+
+def checked_url(url: str) -> str:
+    """The URL of a server, with http:// before what is only host:port."""
+    full = f"http://{url}" if re.fullmatch(r"[\w.-]+:\d+/?|\[[0-9A-Fa-f:.]+\]:\d+/?", url) else url
+    try:
+        parts = urllib.parse.urlsplit(full)
+        is_url = parts.scheme in ("http", "https") and parts.port != 0 and bool(parts.hostname)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(f"url must be like http://127.0.0.1:8000 or 127.0.0.1:8000, got {url!r}")
+    return full.rstrip("/")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +23,15 @@ NUM_ADAPTERS = 15
 NUM_EVENTS = 8
 BAR_CELLS = 30
 STRIP_CELLS = 100
+MAX_NAME_CELLS = 40
+WIDE = 72
+"""Columns of a terminal from which adapters are shown with all that is known of them."""
+TIER_CELLS = 52
+ADAPTER_CELLS = 40
+"""What the other columns of a table take."""
+MIN_EVENTS = 3
+HEADINGS = ("last used adapters", "adapter", "recent events")
+"""Lines of the lower part that are neither an adapter nor an event."""
 OWNER_STYLE = {"kv": "blue", "adapters": "green", "free": "bright_black", "fenced": "red"}
 MEMORY_PATH = f"/v1/memory?adapters=true&order=last_used&top={NUM_ADAPTERS}"
 
@@ -37,7 +46,7 @@ def run_top(url: str, interval_s: float, is_once: bool) -> int:
     watcher = Watcher(RemoteServer(url))
     if is_once:
         try:
-            Console().print(frame(watcher.look()))
+            Console().print(Frame(watcher.look()))
         except OSError as error:
             raise LoraplexError(f"{watcher.url} does not answer: {error}") from error
         return 0
@@ -47,16 +56,16 @@ def run_top(url: str, interval_s: float, is_once: bool) -> int:
             Live(Text(f"waiting for {watcher.url}"), console=Console(), screen=True, auto_refresh=False) as live,
         ):
             while True:
-                live.update(view(watcher), refresh=True)
+                live.update(view(watcher, live.console.height), refresh=True)
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         return 0
 
 
-def view(watcher: Watcher) -> RenderableType:
+def view(watcher: Watcher, height: int | None = None) -> RenderableType:
     """A frame, or why there is none."""
     try:
-        return frame(watcher.look())
+        return Frame(watcher.look(), height)
     except (OSError, LoraplexError) as error:
         return Text(f"waiting for {watcher.url}: {shown(error)}", style="yellow")
 
@@ -135,8 +144,35 @@ def read_samples(text: str) -> Samples:
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 
-def frame(look: Look) -> RenderableType:
-    return Group(_engine(look), Text(), _tiers(look), _chunks(look), Text(), _adapters(look), Text(), _events(look))
+class Frame:
+    """A look as it fits: tables become narrower with the terminal, and a low one shows fewer rows and says so.
+
+    height: lines of the terminal; None where all may be printed.
+    """
+
+    def __init__(self, look: Look, height: int | None = None) -> None:
+        self._look = look
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        look, width = self._look, options.max_width
+        head = Group(_engine(look), Text(), _tiers(look, width), _chunks(look, width), Text())
+        yield head
+        adapters, events = list(look.memory["top_adapters"] or ()), list(look.events)
+        if self._height is None:
+            yield from (_adapters(look, adapters, width), Text(), _events(events))
+            return
+        room = self._height - len(console.render_lines(head, options.update(height=None))) - len(HEADINGS)
+        num_events = min(len(events), max(MIN_EVENTS, room // 3))
+        num_adapters = max(0, min(len(adapters), room - num_events - 1))
+        if num_adapters:
+            yield _adapters(look, adapters[:num_adapters], width)
+        hidden = [(len(adapters) - num_adapters, "adapters"), (len(events) - num_events, "events")]
+        more = ", ".join(f"{count} more {what}" for count, what in hidden if count)
+        yield Text(
+            f"{more} in a taller window" if more else "", style="bright_black", no_wrap=True, overflow="ellipsis"
+        )
+        yield _events(events[len(events) - num_events :], is_cut=True)
 
 
 def _engine(look: Look) -> RenderableType:
@@ -167,28 +203,30 @@ def _latency(look: Look, name: str) -> str:
     return "-" if p50 is None or p99 is None else f"p50 <= {1e3 * p50:g} ms, p99 <= {1e3 * p99:g} ms"
 
 
-def _tiers(look: Look) -> RenderableType:
+def _tiers(look: Look, width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for heading in ("tier", "", "used", "budget", "adapters", "pressure"):
-        table.add_column(heading, justify="left" if heading in ("tier", "") else "right")
+        table.add_column(heading, justify="left" if heading in ("tier", "") else "right", no_wrap=True)
+    cells_of_bar = min(BAR_CELLS, max(4, width - TIER_CELLS))
     for tier in look.memory["tiers"]:
         share, pressure = tier["used_bytes"] / max(1, tier["max_bytes"]), tier["pressure"]
         style = "red" if pressure > 0.9 else "yellow" if pressure > 0.7 else ""
         cells = (size(tier["used_bytes"]), size(tier["max_bytes"]), str(tier["adapters"]))
-        table.add_row(tier["tier"], bar(share), *cells, Text(f"{100 * pressure:.0f} %", style=style))
+        table.add_row(tier["tier"], bar(share, cells_of_bar), *cells, Text(f"{100 * pressure:.0f} %", style=style))
     kv = look.memory["kv"]
     share = kv["used_bytes"] / max(1, kv["max_bytes"])
-    table.add_row("kv", bar(share), size(kv["used_bytes"]), size(kv["max_bytes"]), "", "")
+    table.add_row("kv", bar(share, cells_of_bar), size(kv["used_bytes"]), size(kv["max_bytes"]), "", "")
     return table
 
 
-def _chunks(look: Look) -> RenderableType:
+def _chunks(look: Look, width: int) -> RenderableType:
     owners = look.memory["chunks_by_owner"]
     legend = Text("  ").join(
         Text.assemble(("█", OWNER_STYLE.get(owner, "")), f" {owner} {count}") for owner, count in owners.items()
     )
     fragmentation = f"  fragmentation {100 * look.memory['fragmentation']:.0f} %"
-    return Group(chunk_strip(look.memory["chunks"]), Text.assemble(legend, fragmentation)) if owners else Text()
+    strip = chunk_strip(look.memory["chunks"], min(STRIP_CELLS, width))
+    return Group(strip, Text.assemble(legend, fragmentation)) if owners else Text()
 
 
 def chunk_strip(runs: Sequence[Mapping[str, Any]], num_cells: int = STRIP_CELLS) -> Text:
@@ -204,37 +242,50 @@ def chunk_strip(runs: Sequence[Mapping[str, Any]], num_cells: int = STRIP_CELLS)
     return strip
 
 
-def _adapters(look: Look) -> RenderableType:
-    table = Table(box=None, pad_edge=False, title="last used adapters", title_justify="left")
-    for heading in ("adapter", "tier", "size", "rank", "running", "pinned", "last use"):
-        table.add_column(heading, justify="left" if heading in ("adapter", "tier") else "right")
-    for each in look.memory["top_adapters"] or ():
+def _adapters(look: Look, adapters: Sequence[Mapping[str, Any]], width: int) -> RenderableType:
+    """One line for each; a narrow terminal has fewer columns."""
+    table = Table(box=None, pad_edge=False, title=HEADINGS[0], title_justify="left")
+    is_wide = width >= WIDE
+    for heading in (
+        "adapter",
+        "tier",
+        "size",
+        *(("rank",) if is_wide else ()),
+        "running",
+        *(("pinned",) if is_wide else ()),
+        "last use",
+    ):
+        table.add_column(heading, justify="left" if heading in ("adapter", "tier") else "right", no_wrap=True)
+    for each in adapters:
         tier = "loading" if each["is_loading"] else each["tier"]
         ago_s = max(0.0, look.now_s - each["last_used_time"])
+        name = Text(shown(each["name"]), style="red" if each["error"] else "")
+        name.truncate(min(MAX_NAME_CELLS, max(8, width - ADAPTER_CELLS)), overflow="ellipsis")
         table.add_row(
-            Text(shown(each["name"])[:40], style="red" if each["error"] else ""),
+            name,
             tier,
             size(each["bytes"]),
-            str(each["rank"]),
+            *((str(each["rank"]),) if is_wide else ()),
             str(each["references"]),
-            "yes" if each["is_pinned"] else "",
+            *(("yes" if each["is_pinned"] else "",) if is_wide else ()),
             _ago(ago_s),
         )
     return table
 
 
-def _events(look: Look) -> RenderableType:
-    lines = Text("recent events", style="italic")
-    for event in look.events:
+def _events(events: Sequence[Mapping[str, Any]], *, is_cut: bool = False) -> RenderableType:
+    """is_cut: each on one line, however long."""
+    lines = Text(HEADINGS[-1], style="italic", no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
+    for event in events:
         clock = time.strftime("%H:%M:%S", time.localtime(event["time"]))
         style = "red" if event["kind"] in ("fault", "load_failed") else ""
         lines.append_text(Text(f"\n{clock} {event['kind']:12} {shown(event['text'])}", style=style))
     return lines
 
 
-def bar(share: float) -> Text:
-    full = round(BAR_CELLS * min(1.0, max(0.0, share)))
-    return Text("█" * full + "░" * (BAR_CELLS - full))
+def bar(share: float, num_cells: int = BAR_CELLS) -> Text:
+    full = round(num_cells * min(1.0, max(0.0, share)))
+    return Text("█" * full + "░" * (num_cells - full))
 
 
 def shown(value: object) -> str:

@@ -46,7 +46,9 @@ def keyed_app(engine: FakeAsyncEngine, **settings: Any) -> FastAPI:
 
 def client_from(app: FastAPI, key: str, address: str = "192.0.2.7") -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, client=(address, 5))
-    return httpx.AsyncClient(transport=transport, base_url="http://test", headers={"Authorization": f"Bearer {key}"})
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", headers={"Authorization": f"Bearer {key}"}
+    )
 
 
 def audited(engine: FakeAsyncEngine) -> list[EngineEvent]:

@@ -37,7 +37,7 @@ class AsgiCall:
             "root_path": "",
             "headers": [
                 (b"content-type", b"application/json"),
-                (b"host", b"test"),
+                (b"host", b"localhost"),
                 *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
             ],
             "client": ("127.0.0.1", 1),

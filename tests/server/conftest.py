@@ -38,7 +38,7 @@ async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def client_of(app: FastAPI) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ GUARDED = [
     ("GET", "/v1/models"),
     ("GET", "/v1/adapters"),
     ("POST", "/tokenize"),
-    ("GET", "/openapi.json"),
+    ("GET", "/v1/memory"),
+    ("GET", "/v1/events"),
     ("GET", "/no/such/route"),
 ]
 

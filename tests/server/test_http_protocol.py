@@ -20,8 +20,8 @@ from tests.server.live_server import LiveServer
 
 LIMIT = 4096
 PIECE = b"b" * 1024
-GET = b"GET /health HTTP/1.1\r\nHost: test\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nTransfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 class Transport(asyncio.Transport):

@@ -19,7 +19,7 @@ from loraplex.performance.report import (
 )
 from loraplex.performance.steps import Timeline
 from loraplex.views.charts import Bar, bars, line, shortened, strip
-from loraplex.views.html_report import html_report
+from loraplex.views.html_report import STYLE, html_report
 
 EVIL = '</title><script>alert("x")</script> & \' name'
 TIMES = Quantiles(10, 0.1, 0.1, 0.2, 0.3, 0.4)
@@ -137,3 +137,16 @@ def test_charts() -> None:
     ]
     assert widths[-1] == pytest.approx(3 * widths[-2])
     assert len(shortened("x" * 99)) == 28
+
+
+def test_long_times_and_names_leave_room_for_the_other_columns() -> None:
+    """The table of adapters fits a page of 1,200 pixels; a narrower one scrolls it beside the names."""
+    slow = Quantiles(10, 12.3456, 12.3456, 23.4, 45.6, 4000.0)
+    name = "tenant/" + "long-name-" * 10
+    adapters = (AdapterPerformance(name, 123456, 123456, 0, 1234567, slow, slow, slow, 1.0, 1.0, 1.0, "device", 1, 8),)
+    text = html_report(replace(FULL, adapters=adapters), "x")
+    texts = Page(text).texts
+    assert {"12.3 s", "23.4 s", "45.6 s"} <= set(texts)
+    assert f'<td title="{name}">{name}</td>' in text
+    assert "position: sticky" in STYLE
+    assert "overflow-x: auto" in STYLE

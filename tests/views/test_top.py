@@ -17,8 +17,8 @@ from loraplex.events import EngineEvent, EventKind
 from loraplex.server import ServerConfig
 from loraplex.testing import FakeAsyncEngine
 from loraplex.views import top
-from loraplex.views.remote import RemoteServer
-from loraplex.views.top import Look, Watcher, bar, chunk_strip, read_samples, run_top, shown, size, view
+from loraplex.views.remote import RemoteServer, checked_url
+from loraplex.views.top import Frame, Look, Watcher, bar, chunk_strip, read_samples, run_top, shown, size, view
 from tests.server.live_server import LiveServer
 from tests.server.test_memory import REPORT
 
@@ -34,8 +34,8 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
         yield server
 
 
-def drawn(what: RenderableType) -> str:
-    console = Console(width=120, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+def drawn(what: RenderableType, width: int = 120) -> str:
+    console = Console(width=width, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
     console.print(what)
     console.file.close()
     return console.export_text()
@@ -124,7 +124,21 @@ def test_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run_top(server.url, 1.0, is_once=True) == 0
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "file:///etc/passwd"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost",
+        ":8000",
+        "ftp://x",
+        "file:///etc/passwd",
+        "http://",
+        "http://x:99999",
+        "http://[::1",
+        "a b:1",
+        "evil@x:1",
+    ],
+)
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(ConfigError, match="url must be like"):
         run_top(url, 1.0, is_once=True)
@@ -177,3 +191,89 @@ def test_a_redirect_is_an_error_and_the_key_goes_nowhere(monkeypatch: pytest.Mon
             RemoteServer(f"http://127.0.0.1:{server.server_port}/", api_key="k").get("/v1/memory")
         thread.join()
     assert seen == [("/v1/memory", "Bearer k")]
+
+
+@pytest.mark.parametrize(
+    ("url", "full"),
+    [
+        ("127.0.0.1:8511", "http://127.0.0.1:8511"),
+        ("localhost:8000/", "http://localhost:8000"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("https://host/prefix/", "https://host/prefix"),
+    ],
+)
+def test_an_address_needs_no_scheme(url: str, full: str) -> None:
+    assert checked_url(url) == full
+
+
+def test_one_frame_of_an_address(live: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_top(live.url.removeprefix("http://"), 1.0, is_once=True) == 0
+    assert "adapters" in capsys.readouterr().out
+
+
+def busy_look(num_adapters: int = 15, num_events: int = 8) -> Look:
+    """A server that has something to say everywhere."""
+    tier = {"used_bytes": 5 << 28, "max_bytes": 5 << 30, "adapters": 3, "pressure": 0.5}
+    card = {"tier": "device", "bytes": 5 << 20, "rank": 16, "references": 1, "is_pinned": True, "is_loading": False}
+    memory = {
+        "mode": "normal",
+        "quarantined": [],
+        "tiers": [{"tier": name, **tier} for name in ("device", "host", "disk")],
+        "kv": {"used_bytes": 1, "max_bytes": 1 << 30},
+        "chunks_by_owner": {"kv": 512, "adapters": 300},
+        "chunks": [{"owner": "kv", "chunks": 512}, {"owner": "adapters", "chunks": 300}],
+        "fragmentation": 0.1,
+        "top_adapters": [
+            {"name": f"tenant/adapter-{index}", "error": None, "last_used_time": 0.0, **card}
+            for index in range(num_adapters)
+        ],
+    }
+    events = [{"time": 0.0, "kind": "load", "text": f"event {index} " + "x" * 90} for index in range(num_events)]
+    return Look("http://127.0.0.1:8000", {}, {}, 1.0, memory, events)
+
+
+@pytest.mark.parametrize("width", [60, 72, 80, 120])
+@pytest.mark.parametrize("height", [20, 24, 30, 50])
+def test_a_frame_fits_and_says_what_it_hides(width: int, height: int) -> None:
+    lines = drawn(Frame(busy_look(), height), width).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    adapters = [line for line in lines if line.startswith("tenant/adapter-")]
+    events = [line for line in lines if " load " in line]
+    assert len(events) >= 3
+    assert events[-1].split()[2:4] == ["event", "7"]
+    hidden = "\n".join(lines)
+    assert (f"{15 - len(adapters)} more adapters" in hidden) == (len(adapters) < 15)
+    assert (f"{8 - len(events)} more events" in hidden) == (len(events) < 8)
+    assert ("in a taller window" in hidden) == (len(adapters) < 15 or len(events) < 8)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_print_has_everything(width: int) -> None:
+    """`--once` is not bounded by the height of a terminal."""
+    text = drawn(Frame(busy_look()), width)
+    assert text.count("tenant/adapter-") == 15
+    assert text.count(" load ") == 8
+    assert "taller" not in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(20, 5), (8, 3), (60, 1), (200, 200)])
+def test_no_size_is_too_small(width: int, height: int) -> None:
+    assert drawn(Frame(busy_look(), height), width)
+    assert drawn(Frame(busy_look(0, 0), height), width)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(60, 24), (100, 40)])
+def test_the_terminal_says_how_much_fits(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, rows: int
+) -> None:
+    def end(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(top.time, "sleep", end)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("LINES", str(rows))
+    live.engine.record_event(EngineEvent(EventKind.LOAD, time.time(), "the newest event"))
+    assert run_top(live.url, 1.0, is_once=False) == 0
+    assert "the newest event" in capsys.readouterr().out

@@ -1,0 +1,80 @@
+"""What `--help` shows and in which groups, and what an unknown command is answered with.
+
+A settings dataclass says its groups at its fields (`config.setting(..., group="Memory")`): a field is in the group of
+the one before it, the first one in the group of its class. So a new field belongs where it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Annotated, Any, get_type_hints
+
+from cyclopts import App, CycloptsError, Group, Parameter, UnknownCommandError
+
+GROUPS = (
+    "Model and adapters",
+    "Server",
+    "Security",
+    "Limits",
+    "Logging",
+    "Profile",
+    "Model files",
+    "Kernels",
+    "Scheduling",
+    "Memory",
+    "Memory care",
+    "Adapters",
+    "Adapter memory",
+)
+"""In the order of the page. Others come after them."""
+
+
+def help_group(name: str) -> Group:
+    order = GROUPS.index(name) if name in GROUPS else len(GROUPS)
+    return Group(name, sort_key=order)
+
+
+def in_group(name: str) -> Parameter:
+    """The annotation of a command's own parameter."""
+    return Parameter(group=help_group(name))
+
+
+def group_fields(settings: type, first_group: str) -> None:
+    """Tell cyclopts the group of each field, and its flag where that is not the field's name: it reads annotations."""
+    hints, group = get_type_hints(settings), first_group
+    for each in fields(settings):
+        group = each.metadata.get("group") or group
+        flag = each.metadata.get("flag")
+        annotation = Parameter(group=help_group(group), name=(flag,) if flag else None)
+        settings.__annotations__[each.name] = Annotated[hints[each.name], annotation]
+
+
+def shown_default(value: Any) -> str | None:
+    """Sizes in MiB or GiB, and nothing for what is empty."""
+    if value in ((), None):
+        return None
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and value >= 2**20 and value % 2**20 == 0:
+        return f"{value >> 30}GiB" if value % 2**30 == 0 else f"{value >> 20}MiB"
+    return str(value)
+
+
+def explain(error: CycloptsError, app: App) -> str:
+    """The error in words. A command that is below another one (`inspect` for `adapter inspect`) is found, too."""
+    given = error.unused_tokens[0] if isinstance(error, UnknownCommandError) and error.unused_tokens else None
+    if given is None or error.app is not app or "Did you mean" in str(error):
+        return str(error)
+    nested = {path[-1]: " ".join(path) for path in command_paths(app) if len(path) > 1}
+    nearest = get_close_matches(given, nested, n=1, cutoff=0.75)
+    return f'Unknown command "{given}". Did you mean "{nested[nearest[0]]}"?' if nearest else str(error)
+
+
+def command_paths(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command that does something."""
+    for name in app:
+        if not name.startswith("-"):
+            child = app[name]
+            yield from command_paths(child, (*path, name)) if child.default_command is None else [(*path, name)]

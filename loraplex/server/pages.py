@@ -1,0 +1,137 @@
+"""Pages for a browser: `/` says what is where, `/docs` is Swagger UI. They load nothing from other sites."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from loraplex import __version__
+from loraplex.server.access import Access, GuardedRoute, requires
+from loraplex.server.context import ServerContext
+from loraplex.server.responses import encode
+
+STATIC = Path(__file__).with_name("static")
+LINKS = {
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "models": "/v1/models",
+    "adapters": "/v1/adapters",
+    "memory": "/v1/memory",
+    "health": "/health",
+    "metrics": "/metrics",
+    "version": "/version",
+}
+ABOUT = {
+    "docs": "every route, to read and to try",
+    "openapi": "the same for programs",
+    "models": "the base model and its adapters",
+    "adapters": "where each adapter is",
+    "memory": "tiers and pressure",
+    "health": "whether requests can be served",
+    "metrics": "for Prometheus",
+    "version": "of Loraplex and its kernels",
+}
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 40rem; margin: 3rem auto; padding: 0 1rem; }
+dt { float: left; clear: left; width: 9rem; } dd { margin: 0 0 .3rem 9rem; opacity: .75; }
+"""
+
+
+def _policy(style: str, script: str = "'none'") -> str:
+    """A page's Content-Security-Policy: from this server alone, and in no frame."""
+    return (
+        f"default-src 'none'; style-src {style}; script-src {script}; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+INDEX_POLICY = _policy(f"'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'")
+DOCS_POLICY = _policy("'self'", "'self'")
+
+
+class Index(msgspec.Struct, frozen=True):
+    """What `/` says to a program. `models`: names of the base model; null where a key is needed to see them."""
+
+    name: str
+    version: str
+    models: list[str] | None
+    links: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file of the docs page. It changes with the version of Loraplex alone."""
+
+    path: Path
+    media_type: str
+
+    def respond(self, request: Request) -> Response:
+        data = self.path.read_bytes()
+        headers = {"Cache-Control": "public, max-age=3600"}
+        if self.path.suffix == ".gz":
+            headers["Vary"] = "Accept-Encoding"
+            if "gzip" in request.headers.get("accept-encoding", ""):
+                headers["Content-Encoding"] = "gzip"
+            else:
+                data = gzip.decompress(data)
+        return Response(data, headers=headers, media_type=self.media_type)
+
+
+ASSETS = {
+    "/docs/swagger-ui.js": Asset(STATIC / "swagger-ui" / "swagger-ui.js.gz", "text/javascript"),
+    "/docs/swagger-ui.css": Asset(STATIC / "swagger-ui" / "swagger-ui.css.gz", "text/css"),
+    "/docs/docs.js": Asset(STATIC / "docs.js", "text/javascript"),
+}
+PAGE_PATHS = frozenset({"/", "/docs", "/openapi.json", *ASSETS})
+"""They are the same on every server of a version, so they need no key; `/` names models only where none is needed."""
+
+
+class PageRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    def router(self) -> APIRouter:
+        router = APIRouter(include_in_schema=False, route_class=GuardedRoute)
+        router.add_api_route("/", self.index, methods=["GET", "HEAD"])
+        router.add_api_route("/docs", self.docs, methods=["GET", "HEAD"])
+        for path in ASSETS:
+            router.add_api_route(path, self.asset, methods=["GET", "HEAD"])
+        return router
+
+    @requires(Access.OPEN)
+    async def index(self, request: Request) -> Response:
+        """Links: a page for a browser, JSON for everything else."""
+        models = None if self._context.config.has_keys else list(self._context.names.served)
+        if "text/html" not in request.headers.get("accept", ""):
+            reply = Index("loraplex", __version__, models, LINKS)
+            return Response(encode(reply), headers={"Vary": "Accept"}, media_type="application/json")
+        headers = {"Vary": "Accept", "Content-Security-Policy": INDEX_POLICY}
+        return Response(_index_page(models), headers=headers, media_type="text/html")
+
+    @requires(Access.OPEN)
+    async def docs(self) -> Response:
+        headers = {"Content-Security-Policy": DOCS_POLICY}
+        return Response((STATIC / "docs.html").read_bytes(), headers=headers, media_type="text/html")
+
+    @requires(Access.OPEN)
+    async def asset(self, request: Request) -> Response:
+        return ASSETS[request.scope["path"]].respond(request)
+
+
+def _index_page(models: list[str] | None) -> str:
+    served = "" if models is None else f"<p>It serves <b>{escape(', '.join(models))}</b>.</p>"
+    links = "".join(f'<dt><a href="{path}">{path}</a></dt><dd>{ABOUT[name]}</dd>' for name, path in LINKS.items())
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>Loraplex</title><style>{STYLE}</style></head><body>"
+        f"<h1>Loraplex {__version__}</h1>{served}<dl>{links}</dl></body></html>\n"
+    )
