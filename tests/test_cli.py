@@ -213,7 +213,7 @@ def test_version(run: Run) -> None:
         (["generate", BASE], "parameter PROMPTS requires an argument"),
         (["generate", BASE, "hi", "--adapter", "/nowhere"], "adapter '/nowhere': no such directory"),
         (["generate", BASE, "hi", "--adapter", UPPER, "--no-enable-lora"], "LoRA is off"),
-        (["generate", BASE, "hi", "--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
+        (["generate", BASE, "hi", "--temperature", "-1"], "temperature must be in [0, 100], got -1.0"),
         (["generate", BASE, "x" * 999], "the prompt has 1000 tokens and the model's length is"),
         (["bench", BASE, "--patterns", "zipf"], "pattern 'zipf' is unknown"),
         (["bench", BASE, "--runs", "0"], "runs must be >= 1, got 0"),
