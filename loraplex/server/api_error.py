@@ -16,7 +16,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 
-from loraplex.errors import AdapterFaultError, InvalidRequestError, LoraplexError, PromptTooLongError
+from loraplex.errors import (
+    AdapterFaultError,
+    EngineDeadError,
+    InvalidRequestError,
+    LoraplexError,
+    PromptTooLongError,
+    RequestTimeoutError,
+)
 
 INTERNAL_MESSAGE = "the server made a mistake; its log has the details under this request's id"
 CLIENT_CLOSED_REQUEST = 499
@@ -86,10 +93,11 @@ def _code_of(cls: type[LoraplexError]) -> str | None:
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
     status = status_of(error)
     headers = dict(headers or {})
-    if status == 429:
-        headers["Retry-After"] = "1"
-    if isinstance(error, AdapterFaultError):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if status in (429, 503):
+        retry_after_s = error.retry_after_s if isinstance(error, AdapterFaultError | EngineDeadError) else 1.0
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, RequestTimeoutError):
+        headers["X-Should-Retry"] = "false"  # the openai SDK heeds it: a retry would take as long again
     if status == 500:
         _log.error("answered 500: %r", error, exc_info=error)
     return Response(error_reply(error), status, headers, "application/json")

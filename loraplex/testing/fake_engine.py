@@ -119,6 +119,7 @@ class FakeAsyncEngine:
         self._profile: LoraProfile | None = None
         self._failures: list[tuple[LoraplexError, int]] = []
         self._death: EngineDeadError | None = None
+        self._has_given_up = asyncio.Event()
         for name, path in (adapters or {}).items():
             self._registry_or_refuse().load(name, path)
 
@@ -145,11 +146,16 @@ class FakeAsyncEngine:
         """The next request (call again for more) raises `error` after this many tokens."""
         self._failures.append((error, after_tokens))
 
-    def die(self, reason: str = "the engine process ended") -> None:
+    def die(self, reason: str = "the engine process ended", retry_after_s: float = 1.0) -> None:
         """Running and new requests fail; health says why."""
-        self._death = EngineDeadError(reason)
+        self._death = EngineDeadError(reason, retry_after_s)
         for run in self._runs.values():
             self._end(run, self._death)
+
+    def give_up(self) -> None:
+        """As an engine that is not restarted any more: a server over it ends."""
+        self.die("the engine process ended, and is not restarted")
+        self._has_given_up.set()
 
     @property
     def num_running(self) -> int:
@@ -173,7 +179,9 @@ class FakeAsyncEngine:
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._check_can_serve(request_id)
+        self.check_can_serve()
+        if request_id in self._runs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use")
         if lora_request is not None:
             await self.load_adapter(
                 lora_request.lora_name, lora_request.lora_path, lora_int_id=lora_request.lora_int_id
@@ -251,13 +259,14 @@ class FakeAsyncEngine:
         if run is not None:
             self._end(run, RequestAbortedError(f"request {request_id!r} was aborted"))
 
-    def _check_can_serve(self, request_id: str) -> None:
+    def check_can_serve(self) -> None:
         if self.is_shut_down:
             raise EngineShutdownError("the engine is shut down")
         if self._death is not None:
             raise self._death
-        if request_id in self._runs:
-            raise InvalidRequestError(f"request id {request_id!r} is in use")
+
+    async def wait_until_given_up(self) -> None:
+        await self._has_given_up.wait()
 
     def _registry_or_refuse(self) -> LoRARegistry:
         if self.registry is None:
