@@ -27,6 +27,7 @@ from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine import messages as msg
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
+from loraplex.kernels.native.library import open_library
 
 IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
@@ -199,6 +200,8 @@ def main(address: str) -> int:
     socket.set_hwm(0)
     socket.connect(address)
     try:
+        if not socket.poll(0):
+            open_library()  # a spare has time, and the check of the library takes a while
         start = msg.decode_to_engine(socket.recv())
         _remove(address)
         engine = build_engine(
