@@ -278,9 +278,10 @@ async def test_the_error_of_a_model_that_cannot_be_loaded_reaches_start(
     path = Path(shutil.copytree(BASE, tmp_path / "base"))
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
+    others = engine_processes()
     with pytest.raises(ModelWeightError, match=str(path)):
         await within(AsyncEngine.start(demo_config(model=str(path))))
-    assert engine_processes() == []
+    assert engine_processes() == others
     assert caplog.records == []  # the caller has the error; nothing else is to be said, or restarted
 
 
