@@ -1,9 +1,10 @@
 """How long a server does not answer after its engine process was killed, idle and under requests that fail meanwhile.
 
     python -m benchmarks.recovery                                  the demo, 5 kills idle, then 5 under 100 requests/s
-    python -m benchmarks.recovery --python OTHER/.venv/bin/python  the same with another checkout's server, in turns with this one
+    python -m benchmarks.recovery --no-standby                     the same, and in turns with it without a spare process
+    python -m benchmarks.recovery --python OTHER/.venv/bin/python  the same, and in turns with it another checkout's server
 A kill is SIGKILL; recovery is the time from there to the end of the first request that was answered with 200. Idle means one request at
-a time, every 50 ms. Each run has a server of its own, `loraplex demo --serve`, with eight adapters, one of them pinned.
+a time, every 50 ms. Each run has a server of its own, with the demo's model and eight adapters, one of them pinned.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.arguments import positive
 from benchmarks.report import wide_console
+from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 
 START_PATIENCE_S = 120.0
 RECOVERY_PATIENCE_S = 60.0
@@ -37,6 +39,22 @@ SETTLE_S = 8.0
 
 ENGINE_MODULE = "loraplex.engine.process"
 BODY = json.dumps({"model": "demo", "prompt": "banana=", "max_tokens": 1, "temperature": 0}).encode()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A server that is measured: the interpreter of its checkout, and flags of `loraplex serve`."""
+
+    python: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.folder.name, *self.flags))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.python).parents[2]
 
 
 @dataclass(frozen=True)
@@ -80,18 +98,20 @@ class Connection:
 
 
 @asynccontextmanager
-async def server(python: str) -> AsyncIterator[tuple[psutil.Process, int]]:
+async def server(candidate: Candidate) -> AsyncIterator[tuple[psutil.Process, int]]:
     """The demo's server on a free port: its process and the port."""
+    modules = [f"{task.name}={adapter_path(task.name)}" for task in TASKS]
     process = await asyncio.create_subprocess_exec(
-        python, "-m", "loraplex", "demo", "--serve", "--port", "0",
-        cwd=Path(python).parents[2], stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        candidate.python, "-m", "loraplex", "serve", str(assets_path() / "base"), "--served-model-name", "demo",
+        "--lora-modules", *modules, "--port", "0", *candidate.flags,
+        cwd=candidate.folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     assert process.stdout is not None
     try:
         async with asyncio.timeout(START_PATIENCE_S):
             while not (ready := re.search(rb"ready: http://[\d.]+:(\d+)", await process.stdout.readline())):
                 if process.stdout.at_eof():
-                    raise RuntimeError(f"the server of {python} ended before it was ready")
+                    raise RuntimeError(f"the server of {candidate.name} ended before it was ready")
         yield psutil.Process(process.pid), int(ready[1])
     finally:
         process.terminate()
@@ -109,8 +129,8 @@ def rss_mib(process: psutil.Process) -> float:
     return sum(each.memory_info().rss for each in [process, *process.children()]) / 2**20
 
 
-async def measure(python: str, requests_per_s: int) -> Recovery:
-    async with server(python) as (process, port):
+async def measure(candidate: Candidate, requests_per_s: int) -> Recovery:
+    async with server(candidate) as (process, port):
         first = Connection(port)
         assert await first.post("/v1/completions", BODY) == 200
         await first.post("/v1/adapters/upper/pin", b"{}")
@@ -121,7 +141,7 @@ async def measure(python: str, requests_per_s: int) -> Recovery:
         seconds, statuses = await recovery(port, requests_per_s)
         server_s = sum(process.cpu_times()[:2]) - before_s
         first.close()
-        return Recovery(python, requests_per_s, seconds, server_s, rss, statuses)
+        return Recovery(candidate.name, requests_per_s, seconds, server_s, rss, statuses)
 
 
 async def recovery(port: int, requests_per_s: int) -> tuple[float, dict[str, int]]:
@@ -160,11 +180,11 @@ def show(recoveries: Sequence[Recovery]) -> None:
     table = Table(title="Seconds from kill -9 of the engine to the first answer")
     for name in ("server", "requests/s", "median", "worst", "runs", "server's CPU s", "RSS MiB", "answers meanwhile"):
         table.add_column(name)
-    for python, rate in dict.fromkeys((each.server, each.requests_per_s) for each in recoveries):
-        runs = [each for each in recoveries if (each.server, each.requests_per_s) == (python, rate)]
+    for name, rate in dict.fromkeys((each.server, each.requests_per_s) for each in recoveries):
+        runs = [each for each in recoveries if (each.server, each.requests_per_s) == (name, rate)]
         seconds = [each.seconds for each in runs]
         table.add_row(
-            str(Path(python).parents[2].name),
+            name,
             str(rate or "idle"),
             f"{statistics.median(seconds):.2f}",
             f"{max(seconds):.2f}",
@@ -180,14 +200,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=positive, default=5, help="kills of each kind")
     parser.add_argument("--rate", type=positive, default=100, help="requests per second that fail meanwhile")
-    parser.add_argument("--python", action="append", help="interpreter of a checkout whose server is measured, too")
+    parser.add_argument(
+        "--python", action="append", default=[], help="interpreter of a checkout whose server is measured, too"
+    )
+    parser.add_argument("--no-standby", action="store_true", help="measure this server without a spare process, too")
     parser.add_argument("--only", choices=("idle", "load"), help="one kind alone")
     parser.add_argument("--json", type=Path, help="where to keep the figures")
     args = parser.parse_args()
-    servers = [*(args.python or ()), sys.executable]
+    others = [Candidate(sys.executable, ("--no-standby-engine",))] if args.no_standby else []
+    candidates = [*map(Candidate, args.python), *others, Candidate(sys.executable)]
     rates = {"idle": (0,), "load": (args.rate,), None: (0, args.rate)}[args.only]
-    cases = [(python, rate) for rate in rates for _ in range(args.runs) for python in servers]
-    recoveries = [asyncio.run(measure(python, rate)) for python, rate in cases]
+    cases = [(candidate, rate) for rate in rates for _ in range(args.runs) for candidate in candidates]
+    recoveries = [asyncio.run(measure(candidate, rate)) for candidate, rate in cases]
     show(recoveries)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(each) for each in recoveries], indent=1))

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import zmq
 import zmq.asyncio
 
@@ -98,6 +99,16 @@ class EngineClient:
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self.death is None and not self._is_stopping
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a process was made, lives, and is not stopped."""
+        if self._process is None or not self.is_alive:
+            return False
+        try:
+            return bool(psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
     async def start(self, is_watched: bool = False) -> EngineInfo:
         """Start the engine in the process, which is made unless it was; wait until its model is ready.

@@ -125,12 +125,12 @@ class EngineSupervisor:
             await self._spare.make_process()
 
     async def _next_client(self) -> EngineClient:
-        """The spare, if there is one that lives; else a new one."""
+        """The spare, if there is one that can start; else a new one."""
         if self._making_spare is not None:
             self._making_spare.cancel()
             await asyncio.gather(self._making_spare, return_exceptions=True)
         spare, self._spare = self._spare, None
-        if spare is not None and not spare.is_alive:
+        if spare is not None and not spare.can_start:
             await spare.stop()
             spare = None
         return spare or self._make_client()

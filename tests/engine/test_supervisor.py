@@ -36,7 +36,7 @@ class PlayedClient:
         self.is_watched_at_start = False
 
     @property
-    def is_alive(self) -> bool:
+    def can_start(self) -> bool:
         return self.is_made and self.death is None
 
     async def make_process(self) -> None:
@@ -286,7 +286,7 @@ async def test_a_spare_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     await stage.settle()
     assert supervisor.client is spare
     assert len(stage.clients) == 3, "the next spare is made"
-    assert stage.clients[2].is_alive
+    assert stage.clients[2].can_start
     await supervisor.stop()
     assert all(client.is_stopped for client in stage.clients)
 

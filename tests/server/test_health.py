@@ -59,7 +59,17 @@ async def test_a_dead_engine_says_when_to_come_again(client: httpx.AsyncClient, 
             response = await client.post(url, json=sent)
             assert (response.status_code, response.headers["retry-after"]) == (503, "9")
             assert response.json()["error"]["code"] == "engine_dead"
-    for response in (await client.get("/v1/memory"), await client.get("/health")):
+    loading = {"lora_name": "x", "lora_path": "/x"}
+    verbs = {
+        "/v1/load_lora_adapter": loading,
+        "/v1/unload_lora_adapter": {"lora_name": "sql"},
+        "/v1/adapters": {"name": "x", "path": "/x"},
+        "/v1/adapters/sql/pin": {},
+        "/v1/adapters/switch": {"old": "sql", "new": "chat"},
+    }
+    answers = [await client.post(url, json=body) for url, body in verbs.items()]
+    answers += [await client.get("/v1/memory"), await client.get("/health"), await client.get("/v1/adapters")]
+    for response in answers:
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) >= 1
     assert engine.requests == []
