@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 
 from loraplex.errors import (
+    AdapterError,
     AdapterFaultError,
     EngineDeadError,
     InvalidRequestError,
@@ -93,9 +94,10 @@ def _code_of(cls: type[LoraplexError]) -> str | None:
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
     status = status_of(error)
     headers = dict(headers or {})
-    if status in (429, 503):
-        retry_after_s = error.retry_after_s if isinstance(error, AdapterFaultError | EngineDeadError) else 1.0
-        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    if isinstance(error, AdapterFaultError | EngineDeadError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif status == 429 or (status == 503 and not isinstance(error, AdapterError)):
+        headers["Retry-After"] = "1"
     if isinstance(error, RequestTimeoutError):
         headers["X-Should-Retry"] = "false"  # the openai SDK heeds it: a retry would take as long again
     if status == 500:

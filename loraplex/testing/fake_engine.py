@@ -273,6 +273,10 @@ class FakeAsyncEngine:
             raise LoraDisabledError("LoRA is off here")
         return self.registry
 
+    async def _verb(self, verb: Callable[..., T], *values: object) -> T:
+        self.check_can_serve()
+        return await asyncio.to_thread(verb, *values)
+
     def has_adapter(self, name: str) -> bool:
         return self.registry is not None and name in self.registry.names()
 
@@ -287,14 +291,14 @@ class FakeAsyncEngine:
         keeps_equal: bool = False,
     ) -> LoadResult:
         load = partial(self._registry_or_refuse().load, load_inplace=load_inplace, keeps_equal=keeps_equal)
-        return await _in_thread(lambda: load(name, path, lora_int_id=lora_int_id, is_pinned=is_pinned))
+        return await self._verb(lambda: load(name, path, lora_int_id=lora_int_id, is_pinned=is_pinned))
 
     async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
-        return await asyncio.to_thread(self._registry_or_refuse().move, name, version)
+        return await self._verb(self._registry_or_refuse().move, name, version)
 
     async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
         unload = self._registry_or_refuse().unload
-        return await _in_thread(lambda: unload(name, deadline_s=deadline_s, force=force))
+        return await self._verb(lambda: unload(name, deadline_s=deadline_s, force=force))
 
     async def switch_adapter(
         self,
@@ -305,25 +309,25 @@ class FakeAsyncEngine:
         force: bool = False,
     ) -> SwitchResult:
         switch = self._registry_or_refuse().switch
-        return await _in_thread(lambda: switch(old, new, new_path=new_path, deadline_s=deadline_s, force=force))
+        return await self._verb(lambda: switch(old, new, new_path=new_path, deadline_s=deadline_s, force=force))
 
     async def pin_adapter(self, name: str) -> bool:
-        return await asyncio.to_thread(self._registry_or_refuse().pin, name)
+        return await self._verb(self._registry_or_refuse().pin, name)
 
     async def unpin_adapter(self, name: str) -> bool:
-        return await asyncio.to_thread(self._registry_or_refuse().unpin, name)
+        return await self._verb(self._registry_or_refuse().unpin, name)
 
     async def evict_adapter(self, name: str) -> bool:
-        return await asyncio.to_thread(self._registry_or_refuse().evict, name)
+        return await self._verb(self._registry_or_refuse().evict, name)
 
     async def preload_adapter(self, name: str) -> AddOutcome:
-        return await asyncio.to_thread(self._registry_or_refuse().preload, name)
+        return await self._verb(self._registry_or_refuse().preload, name)
 
     async def describe_adapter(self, name: str) -> AdapterInfo:
-        return await asyncio.to_thread(self._registry_or_refuse().describe, name)
+        return await self._verb(self._registry_or_refuse().describe, name)
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return [] if self.registry is None else await asyncio.to_thread(self.registry.list_adapters)
+        return [] if self.registry is None else await self._verb(self.registry.list_adapters)
 
     def health(self) -> FakeHealth:
         if self.is_shut_down:
@@ -369,7 +373,3 @@ class FakeAsyncEngine:
         self.events.close()
         for run in self._runs.values():
             self._end(run, EngineShutdownError("the engine is shut down"))
-
-
-async def _in_thread(verb: Callable[[], T]) -> T:
-    return await asyncio.to_thread(verb)
