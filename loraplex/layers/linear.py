@@ -318,5 +318,5 @@ def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: S
 
 
 def _allocated(weight: Tensor, device: torch.device) -> Tensor:
-    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy, for a third of a second."""
+    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy, for a fifth of a second."""
     return torch.empty(weight.shape, dtype=weight.dtype, device=device)
