@@ -224,7 +224,8 @@ class EngineClient:
             if self._heartbeat is not None:
                 self._heartbeat.heard()
             self._take(data)
-            await asyncio.sleep(0)  # a message that is there already is read without a pause: others have their turn first
+            # A message that is there already is read without a pause: others have their turn first.
+            await asyncio.sleep(0)
 
     async def _count_silence(self, heartbeat: Heartbeat) -> None:
         assert self._process is not None

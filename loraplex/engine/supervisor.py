@@ -153,8 +153,7 @@ class EngineSupervisor:
                 await self._restore()
             except Exception as error:
                 if self._noted is not self._client:
-                    own = "" if isinstance(error, EngineDeadError) else "the engine process could not be restarted: "
-                    self._note(f"{own}{error}", self.client.was_killed)
+                    self._note(_reason(error), self.client.was_killed)
                 continue
             if self._noted is not self._client:
                 self._serves(began_s)
@@ -187,6 +186,14 @@ class EngineSupervisor:
 
     def _tell(self, kind: EventKind, text: str, **details: Detail) -> None:
         self._on_engine_events((EngineEvent(kind, time.time(), text, details=details),))
+
+
+def _reason(error: Exception) -> str:
+    """What clients are told of a start that failed. The text of an error of its own may name the operator's paths: it is for the log."""
+    if isinstance(error, EngineDeadError):
+        return str(error)
+    logger.error("the engine process could not be restarted: %s", error)
+    return f"the engine process could not be restarted ({type(error).__name__})"
 
 
 class _Row:
