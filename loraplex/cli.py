@@ -396,6 +396,7 @@ def _engine_config(
 async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
     """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
     from loraplex.engine.async_engine import AsyncEngine
+    from loraplex.engine.supervisor import Supervision
     from loraplex.progress import StartProgress
 
     roots = server.local_adapter_roots
@@ -411,6 +412,7 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
             adapter_roots=None if roots is None else (*roots, *(path for _, path in modules)),
             on_progress=progress.update,
             state_dir=server.state_dir,
+            supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
         )
         try:
             resumed = {} if engine.registry is None else engine.registry.refs()

@@ -34,12 +34,14 @@
     |   `-- AdapterFaultError            503  its weights or results were found damaged and are being restored; has `retry_after_s`
     |-- JournalError                     500  done, but not written to the state directory
     |-- EngineError                      500
-    |   |-- EngineDeadError              503
+    |   |-- EngineDeadError              503  the engine process is being restarted; has `retry_after_s`
+    |   |-- EngineTimeoutError           504  the engine is busy or hangs, and did not answer a question about it in time
     |   |-- EngineOverloadedError        429
     |   |-- BaseModelFaultError          503  the base model itself gives wrong results: the engine starts again
     |   |-- DeviceLostError              503  the device does not answer any more: the engine starts again
     |   `-- EngineShutdownError          503
-    `-- RequestAbortedError              499
+    |-- RequestAbortedError              499
+    `-- RequestTimeoutError              504  the request's `timeout`, or the server's limit, has passed
 
 A message says what, which value, which adapter, and what to do. Errors cross processes as `to_payload()`.
 """
@@ -237,7 +239,18 @@ class EngineError(LoraplexError):
 
 
 class EngineDeadError(EngineError):
+    """`retry_after_s`: when a new process may serve."""
+
     http_status = 503
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineTimeoutError(EngineError):
+    http_status = 504
+    kind = "timeout_error"
 
 
 class EngineOverloadedError(EngineError):
@@ -260,6 +273,11 @@ class DeviceLostError(EngineError):
 class RequestAbortedError(LoraplexError):
     http_status = 499
     kind = "aborted"
+
+
+class RequestTimeoutError(LoraplexError):
+    http_status = 504
+    kind = "timeout_error"
 
 
 def _sendable(text: str) -> str:

@@ -35,6 +35,7 @@ from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, setting
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.engine.async_engine import AsyncEngine
+from loraplex.engine.supervisor import Supervision
 from loraplex.errors import ConfigError, ModelNotFoundError
 from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
 from loraplex.lora_modules import parse_lora_modules
@@ -438,6 +439,7 @@ def test_serve_passes_everything_on(run: Run, served: Served, monkeypatch: pytes
         *("--lora-modules", "x=/x", '{"name": "y", "path": "/y", "base_model_name": "b"}', "--lora-paths", "/z"),
         *("--adapter-root", "/roots", "--host", "0.0.0.0", "--port", "0", "--max-num-seqs", "3", "--no-access-log"),
         *("--kv-cache-memory-bytes", "1MiB", "--adapter-memory-bytes=2MB", "--max-lora-rank", "8"),
+        *("--engine-timeout-s", "90", "--no-standby-engine", "--max-engine-restarts", "4"),
     )
     assert served.server == ServerConfig(
         host="0.0.0.0",
@@ -446,7 +448,11 @@ def test_serve_passes_everything_on(run: Run, served: Served, monkeypatch: pytes
         served_model_names=("a", "b"),
         api_keys=("k1", "k4", "k2", "k3"),
         adapter_roots=("/roots",),
+        engine_timeout_s=90.0,
+        standby_engine=False,
+        max_engine_restarts=4,
     )
+    assert served.arguments["supervision"] == Supervision(90.0, has_standby=False, max_restarts=4)
     assert served.engine == EngineConfig(
         model="org/model",
         max_num_seqs=3,

@@ -466,7 +466,7 @@ def check_that_a_dead_engine_comes_back(server: Server, sdk: openai.OpenAI) -> N
         next(stream)
     engine.kill()
     for stream in streams:
-        with pytest.raises(openai.APIError, match="the engine process ended unasked") as failed:
+        with pytest.raises(openai.APIError, match="the engine process exited unexpectedly") as failed:
             list(stream)
         assert failed.value.code == "engine_dead"
     until(lambda: status_of(server) == 200)

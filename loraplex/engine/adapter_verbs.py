@@ -35,7 +35,7 @@ class AdapterVerbs(ABC):
         """Raises LoraDisabledError when LoRA is off."""
 
     @abstractmethod
-    def _check_can_serve(self) -> None:
+    def check_can_serve(self) -> None:
         """Raises EngineError when the engine is gone, or is being started again."""
 
     def has_adapter(self, name: str) -> bool:
@@ -105,5 +105,5 @@ class AdapterVerbs(ABC):
 
     async def _in_thread(self, threads: ThreadPoolExecutor, verb: Callable[[], T]) -> T:
         """Not while the engine is being restarted: it would meet its adapters half restored."""
-        self._check_can_serve()
+        self.check_can_serve()
         return await asyncio.get_running_loop().run_in_executor(threads, verb)

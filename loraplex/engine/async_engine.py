@@ -34,14 +34,14 @@ from loraplex.core import (
 )
 from loraplex.engine import messages as msg
 from loraplex.engine.adapter_verbs import AdapterVerbs
-from loraplex.engine.client import ENGINE_MODULE, EngineClient, ProgressCallback
+from loraplex.engine.client import EngineClient, ProgressCallback
 from loraplex.engine.event_hub import EventHub
 from loraplex.engine.front import Front, adapter_ref, make_front
 from loraplex.engine.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.engine.output_stream import OutputStream
 from loraplex.engine.processor import PreparedRequest
 from loraplex.engine.remote_store import RemoteStore
-from loraplex.engine.supervisor import EngineSupervisor
+from loraplex.engine.supervisor import EngineSupervisor, Supervision
 from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import (
     ConfigError,
@@ -97,7 +97,7 @@ class AsyncEngine(AdapterVerbs):
         served_model_name: str | None,
         on_progress: ProgressCallback | None,
         journal: SqliteJournal | None = None,
-        engine_module: str = ENGINE_MODULE,
+        supervision: Supervision | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -111,7 +111,7 @@ class AsyncEngine(AdapterVerbs):
                 self._restore,
                 on_progress,
                 self.record_event,
-                module=engine_module,
+                supervision,
             )
         ]
         self.events = EventHub(first_id=int(time.time() * 1000))
@@ -141,17 +141,17 @@ class AsyncEngine(AdapterVerbs):
         adapter_roots: Sequence[str | Path] | None = None,
         on_progress: ProgressCallback | None = None,
         state_dir: str | Path | None = None,
-        engine_module: str = ENGINE_MODULE,
+        supervision: Supervision | None = None,
     ) -> AsyncEngine:
         """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere.
 
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when this returns.
-        engine_module: what the process runs instead of the ordinary one, for tests that put faults into it.
+        supervision: how the process is watched.
         Raises ConfigError when the state directory cannot be used.
         """
         fetched = await _with_fetched_model(config)
         journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
-        engine = cls(fetched, served_model_name or config.model, on_progress, journal, engine_module)
+        engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.engine.adapter_opener")
             await asyncio.gather(engine._supervisor.start(), importing)
@@ -203,7 +203,7 @@ class AsyncEngine(AdapterVerbs):
         add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises LoraplexError of any kind."""
-        self._check_can_serve()
+        self.check_can_serve()
         if lora_request is not None:
             model = await self._load_requested(lora_request)
         ref = None if model is None else self._front.registry_or_refuse().acquire(model)
@@ -369,14 +369,18 @@ class AsyncEngine(AdapterVerbs):
     def _registry_or_refuse(self) -> LoRARegistry:
         return self._front.registry_or_refuse()
 
-    def _check_can_serve(self) -> None:
+    def check_can_serve(self) -> None:
         if self._is_shut_down:
             raise EngineShutdownError("the server is shutting down; send the request to another one")
         if self._supervisor.death is not None:
-            raise EngineDeadError(str(self._supervisor.death))
+            raise _again(self._supervisor.death)
+
+    async def wait_until_given_up(self) -> None:
+        """Return when the engine process failed too often and is not restarted any more."""
+        await self._supervisor.has_given_up.wait()
 
     def _on_death(self, error: EngineDeadError) -> None:
-        self._end_streams(partial(EngineDeadError, str(error)))
+        self._end_streams(partial(_again, error))
 
     def _end_streams(self, make_error: Callable[[], LoraplexError]) -> None:
         for request_id in list(self._streams):
@@ -422,6 +426,11 @@ async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
     threading.Thread(target=fetch, name="fetch model", daemon=True).start()
     path: Path = await asyncio.wrap_future(fetched)
     return replace(config, model=str(path))
+
+
+def _again(error: EngineDeadError) -> EngineDeadError:
+    """An error of its own for each request that meets it."""
+    return EngineDeadError(str(error), error.retry_after_s)
 
 
 def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:

@@ -164,6 +164,10 @@ class Events(msgspec.Struct, tag=True, frozen=True):
     events: tuple[EngineEvent, ...]
 
 
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """The step loop turns. Sent when nothing else was for a while: every message of the loop says as much."""
+
+
 class Reply(msgspec.Struct, tag=True, frozen=True):
     """The result of a call, as msgspec.Raw of the value, or an error's payload."""
 
@@ -178,7 +182,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True):
     error: dict[str, Any]
 
 
-FromEngine = Ready | Progress | StepOutputs | Events | Reply | Fatal
+FromEngine = Ready | Progress | StepOutputs | Events | Beat | Reply | Fatal
 
 MAX_MESSAGE_BYTES = 2**28
 """Far more than any message takes. Both sides refuse a longer one, so that neither fills the other's memory."""
@@ -204,6 +208,9 @@ RESULT_TYPES: Mapping[type, Any] = {
     StopProfile: StepProfile,
     CheckIntegrity: None,
 }
+
+READS = frozenset({ListAdapters, GetStats, GetMemory})
+"""Calls that change nothing, so that their caller may stop waiting for the answer. Any other one ends with its reply or the engine."""
 
 
 def encode(message: Any) -> bytes:

@@ -1,7 +1,8 @@
 """The engine as a process of its own: `python -m loraplex.engine.process ADDRESS`, started by `EngineClient`.
 
-One thread runs the step loop and owns the socket. Verbs that may wait (load, promote) run on a few worker threads and answer through a
-queue, so that no verb ever holds up a step. The process ends when its parent does (its standard input closes) or says so.
+One thread runs the step loop and owns the socket; it alone says that the loop turns (`Beat`), so a loop that hangs is silent. Verbs that
+may wait (load, promote) run on a few worker threads and answer through a queue, so that no verb ever holds up a step. The process ends
+when its parent does (its standard input closes) or says so.
 Every message is answered, also one that cannot be understood.
 """
 
@@ -13,6 +14,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +27,12 @@ from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine import messages as msg
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
+from loraplex.kernels.native.library import open_library
 
 IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
 CARE_POLL_MS = 10
+BEAT_S = 0.5
 NUM_VERB_THREADS = 8
 MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
@@ -49,6 +53,7 @@ class EngineProcess:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._ended: list[TokenOutput] = []
+        self._sent_s = time.monotonic()
         self._dispatch = msg.TypeBasedDispatcher(self._handlers())
 
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -80,6 +85,7 @@ class EngineProcess:
                 self._read(self._patience_ms())
                 self._send_outputs(self._engine.step())
                 self._send_events()
+                self._beat()
         finally:
             self._verbs.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
@@ -132,8 +138,13 @@ class EngineProcess:
         if events:
             self._send(msg.Events(events))
 
+    def _beat(self) -> None:
+        if time.monotonic() - self._sent_s >= BEAT_S:
+            self._send(msg.Beat())
+
     def _send(self, message: Any) -> None:
         self._socket.send(msg.encode(message))
+        self._sent_s = time.monotonic()
 
     def _in_background(self, message: Any, verb: Callable[[], Any]) -> None:
         self._verbs.submit(self._answer, message.call_id, verb)
@@ -189,6 +200,8 @@ def main(address: str) -> int:
     socket.set_hwm(0)
     socket.connect(address)
     try:
+        if not socket.poll(0):
+            open_library()  # a spare has time, and the check of the library takes a while
         start = msg.decode_to_engine(socket.recv())
         _remove(address)
         engine = build_engine(

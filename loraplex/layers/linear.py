@@ -45,7 +45,7 @@ class ParallelLinear:
         return self.ops.linear(x, self.weight, self.bias)
 
     def allocate(self) -> None:
-        self.weight = torch.empty_like(self.weight, device=self.device)
+        self.weight = _allocated(self.weight, self.device)
 
     def prepare(self) -> None:
         self.weight = self.ops.prepare_linear(self.weight, self.quantization)
@@ -228,7 +228,7 @@ class VocabParallelEmbedding:
         yield _vocab_part(self.name, self.full_shape, self.weight, self.shard)
 
     def allocate(self) -> None:
-        self.weight = torch.empty_like(self.weight, device=self.device)
+        self.weight = _allocated(self.weight, self.device)
 
     def prepare(self) -> None:
         if self.is_head:
@@ -283,7 +283,7 @@ class ParallelLMHead:
 
     def allocate(self) -> None:
         if self.tied_to is None:
-            self._own = torch.empty_like(self._own, device=self.device)
+            self._own = _allocated(self._own, self.device)
 
     def prepare(self) -> None:
         """From the embedding's rows where it is tied to one, which has to be loaded before."""
@@ -315,3 +315,8 @@ def _vocab_share(vocab_size: int, hidden_size: int, setup: LayerSetup) -> Tensor
 
 def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: Shard) -> WeightPart:
     return WeightPart(f"{name}.weight", full_shape, weight, lambda tensor: shard_rows(tensor, len(weight), shard))
+
+
+def _allocated(weight: Tensor, device: torch.device) -> Tensor:
+    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy, for a fifth of a second."""
+    return torch.empty(weight.shape, dtype=weight.dtype, device=device)

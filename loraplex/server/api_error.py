@@ -16,7 +16,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 
-from loraplex.errors import AdapterFaultError, InvalidRequestError, LoraplexError, PromptTooLongError
+from loraplex.errors import (
+    AdapterError,
+    AdapterFaultError,
+    EngineDeadError,
+    InvalidRequestError,
+    LoraplexError,
+    PromptTooLongError,
+    RequestTimeoutError,
+)
 
 INTERNAL_MESSAGE = "the server made a mistake; its log has the details under this request's id"
 CLIENT_CLOSED_REQUEST = 499
@@ -86,10 +94,12 @@ def _code_of(cls: type[LoraplexError]) -> str | None:
 def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
     status = status_of(error)
     headers = dict(headers or {})
-    if status == 429:
-        headers["Retry-After"] = "1"
-    if isinstance(error, AdapterFaultError):
+    if isinstance(error, AdapterFaultError | EngineDeadError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif status == 429 or (status == 503 and not isinstance(error, AdapterError)):
+        headers["Retry-After"] = "1"
+    if isinstance(error, RequestTimeoutError):
+        headers["X-Should-Retry"] = "false"  # the openai SDK heeds it: a retry would take as long again
     if status == 500:
         _log.error("answered 500: %r", error, exc_info=error)
     return Response(error_reply(error), status, headers, "application/json")

@@ -12,6 +12,9 @@ from loraplex.config import setting
 from loraplex.errors import ConfigError
 from loraplex.server.api_keys import MAX_KEYS, MIN_KEY_CHARS, fingerprint, is_key
 
+MIN_ENGINE_TIMEOUT_S = 3.0
+"""An idle engine is heard about once a second."""
+
 _HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _NO_HOST = "allowed_hosts has {!r}; write a name without scheme and port, such as api.example.com"
@@ -61,6 +64,29 @@ class ServerSettings:
     max_event_streams: int = setting(
         64, "most clients of GET /v1/events at a time; others are answered with 503", group="Limits"
     )
+    engine_timeout_s: float = setting(
+        60.0,
+        "seconds of silence until the engine process is killed and restarted; ten times as long for one that computes",
+        group="Engine process",
+    )
+    standby_engine: bool = setting(
+        True,
+        "a second engine process without a model (about 240 MB), for restarts that need not import anything",
+        group="Engine process",
+    )
+    max_engine_restarts: int | None = setting(
+        None,
+        "failed starts of the engine in a row until the server exits with code 1 (default: no limit, with pauses up to 60 s)",
+        group="Engine process",
+    )
+    max_request_s: float | None = setting(
+        None,
+        "longest time of a generation request, waiting included; then it ends with 504 (default: no limit)",
+        group="Limits",
+    )
+    probe_timeout_s: float = setting(
+        10.0, "longest time for the token of `GET /health?probe=generate`, waiting included", group="Limits"
+    )
     shutdown_grace_s: float = setting(
         30.0, "time for running requests to finish after SIGTERM or SIGINT", group="Server"
     )
@@ -85,6 +111,19 @@ class ServerSettings:
                     f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
                 ),
                 (self.max_event_streams >= 0, f"max_event_streams must be >= 0, got {self.max_event_streams}"),
+                (
+                    MIN_ENGINE_TIMEOUT_S <= self.engine_timeout_s < inf,
+                    f"engine_timeout_s must be >= {MIN_ENGINE_TIMEOUT_S:g}, got {self.engine_timeout_s}",
+                ),
+                (
+                    self.max_engine_restarts is None or self.max_engine_restarts >= 0,
+                    f"max_engine_restarts must be >= 0, got {self.max_engine_restarts}",
+                ),
+                (
+                    self.max_request_s is None or 0 < self.max_request_s < inf,
+                    f"max_request_s must be > 0, got {self.max_request_s}",
+                ),
+                (0 < self.probe_timeout_s < inf, f"probe_timeout_s must be > 0, got {self.probe_timeout_s}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
                 (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),

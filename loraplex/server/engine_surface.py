@@ -82,6 +82,14 @@ class EngineSurface(Protocol):
 
     def health(self) -> HealthSurface: ...
 
+    def check_can_serve(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError when nothing can be served now."""
+        ...
+
+    async def wait_until_given_up(self) -> None:
+        """Return when the engine is gone and will not come back; the server then ends."""
+        ...
+
     def generate(
         self,
         prompt: str | Sequence[int],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from loraplex.errors import EngineShutdownError, LoraplexError, RequestAbortedError
+from loraplex.errors import EngineShutdownError, LoraplexError, RequestAbortedError, RequestTimeoutError
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.streaming import merge
@@ -35,6 +37,32 @@ class GenerationItem:
 
 
 @dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a request must have ended, counted from its arrival. `setting` says what set it."""
+
+    at_s: float
+    seconds: float
+    setting: str
+
+    @property
+    def left_s(self) -> float:
+        return self.at_s - time.monotonic()
+
+    @classmethod
+    def of(cls, arrived_s: float, timeout_s: float | None, max_request_s: float | None) -> Deadline | None:
+        """The earlier of the two; None when there is none."""
+        limits = [(timeout_s, "timeout"), (max_request_s, "--max-request-s")]
+        given = [(seconds, setting) for seconds, setting in limits if seconds is not None]
+        return cls(arrived_s + min(given)[0], *min(given)) if given else None
+
+    def error(self) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"the request was not finished within {self.seconds:g} s ({self.setting}) and was aborted; allow it more time, ask for "
+            "fewer tokens, or try when the server is less busy"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
@@ -50,6 +78,7 @@ class Generation:
     cache_salt: str = ""
     shows_cached_tokens: bool = True
     hides_paths: bool = False
+    deadline: Deadline | None = None
 
 
 class InFlight:
@@ -58,18 +87,32 @@ class InFlight:
     def __init__(self, engine: EngineSurface) -> None:
         self._engine = engine
         self._request_ids: set[str] = set()
+        self._expired: dict[str, asyncio.Task[None]] = {}
         self.is_closing = False
 
     def __len__(self) -> int:
         return len(self._request_ids)
 
     @contextlib.contextmanager
-    def track(self, request_id: str) -> Iterator[None]:
+    def track(self, request_id: str, deadline: Deadline | None = None) -> Iterator[None]:
+        """The request is one of these inside the block, and is aborted when its deadline passes."""
+        timer = None
+        if deadline is not None:
+            timer = asyncio.get_running_loop().call_later(deadline.left_s, self._expire, request_id)
         self._request_ids.add(request_id)
         try:
             yield
         finally:
             self._request_ids.discard(request_id)
+            self._expired.pop(request_id, None)
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self, request_id: str) -> None:
+        self._expired[request_id] = asyncio.ensure_future(self._engine.abort(request_id))
+
+    def has_expired(self, request_id: str) -> bool:
+        return request_id in self._expired
 
     async def abort_all(self) -> None:
         self.is_closing = True
@@ -88,8 +131,8 @@ class Generator:
     def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
 
-        Raises what the engine raises, RequestAbortedError for a request that something else aborted, and
-        EngineShutdownError for one that this server's shutdown did.
+        Raises what the engine raises, RequestAbortedError for a request that something else aborted, EngineShutdownError for
+        one that this server's shutdown did, and RequestTimeoutError for one whose deadline has passed.
         """
         return merge([self._outputs(item, generation) for item in generation.items])
 
@@ -106,6 +149,8 @@ class Generator:
         clock = self._histograms.clock()
         if self._in_flight.is_closing:
             raise _shutting_down()
+        if generation.deadline is not None and generation.deadline.left_s <= 0:
+            raise generation.deadline.error()
         source = self._engine.generate(
             item.prompt.token_ids,
             generation.params,
@@ -113,16 +158,16 @@ class Generator:
             model=item.adapter_name,
             cache_salt=generation.cache_salt,
         )
-        with self._in_flight.track(item.engine_request_id):
+        with self._in_flight.track(item.engine_request_id, generation.deadline):
             try:
                 async for output in source:
                     is_finished = output.finished
                     if any(map(_is_aborted, output.outputs)):
-                        raise self._aborted(item)
+                        raise self._aborted(item, generation)
                     clock.see(output)
                     yield output
             except RequestAbortedError:
-                raise self._aborted(item) from None
+                raise self._aborted(item, generation) from None
             except LoraplexError as error:
                 if generation.hides_paths:
                     error.args = (_PATH.sub("(a path of this server)", error.message),)
@@ -132,12 +177,14 @@ class Generator:
                     await self._engine.abort(item.engine_request_id)
                 if isinstance(source, AsyncGenerator):
                     await source.aclose()
-        if not is_finished:
-            raise self._aborted(item)
+            if not is_finished:
+                raise self._aborted(item, generation)
 
-    def _aborted(self, item: GenerationItem) -> Exception:
+    def _aborted(self, item: GenerationItem, generation: Generation) -> LoraplexError:
         if self._in_flight.is_closing:
             return _shutting_down()
+        if generation.deadline is not None and self._in_flight.has_expired(item.engine_request_id):
+            return generation.deadline.error()
         subject = "the base model" if item.adapter_name is None else f"adapter {item.adapter_name!r}"
         return RequestAbortedError(f"this request on {subject} was aborted by the server before it was finished")
 

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import itertools
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Response
 
 from loraplex import __version__
+from loraplex.core import SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.server.access import Access, GuardedRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
+from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.metrics_page import CONTENT_TYPE
 from loraplex.server.responses import encode
 
 T = TypeVar("T")
 
-STATS_TIMEOUT_S = 10.0
-"""An engine answers between two steps."""
+STATS_TIMEOUT_S = 5.0
+"""An engine answers between two steps. Prometheus gives a page 10 s."""
+
+PROBE_KEPT_S = 0.5
+"""A probe's outcome answers those that ask so soon after it."""
 
 
-class Health(msgspec.Struct, frozen=True):
-    status: str = "ok"
+class Health(msgspec.Struct, frozen=True, omit_defaults=True):
+    """probe_ms: how long the token of a probe took."""
+
+    status: str
+    probe_ms: float | None = None
 
 
 class Version(msgspec.Struct, frozen=True):
@@ -32,9 +42,42 @@ class Version(msgspec.Struct, frozen=True):
     backend: str
 
 
+class GenerateProbe:
+    """One token of the base model through the scheduler. One probe runs at a time, whoever asks: the route needs no key."""
+
+    def __init__(self, engine: EngineSurface, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)
+        self._probe: asyncio.Task[float] | None = None
+        self._ended_s = 0.0
+
+    async def __call__(self) -> float:
+        """Milliseconds that the token took. Raises LoraplexError, or TimeoutError."""
+        if self._probe is None or (self._probe.done() and time.monotonic() - self._ended_s > PROBE_KEPT_S):
+            self._probe = asyncio.ensure_future(self._generate())
+            self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())  # perhaps nothing waits
+        return await asyncio.shield(self._probe)  # a client that goes away ends nothing that others wait for
+
+    async def _generate(self) -> float:
+        began_s = time.monotonic()
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        outputs = self._engine.generate((0,), params, f"health-probe-{next(self._numbers)}")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for _ in outputs:
+                    pass
+        finally:
+            if isinstance(outputs, AsyncGenerator):
+                await outputs.aclose()
+            self._ended_s = time.monotonic()
+        return (self._ended_s - began_s) * 1e3
+
+
 class HealthRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._probe = GenerateProbe(context.engine, context.config.probe_timeout_s)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"], route_class=GuardedRoute)
@@ -48,15 +91,20 @@ class HealthRoutes:
         return {"/health": self.health, "/ping": self.health, "/version": self.version, "/metrics": self.metrics}
 
     @requires(Access.OPEN)
-    async def health(self) -> Response:
-        """200 while requests can be served, else 503 with the reason."""
+    async def health(self, probe: Literal["generate"] | None = None) -> Response:
+        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the base model."""
         health = self._context.engine.health()
         if self._context.in_flight.is_closing or not health.is_alive:
-            reason = health.message or "shutting down"
-            raise ApiError(
-                f"the engine cannot serve: {reason}", status=503, kind="unavailable_error", code="engine_dead"
-            )
-        return Response(encode(Health()), media_type="application/json")
+            raise _unhealthy(health.message or "shutting down")
+        if probe is None:
+            return Response(encode(Health("ok")), media_type="application/json")
+        try:
+            probe_ms = await self._probe()
+        except TimeoutError:
+            raise _unhealthy(f"a probe got no token within {self._context.config.probe_timeout_s:g} s") from None
+        except LoraplexError as error:
+            raise _unhealthy(str(error)) from None
+        return Response(encode(Health("ok", round(probe_ms, 3))), media_type="application/json")
 
     @requires(Access.OPEN)
     async def version(self) -> Response:
@@ -82,3 +130,7 @@ class HealthRoutes:
             return await asyncio.wait_for(ask(), STATS_TIMEOUT_S)
         except (LoraplexError, TimeoutError):
             return None
+
+
+def _unhealthy(reason: str) -> ApiError:
+    return ApiError(f"the engine cannot serve: {reason}", status=503, kind="unavailable_error", code="engine_dead")

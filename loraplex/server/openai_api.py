@@ -19,7 +19,7 @@ from loraplex.server.body import read_model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
-from loraplex.server.generation import Generation, GenerationItem, Prompt
+from loraplex.server.generation import Deadline, Generation, GenerationItem, Prompt
 from loraplex.server.openapi import request_schema
 from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ModelList, encode
@@ -62,7 +62,8 @@ class OpenAIRoutes:
     @requires(Access.KEY)
     async def complete(self, request: Request) -> Response:
         """Continue one or more prompts."""
-        context = self._context
+        context, arrived_s = self._context, time.monotonic()
+        context.engine.check_can_serve()  # before any work: while the engine starts again, failing requests must cost little
         body = await read_model(request, CompletionRequest, context.config.max_body_bytes)
         params = body.to_sampling_params()
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
@@ -72,7 +73,7 @@ class OpenAIRoutes:
         for prompt in prompts:
             context.prompts.check(prompt, params.max_tokens)
         params.check_prompt_logprobs(sum(len(prompt.token_ids) for prompt in prompts))
-        generation = self._generation("cmpl", request, body, params, prompts, adapter_names)
+        generation = self._generation("cmpl", request, body, params, prompts, adapter_names, arrived_s)
         return await self._respond(
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
         )
@@ -80,7 +81,8 @@ class OpenAIRoutes:
     @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        context = self._context
+        context, arrived_s = self._context, time.monotonic()
+        context.engine.check_can_serve()
         body = await read_model(request, ChatCompletionRequest, context.config.max_body_bytes)
         params = body.to_sampling_params()
         self._check_num_sequences(1, body.n)
@@ -88,7 +90,7 @@ class OpenAIRoutes:
         prompt = await context.prompts.from_chat(body)
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
         context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
-        generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name])
+        generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name], arrived_s)
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
     @requires(Access.KEY)
@@ -131,6 +133,7 @@ class OpenAIRoutes:
         params: SamplingParams,
         prompts: Sequence[Prompt],
         adapter_names: Sequence[str | None],
+        arrived_s: float,
     ) -> Generation:
         response_id = f"{prefix}-{body.request_id or request.state.request_id}"
         unique = new_request_id()[:16]
@@ -149,6 +152,7 @@ class OpenAIRoutes:
             cache_salt=caller_of(request).owner + (body.cache_salt or ""),
             hides_paths=not caller_of(request).is_admin,
             shows_cached_tokens=self._context.config.shows_cached_tokens,
+            deadline=Deadline.of(arrived_s, body.timeout, self._context.config.max_request_s),
         )
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:

@@ -47,7 +47,10 @@ StartEngine = Callable[[], Awaitable[EngineSurface]]
 
 
 def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
-    """Serve until a signal; returns the exit code: 0, 1 when the port or the engine cannot be had, 128 + n on signal n before that."""
+    """Serve until a signal.
+
+    Returns the exit code: 0, 1 when the port or the engine cannot be had or kept, 128 + n on signal n before that.
+    """
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
@@ -78,11 +81,27 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
-async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> None:
-    """Serve on a bound socket until a signal, then drain. Prints one line when ready. The engine stays the caller's."""
+async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> int:
+    """Serve on a bound socket until a signal, then drain; returns the exit code. Prints one line when ready.
+
+    The engine stays the caller's; one that has given up ends the server with 1.
+    """
     server = make_server(engine, config, partial(_announce, sock))
     with _signals(server.stop):
-        await server.serve(sockets=[sock])
+        giving_up = asyncio.ensure_future(_stop_when_given_up(engine, server))
+        try:
+            await server.serve(sockets=[sock])
+        finally:
+            giving_up.cancel()
+            await asyncio.gather(giving_up, return_exceptions=True)
+    return server.exit_code
+
+
+async def _stop_when_given_up(engine: EngineSurface, server: DrainingServer) -> None:
+    await engine.wait_until_given_up()
+    _log.error("the server ends, since its engine does not start any more")
+    server.exit_code = 1
+    server.stop()
 
 
 def make_server(
@@ -103,6 +122,7 @@ class DrainingServer(uvicorn.Server):
         self._context = context
         self._on_ready = on_ready
         self._abort: asyncio.Task[None] | None = None
+        self.exit_code = 0
 
     def stop(self) -> None:
         """Begin to drain; called again, stop waiting."""
@@ -148,10 +168,9 @@ async def _start_and_serve(start_engine: StartEngine, config: ServerConfig, sock
                 raise
             return 128 + received[0]
     try:
-        await serve(engine, config, sock)
+        return await serve(engine, config, sock)
     finally:
         await engine.shutdown()
-    return 0
 
 
 @contextlib.contextmanager

@@ -119,6 +119,7 @@ class FakeAsyncEngine:
         self._profile: LoraProfile | None = None
         self._failures: list[tuple[LoraplexError, int]] = []
         self._death: EngineDeadError | None = None
+        self._has_given_up = asyncio.Event()
         for name, path in (adapters or {}).items():
             self._registry_or_refuse().load(name, path)
 
@@ -145,11 +146,16 @@ class FakeAsyncEngine:
         """The next request (call again for more) raises `error` after this many tokens."""
         self._failures.append((error, after_tokens))
 
-    def die(self, reason: str = "the engine process ended") -> None:
+    def die(self, reason: str = "the engine process ended", retry_after_s: float = 1.0) -> None:
         """Running and new requests fail; health says why."""
-        self._death = EngineDeadError(reason)
+        self._death = EngineDeadError(reason, retry_after_s)
         for run in self._runs.values():
             self._end(run, self._death)
+
+    def give_up(self) -> None:
+        """As an engine that is not restarted any more: a server over it ends."""
+        self.die("the engine process ended, and is not restarted")
+        self._has_given_up.set()
 
     @property
     def num_running(self) -> int:
@@ -173,7 +179,9 @@ class FakeAsyncEngine:
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._check_can_serve(request_id)
+        self.check_can_serve()
+        if request_id in self._runs:
+            raise InvalidRequestError(f"request id {request_id!r} is in use")
         if lora_request is not None:
             await self.load_adapter(
                 lora_request.lora_name, lora_request.lora_path, lora_int_id=lora_request.lora_int_id
@@ -251,18 +259,23 @@ class FakeAsyncEngine:
         if run is not None:
             self._end(run, RequestAbortedError(f"request {request_id!r} was aborted"))
 
-    def _check_can_serve(self, request_id: str) -> None:
+    def check_can_serve(self) -> None:
         if self.is_shut_down:
             raise EngineShutdownError("the engine is shut down")
         if self._death is not None:
             raise self._death
-        if request_id in self._runs:
-            raise InvalidRequestError(f"request id {request_id!r} is in use")
+
+    async def wait_until_given_up(self) -> None:
+        await self._has_given_up.wait()
 
     def _registry_or_refuse(self) -> LoRARegistry:
         if self.registry is None:
             raise LoraDisabledError("LoRA is off here")
         return self.registry
+
+    async def _verb(self, verb: Callable[..., T], *values: object) -> T:
+        self.check_can_serve()
+        return await asyncio.to_thread(verb, *values)
 
     def has_adapter(self, name: str) -> bool:
         return self.registry is not None and name in self.registry.names()
@@ -278,14 +291,14 @@ class FakeAsyncEngine:
         keeps_equal: bool = False,
     ) -> LoadResult:
         load = partial(self._registry_or_refuse().load, load_inplace=load_inplace, keeps_equal=keeps_equal)
-        return await _in_thread(lambda: load(name, path, lora_int_id=lora_int_id, is_pinned=is_pinned))
+        return await self._verb(lambda: load(name, path, lora_int_id=lora_int_id, is_pinned=is_pinned))
 
     async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
-        return await asyncio.to_thread(self._registry_or_refuse().move, name, version)
+        return await self._verb(self._registry_or_refuse().move, name, version)
 
     async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
         unload = self._registry_or_refuse().unload
-        return await _in_thread(lambda: unload(name, deadline_s=deadline_s, force=force))
+        return await self._verb(lambda: unload(name, deadline_s=deadline_s, force=force))
 
     async def switch_adapter(
         self,
@@ -296,25 +309,25 @@ class FakeAsyncEngine:
         force: bool = False,
     ) -> SwitchResult:
         switch = self._registry_or_refuse().switch
-        return await _in_thread(lambda: switch(old, new, new_path=new_path, deadline_s=deadline_s, force=force))
+        return await self._verb(lambda: switch(old, new, new_path=new_path, deadline_s=deadline_s, force=force))
 
     async def pin_adapter(self, name: str) -> bool:
-        return await asyncio.to_thread(self._registry_or_refuse().pin, name)
+        return await self._verb(self._registry_or_refuse().pin, name)
 
     async def unpin_adapter(self, name: str) -> bool:
-        return await asyncio.to_thread(self._registry_or_refuse().unpin, name)
+        return await self._verb(self._registry_or_refuse().unpin, name)
 
     async def evict_adapter(self, name: str) -> bool:
-        return await asyncio.to_thread(self._registry_or_refuse().evict, name)
+        return await self._verb(self._registry_or_refuse().evict, name)
 
     async def preload_adapter(self, name: str) -> AddOutcome:
-        return await asyncio.to_thread(self._registry_or_refuse().preload, name)
+        return await self._verb(self._registry_or_refuse().preload, name)
 
     async def describe_adapter(self, name: str) -> AdapterInfo:
-        return await asyncio.to_thread(self._registry_or_refuse().describe, name)
+        return await self._verb(self._registry_or_refuse().describe, name)
 
     async def list_adapters(self) -> list[AdapterInfo]:
-        return [] if self.registry is None else await asyncio.to_thread(self.registry.list_adapters)
+        return [] if self.registry is None else await self._verb(self.registry.list_adapters)
 
     def health(self) -> FakeHealth:
         if self.is_shut_down:
@@ -360,7 +373,3 @@ class FakeAsyncEngine:
         self.events.close()
         for run in self._runs.values():
             self._end(run, EngineShutdownError("the engine is shut down"))
-
-
-async def _in_thread(verb: Callable[[], T]) -> T:
-    return await asyncio.to_thread(verb)

@@ -1,6 +1,6 @@
 """An engine process that holds requests, so that a test acts while one runs, however slow the machine is.
 
-python -m tests.engine.holding_process ADDRESS        started by AsyncEngine(engine_module=...)
+python -m tests.engine.holding_process ADDRESS        started by Supervision(module=...)
 
 Orders come as aborts of requests that nobody has: HOLD_ID and LET_GO_ID. In between, a request with `ignore_eos` gets NUM_FREE_TOKENS
 and no more; it keeps its KV blocks and its adapter, and all others run.

@@ -26,6 +26,7 @@ from loraplex.core import RequestOutput, Tier
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
 from loraplex.engine import messages as msg
 from loraplex.engine.async_engine import AsyncEngine
+from loraplex.engine.supervisor import Supervision
 from loraplex.errors import (
     AdapterConflictError,
     AdapterNotFoundError,
@@ -58,7 +59,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(base: str) -> AsyncIterator[AsyncEngine]:
     starting = AsyncEngine.start(
-        demo_config(model=base), served_model_name="base", engine_module=holding_process.MODULE
+        demo_config(model=base), served_model_name="base", supervision=Supervision(module=holding_process.MODULE)
     )
     engine = await within(starting)
     for name in LOADED:

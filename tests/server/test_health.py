@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -9,9 +10,11 @@ import pytest
 from fastapi import FastAPI
 
 import loraplex
+from loraplex.server import ServerConfig, create_app, health_api
 from loraplex.server.context import ServerContext
 from loraplex.server.schemas import CompletionRequest
 from loraplex.testing import FakeAsyncEngine
+from tests.server.conftest import client_of
 
 
 async def test_healthy(client: httpx.AsyncClient) -> None:
@@ -44,6 +47,84 @@ async def test_a_dead_engine_is_503_with_the_reason(client: httpx.AsyncClient, e
     response = await client.post("/v1/completions", json={"model": "base", "prompt": "hi"})
     assert response.status_code == 503
     assert "it ran out of memory" in response.json()["error"]["message"]
+
+
+async def test_a_dead_engine_says_when_to_come_again(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    """On every route that needs it, and before anything of the body is looked at."""
+    engine.die("it is restarted in 8 s", retry_after_s=8.5)
+    chat = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+    bodies = {"/v1/completions": {"model": "base", "prompt": "hi"}, "/v1/chat/completions": chat}
+    for url, body in bodies.items():
+        for sent in (body, {**body, "stream": True}, {"unknown": 1}):
+            response = await client.post(url, json=sent)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "9")
+            assert response.json()["error"]["code"] == "engine_dead"
+    loading = {"lora_name": "x", "lora_path": "/x"}
+    verbs = {
+        "/v1/load_lora_adapter": loading,
+        "/v1/unload_lora_adapter": {"lora_name": "sql"},
+        "/v1/adapters": {"name": "x", "path": "/x"},
+        "/v1/adapters/sql/pin": {},
+        "/v1/adapters/switch": {"old": "sql", "new": "chat"},
+    }
+    answers = [await client.post(url, json=body) for url, body in verbs.items()]
+    answers += [await client.get("/v1/memory"), await client.get("/health"), await client.get("/v1/adapters")]
+    for response in answers:
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+    assert engine.requests == []
+    assert (await client.post("/tokenize", json={"prompt": "hi"})).status_code == 200, "that needs no engine"
+
+
+async def test_a_probe_generates_one_token(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    response = await client.get("/health", params={"probe": "generate"})
+    assert response.status_code == 200
+    assert (response.json()["status"], response.json()["probe_ms"] > 0) == ("ok", True)
+    (request,) = engine.requests
+    assert (request.model, len(request.prompt_token_ids), request.params.max_tokens) == (None, 1, 1)
+
+
+async def test_probes_that_come_together_are_one(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    """The route needs no key: however many ask, the engine has one request of theirs, and one client that leaves harms no other."""
+    engine.hold()
+    asking = [asyncio.create_task(client.get("/health", params={"probe": "generate"})) for _ in range(50)]
+    async with asyncio.timeout(30):
+        while engine.num_running == 0:
+            await asyncio.sleep(0.01)
+    asking[0].cancel()
+    await asyncio.sleep(0.01)
+    engine.resume()
+    answers = await asyncio.gather(*asking[1:])
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(engine.requests) == 1
+
+
+async def test_a_probe_has_a_deadline(engine: FakeAsyncEngine) -> None:
+    engine.hold()
+    async with client_of(create_app(engine, ServerConfig(probe_timeout_s=0.05))) as client:
+        for _ in range(2):  # the second gets the outcome of the first
+            response = await client.get("/health", params={"probe": "generate"})
+            assert response.status_code == 503
+            assert "a probe got no token within 0.05 s" in response.json()["error"]["message"]
+        assert (await client.get("/health")).status_code == 200
+    assert (len(engine.requests), engine.num_running) == (1, 0)
+
+
+async def test_what_is_no_probe(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/health", params={"probe": "fly"})).status_code == 400
+
+
+async def test_metrics_do_not_wait_for_a_silent_engine(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent() -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(health_api, "STATS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(engine, "stats", silent)
+    response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert "loraplex:engine_up" in response.text
 
 
 async def test_a_closing_server_is_503(client: httpx.AsyncClient, app: FastAPI) -> None:

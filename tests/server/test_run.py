@@ -56,6 +56,8 @@ async def start():
     engine = Engine({"sql": "/sql"})
     if how == "holds":
         engine.hold(after_tokens=2)
+    if how == "gives up":
+        asyncio.get_running_loop().call_later(0.1, engine.give_up)
     return engine
 
 config = ServerConfig(port=int(sys.argv[2]), access_log=False, shutdown_grace_s=float(sys.argv[3]))
@@ -184,6 +186,15 @@ def test_an_engine_that_does_not_start_is_exit_code_1(programs: list[Program]) -
     programs.append(program)
     output, errors = program.process.communicate(timeout=60)
     assert (program.process.returncode, output, errors) == (1, "", "error: no model here\n")
+
+
+def test_an_engine_that_gives_up_ends_the_server_with_exit_code_1(programs: list[Program]) -> None:
+    program = Program("gives up")
+    programs.append(program)
+    program.url()
+    output, errors = program.process.communicate(timeout=60)
+    assert (program.process.returncode, output) == (1, "engine is shut down\n")
+    assert "the server ends, since its engine does not start any more" in errors
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])

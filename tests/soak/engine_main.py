@@ -1,6 +1,6 @@
 """The engine process of the soak: the ordinary one, with free memory that holds NaN, sources that may hang, and a socket for faults.
 
-python -m tests.soak.engine_main ADDRESS        started by AsyncEngine(engine_module=...); SIGUSR1 shows where every thread is
+python -m tests.soak.engine_main ADDRESS        started by Supervision(module=...); SIGUSR1 shows where every thread is
 """
 
 from __future__ import annotations

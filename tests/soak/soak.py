@@ -20,6 +20,7 @@ import psutil
 
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.engine.async_engine import AsyncEngine
+from loraplex.engine.supervisor import Supervision
 from tests.soak.askers import Asker, watch_references
 from tests.soak.footprint import Footprint
 from tests.soak.held_sources import FRONT_MARKER, heeding
@@ -88,7 +89,7 @@ class Soak:
         before = {thread.ident for thread in threading.enumerate()}
         with self._surroundings():
             engine = await AsyncEngine.start(
-                self._config(), served_model_name="base", engine_module="tests.soak.engine_main"
+                self._config(), served_model_name="base", supervision=Supervision(module="tests.soak.engine_main")
             )
             killer = Killer(self._plan.seed, engine, self.ledger, self._plan.kill_period_s or 0)
             footprint = Footprint(engine, self.ledger)

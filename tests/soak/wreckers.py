@@ -13,7 +13,6 @@ from typing import Any
 
 from loraplex.core import AdapterSpec, Tier
 from loraplex.engine.async_engine import AsyncEngine
-from loraplex.engine.supervisor import DEATHS_WINDOW_S, MAX_DEATHS
 from loraplex.errors import EngineDeadError
 from tests.soak.ledger import Ledger
 from tests.soak.orders import FAULTS, Fault, Order, give
@@ -40,11 +39,8 @@ class Killer:
         return len(self._killed)
 
     async def run(self) -> None:
-        """Never so often that the supervisor would give the engine up."""
         while True:
             await asyncio.sleep(self._period_s * self._rng.uniform(0.75, 1.25))
-            while len([at_s for at_s in self._killed if time.monotonic() - at_s < DEATHS_WINDOW_S]) >= MAX_DEATHS - 1:
-                await asyncio.sleep(1.0)
             await self.kill()
 
     async def kill(self) -> None:
