@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import errno
+import gc
 import logging
 import math
 import signal
@@ -81,6 +82,8 @@ def bind(config: ServerConfig) -> socket.socket:
 async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> None:
     """Serve on a bound socket until a signal, then drain. Prints one line when ready. The engine stays the caller's."""
     server = make_server(engine, config, partial(_announce, sock))
+    gc.collect()
+    gc.freeze()  # what is there now stays: to look at it in every full collection would hold requests up for 100 ms
     with _signals(server.stop):
         await server.serve(sockets=[sock])
 
