@@ -9,7 +9,9 @@ from typing import Any
 
 from loraplex.errors import InvalidRequestError
 
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+"""Of all stop strings together."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18
@@ -150,6 +152,7 @@ class SamplingParams:
                 f"{longest} ({_shown(self.max_tokens)})",
             ),
             ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"has {len(self.stop)} strings, at most {MAX_STOP_STRINGS}"),
+            ("stop", _num_chars(self.stop) <= MAX_STOP_CHARS, f"has more than {MAX_STOP_CHARS} characters in all"),
             ("stop", all(self.stop), "has an empty string"),
             ("stop", not self.stop or self.detokenize, "strings need detokenize=True"),
             (
@@ -223,3 +226,7 @@ def _shown(value: Any) -> str:
     except ValueError:  # more digits than Python writes
         text = f"{type(value).__name__} of too many digits"
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def _num_chars(texts: Sequence[str]) -> int:
+    return sum(map(len, texts))

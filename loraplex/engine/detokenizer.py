@@ -8,8 +8,10 @@ all deltas and `finish()` equal the decoding of everything. The cost of a token 
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from loraplex.core import SamplingParams
@@ -96,60 +98,93 @@ class StopMatch:
     end: int
 
 
-class StopMatcher:
-    """Finds the first stop string to be complete; of several that end at one character, the longest (it starts first).
+class StopTable:
+    """The automaton of Aho and Corasick: a character costs O(1) amortised, however many stop strings there are.
 
-    That depends on the text alone, not on how it is cut into pieces. Knuth-Morris-Pratt: `failure[i]` is the length of the
-    longest proper prefix of stop[:i+1] that is also its suffix, so a character costs O(1) amortised per stop string.
+    A node is a beginning of a stop string. `children[n]` leads on by one character, `fallback[n]` is the longest proper
+    suffix of n that is a node too, `found[n]` the longest stop string at the end of n. A table never changes: all
+    completions of a request share one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
-        self._failures = tuple(_failure_table(stop) for stop in self._stops)
-        self._matched = [0] * len(self._stops)
-        self._first_characters = frozenset(stop[0] for stop in self._stops)
+        self.children: list[dict[str, int]] = [{}]
+        self.fallback = [0]
+        self.depth = [0]
+        self.found: list[str | None] = [None]
+        for stop in stops:
+            self.found[self._node_of(stop)] = stop
+        self._link()
+
+    def _node_of(self, stop: str) -> int:
+        node = 0
+        for character in stop:
+            following = self.children[node].get(character)
+            if following is None:
+                following = self.children[node][character] = len(self.children)
+                self.children.append({})
+                self.fallback.append(0)
+                self.depth.append(self.depth[node] + 1)
+                self.found.append(None)
+            node = following
+        return node
+
+    def _link(self) -> None:
+        """Level by level, since a fallback is always less deep."""
+        queue = deque(self.children[0].values())
+        while queue:
+            node = queue.popleft()
+            self.found[node] = self.found[node] or self.found[self.fallback[node]]
+            for character, child in self.children[node].items():
+                self.fallback[child] = self.advance(self.fallback[node], character)
+                queue.append(child)
+
+    def advance(self, node: int, character: str) -> int:
+        """The longest end of the text that begins a stop string, after one more character."""
+        while (following := self.children[node].get(character)) is None:
+            if not node:
+                return 0
+            node = self.fallback[node]
+        return following
+
+
+@lru_cache(maxsize=64)
+def _stop_table(stops: tuple[str, ...]) -> StopTable:
+    return StopTable(stops)
+
+
+class StopMatcher:
+    """Finds the first stop string to be complete; of several that end at one character, the longest (it starts first).
+
+    That depends on the text alone, not on how it is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._table = _stop_table(tuple(stops))
+        self._first_characters = self._table.children[0].keys()
+        self._node = 0
         self._num_fed = 0
 
     @property
     def num_held(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max(self._matched, default=0)
+        return self._table.depth[self._node]
 
     def feed(self, text: str, is_enabled: bool = True) -> StopMatch | None:
         """Take in more text; the first match in it (after which nothing may be fed). Disabled: matches are passed over."""
-        if not any(self._matched) and self._first_characters.isdisjoint(text):
+        if not self._node and self._first_characters.isdisjoint(text):
             self._num_fed += len(text)
             return None
+        table, node = self._table, self._node
         for character in text:
             self._num_fed += 1
-            stop = self._advance(character)
+            node = table.advance(node, character)
+            stop = table.found[node]
             if stop is not None and is_enabled:
                 return StopMatch(stop, self._num_fed - len(stop), self._num_fed)
+        while node and not table.children[node]:  # a stop string that was passed over, and begins no longer one
+            node = table.fallback[node]
+        self._node = node
         return None
-
-    def _advance(self, character: str) -> str | None:
-        found = None
-        for i, (stop, failure) in enumerate(zip(self._stops, self._failures, strict=True)):
-            matched = self._matched[i]
-            while matched and stop[matched] != character:
-                matched = failure[matched - 1]
-            matched += stop[matched] == character
-            if matched == len(stop):
-                found = found or stop
-                matched = failure[matched - 1]
-            self._matched[i] = matched
-        return found
-
-
-def _failure_table(stop: str) -> list[int]:
-    failure = [0] * len(stop)
-    matched = 0
-    for i in range(1, len(stop)):
-        while matched and stop[matched] != stop[i]:
-            matched = failure[matched - 1]
-        matched += stop[matched] == stop[i]
-        failure[i] = matched
-    return failure
 
 
 class IncrementalDetokenizer:

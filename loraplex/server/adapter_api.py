@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
@@ -32,10 +33,9 @@ from loraplex.server.adapter_schemas import (
 from loraplex.server.api_error import ApiError
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
-from loraplex.server.body import read_model
 from loraplex.server.context import ServerContext
 from loraplex.server.model_names import has_adapter, lora_is_off
-from loraplex.server.openapi import request_schema
+from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import encode
 from loraplex.server.strict_route import StrictRoute
 
@@ -61,26 +61,29 @@ class AdapterRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["adapters"], route_class=StrictRoute)
 
-        def post(path: str, route: Callable[..., Any], body: type[BaseModel] | None = None) -> None:
-            router.add_api_route(
-                path, route, methods=["POST"], openapi_extra=None if body is None else request_schema(body)
-            )
+        def add(method: str, path: str, route: Callable[..., Any], *bodies: type[BaseModel], **answers: Any) -> None:
+            extra = operation(*bodies, errors=OF_ADAPTERS, **answers)
+            is_text = "text_type" in answers
+            response_class = PlainTextResponse if is_text else JSONResponse
+            router.add_api_route(path, route, methods=[method], openapi_extra=extra, response_class=response_class)
 
-        post("/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest)
-        post("/v1/unload_lora_adapter", self.unload_lora_adapter, UnloadLoraAdapterRequest)
-        post("/v1/adapters", self.load, LoadAdapterRequest)
-        post("/v1/adapters/switch", self.switch, SwitchAdapterRequest)
-        post("/v1/adapters/{name:path}/pin", self.pin)
-        post("/v1/adapters/{name:path}/unpin", self.unpin)
-        post("/v1/adapters/{name:path}/evict", self.evict)
-        post("/v1/adapters/{name:path}/preload", self.preload)
-        post("/v1/adapters/{name:path}/rollback", self.rollback)
-        router.add_api_route(
-            "/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=request_schema(PutAdapterRequest)
+        add("POST", "/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest, text_type="text/plain")
+        add(
+            "POST",
+            "/v1/unload_lora_adapter",
+            self.unload_lora_adapter,
+            UnloadLoraAdapterRequest,
+            text_type="text/plain",
         )
-        router.add_api_route("/v1/adapters", self.list_all, methods=["GET"])
-        router.add_api_route("/v1/adapters/{name:path}", self.show, methods=["GET"])
-        router.add_api_route("/v1/adapters/{name:path}", self.unload, methods=["DELETE"])
+        add("POST", "/v1/adapters", self.load, LoadAdapterRequest, reply=LoadReply)
+        add("POST", "/v1/adapters/switch", self.switch, SwitchAdapterRequest, reply=SwitchReply)
+        for verb in (self.pin, self.unpin, self.evict, self.preload):
+            add("POST", f"/v1/adapters/{{name:path}}/{verb.__name__}", verb, reply=ResidencyReply)
+        add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, reply=LoadReply)
+        add("PUT", "/v1/adapters/{name:path}", self.put, PutAdapterRequest, reply=LoadReply, other_status=201)
+        add("GET", "/v1/adapters", self.list_all, reply=AdapterList)
+        add("GET", "/v1/adapters/{name:path}", self.show, reply=AdapterCard)
+        add("DELETE", "/v1/adapters/{name:path}", self.unload, reply=UnloadReply)
         return router
 
     # ------------------------------------------------------------------------------------------------------ vLLM's routes
@@ -88,7 +91,7 @@ class AdapterRoutes:
     @requires(Access.LOADING)
     async def load_lora_adapter(self, request: Request) -> Response:
         """Load an adapter under a name, as in vLLM."""
-        body = await read_model(request, LoadLoraAdapterRequest, self._context.config.max_body_bytes)
+        body = await self._context.bodies.read(request, LoadLoraAdapterRequest)
         name_adapters(request, body.lora_name)
         if not body.lora_name or not body.lora_path:
             raise _invalid_input(
@@ -115,7 +118,7 @@ class AdapterRoutes:
     @requires(Access.LOADING)
     async def unload_lora_adapter(self, request: Request) -> Response:
         """Unload an adapter, as in vLLM. Requests that run on it finish."""
-        body = await read_model(request, UnloadLoraAdapterRequest, self._context.config.max_body_bytes)
+        body = await self._context.bodies.read(request, UnloadLoraAdapterRequest)
         name_adapters(request, body.lora_name)
         if not body.lora_name:
             raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -154,7 +157,7 @@ class AdapterRoutes:
     @requires(Access.LOADING)
     async def load(self, request: Request) -> Response:
         """Load an adapter under a name; a known name with the same path is a no-op that says so."""
-        body = await read_model(request, LoadAdapterRequest, self._context.config.max_body_bytes)
+        body = await self._context.bodies.read(request, LoadAdapterRequest)
         name_adapters(request, body.name)
         self._registry(f"adapter {body.name!r} was to be loaded")
         await self._check_path(body.path)
@@ -166,7 +169,7 @@ class AdapterRoutes:
     @requires(Access.LOADING)
     async def put(self, name: str, request: Request) -> Response:
         """Say what an adapter is to be; sent twice, it changes nothing. 201 when the name is new."""
-        body = await read_model(request, PutAdapterRequest, self._context.config.max_body_bytes)
+        body = await self._context.bodies.read(request, PutAdapterRequest)
         self._registry(f"adapter {name!r} was to be changed")
         if body.path is not None:
             await self._check_path(body.path)
@@ -208,7 +211,7 @@ class AdapterRoutes:
     @requires(Access.LOADING)
     async def switch(self, request: Request) -> Response:
         """Send the requests for `old` to `new`; `old` is evicted after its last one."""
-        body = await read_model(request, SwitchAdapterRequest, self._context.config.max_body_bytes)
+        body = await self._context.bodies.read(request, SwitchAdapterRequest)
         name_adapters(request, body.old, body.new)
         self._registry(f"adapter {body.old!r} was to be switched")
         if body.new_path is not None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import Field, model_validator
+from pydantic.json_schema import JsonSchemaValue
 
 from loraplex.adapters.registry import (
     AdapterInfo,
@@ -17,9 +18,11 @@ from loraplex.adapters.registry import (
     VersionInfo,
 )
 from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import RequestModel
+from loraplex.server.request_model import RequestModel, any_of, has, lacks
 
 MAX_PATH_CHARS = 4096
+TEXT = {"type": "string", "minLength": 1}
+NUMBER = {"type": "integer"}
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Path = Annotated[str, Field(min_length=1, max_length=MAX_PATH_CHARS)]
@@ -34,13 +37,16 @@ class LoadLoraAdapterRequest(RequestModel):
     load_inplace: bool = False
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (has(lora_name=TEXT, lora_path=TEXT),)
 
 
 class UnloadLoraAdapterRequest(RequestModel):
     """vLLM's `POST /v1/unload_lora_adapter`. `lora_int_id`, if sent, must be the adapter's."""
 
     lora_name: Annotated[str, Field(max_length=256)] = ""
-    lora_int_id: int | None = None
+    lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (has(lora_name=TEXT),)
 
 
 class LoadAdapterRequest(RequestModel):
@@ -63,6 +69,11 @@ class PutAdapterRequest(RequestModel):
     version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     is_pinned: bool | None = None
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
+
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        any_of(lacks("path"), lacks("version")),
+        any_of(has(path=TEXT), has(version=NUMBER), has(is_pinned={"type": "boolean"}), has(lora_int_id=NUMBER)),
+    )
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:

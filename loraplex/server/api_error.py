@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -33,8 +34,11 @@ _CODES: dict[type[LoraplexError], str | None] = {
     InvalidRequestError: None,
     PromptTooLongError: "context_length_exceeded",
 }
-MAX_SHOWN_CHARS = 80
+MAX_SHOWN_CHARS = 40
 """Of a name or value that a client sent, in an error."""
+MAX_MESSAGE_CHARS = 10_000
+"""Of an error: as JSON at most 60,000 bytes."""
+MAX_REASONS = 8
 
 _log = logging.getLogger("loraplex.server")
 
@@ -77,12 +81,22 @@ def status_of(error: Exception) -> int:
 def error_reply(error: Exception) -> bytes:
     """The JSON of an error. Nothing of an unforeseen one reaches the client: it is for the log."""
     if isinstance(error, ApiError):
-        body = ErrorBody(error.message, error.error_type, error.param, error.code)
+        body = _body(error, error.error_type, error.code)
     elif isinstance(error, LoraplexError):
-        body = ErrorBody(error.message, error.kind, error.param, _code_of(type(error)))
+        body = _body(error, error.kind, _code_of(type(error)))
     else:
         body = ErrorBody(INTERNAL_MESSAGE, "internal_error", None, "internal_error")
     return msgspec.json.encode(ErrorReply(body))
+
+
+def _body(error: LoraplexError, kind: str, code: str | None) -> ErrorBody:
+    param = None if error.param is None else clipped(error.param)
+    return ErrorBody(clipped(error.message, MAX_MESSAGE_CHARS), kind, param, code)
+
+
+def clipped(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
+    """The beginning of what a client sent: an error says which value, and does not send it back."""
+    return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def _code_of(cls: type[LoraplexError]) -> str | None:
@@ -131,16 +145,22 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 def unknown_parameter(name: str) -> ApiError:
     """Of a query."""
-    shown = name[:MAX_SHOWN_CHARS]
+    shown = clipped(name)
     return ApiError(f"unknown query parameter {shown!r}: remove it", code="unknown_field", param=shown)
 
 
-def validation_error(errors: Any) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first field."""
-    found = [(".".join(str(each) for each in item["loc"] if not _is_tag(each)), item["msg"]) for item in errors]
-    text = "; ".join(f"{where}: {what}" if where else what for where, what in found[:8])
+    found = [(_place(item["loc"]), item["msg"]) for item in errors[:MAX_REASONS]]
+    text = "; ".join(f"{where}: {what}" if where else what for where, what in found)
+    if len(errors) > MAX_REASONS:
+        text += f"; and {len(errors) - MAX_REASONS} more"
     param = found[0][0].split(".")[0] if found else None
     return ApiError(text or "the request is not valid", param=param or None)
+
+
+def _place(parts: Sequence[object]) -> str:
+    return ".".join(clipped(str(each)) for each in parts if not _is_tag(each))
 
 
 def _is_tag(part: object) -> bool:

@@ -19,7 +19,7 @@ from loraplex.server.events_api import EventRoutes
 from loraplex.server.health_api import HealthRoutes
 from loraplex.server.memory_api import MemoryRoutes
 from loraplex.server.openai_api import OpenAIRoutes
-from loraplex.server.openapi import with_api_keys
+from loraplex.server.openapi import DescribedApi
 from loraplex.server.pages import PAGE_PATHS, PageRoutes
 from loraplex.server.profile_api import ProfileRoutes
 from loraplex.server.request_id import HEADER, RequestIdMiddleware
@@ -41,7 +41,7 @@ ROUTES = (
 def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> FastAPI:
     """The application. `app.state.context` is its ServerContext. It neither starts nor ends the engine."""
     context = ServerContext.create(engine, config or ServerConfig())
-    app = FastAPI(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = DescribedApi(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.context = context
     routers = [routes(context).router() for routes in ROUTES]
     for router in routers:
@@ -49,8 +49,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     add_error_handlers(app)
     known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(HTTPException, KnownUrls(known).answer)
-    if context.config.has_keys:
-        app.openapi_schema = with_api_keys(app.openapi(), _open_paths(context.config))
+    app.open_paths = _open_paths(context.config) if context.config.has_keys else None
     _add_middleware(app, context.config)
     return app
 

@@ -1,8 +1,15 @@
-"""Reading a request's body: bounded in bytes and in depth, strict JSON, every field checked by name."""
+"""Reading a request's body: bounded in bytes, values and depth, strict JSON, every field checked by name.
+
+What a body may cost is known before it is read as JSON: values are counted in its bytes, without making any. A long body
+is counted, decoded and checked in a thread (`off_loop.py`). No single call of that takes longer than some 20 ms, so the
+event loop goes on meanwhile.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,23 +17,58 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
-from loraplex.server.api_error import ApiError, validation_error
-from loraplex.server.request_model import RequestModel
+from loraplex.server.api_error import ApiError, clipped, validation_error
+from loraplex.server.off_loop import OffLoop, client_of
+from loraplex.server.request_model import BodyLimits, RequestModel
+
+SHORT_BODY_BYTES = 16 * 2**10
+"""A body up to this is read in the event loop: the worst takes some milliseconds."""
 
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
 """The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body were cut."""
+_NO_VALUE_BEGINS = bytes(set(range(256)) - set(b",:[{"))
+_FORMS = {
+    "application/x-www-form-urlencoded": "curl and others send forms unless told otherwise: "
+    "curl -H 'Content-Type: application/json' -d '{...}'",
+    "multipart/form-data": "send the fields as one JSON object: curl -H 'Content-Type: application/json' -d '{...}'",
+}
 
 Model = TypeVar("Model", bound=RequestModel)
 
 
-async def read_model(request: Request, model: type[Model], max_body_bytes: int) -> Model:
-    """The body as a `model`. Raises ApiError: 413 too long, 415 not declared as JSON, 400 malformed or refused."""
-    return check_model(await read_object(request, max_body_bytes), model)
+class BodyReader:
+    """Reads bodies with one server's settings. `max_model_len`: so many more values fit into a prompt of token ids."""
+
+    def __init__(self, off_loop: OffLoop, max_body_bytes: int, max_model_len: int, is_strict: bool) -> None:
+        self._off_loop = off_loop
+        self._max_body_bytes = max_body_bytes
+        self._max_model_len = max_model_len
+        self._is_strict = is_strict
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The body as a `model`. Raises ApiError: 413 too long, 415 not declared as JSON, 400 malformed or refused."""
+        return await self.read_one_of(request, lambda fields: model, model.limits)
+
+    async def read_one_of(
+        self, request: Request, choose: Callable[[dict[str, Any]], type[Model]], limits: BodyLimits
+    ) -> Model:
+        """The body as the model that `choose` finds for its fields."""
+        check_media_type(request.headers)
+        body = await read_body(request, min(limits.max_bytes, self._max_body_bytes))
+        max_values = limits.max_values + (self._max_model_len if limits.has_token_ids else 0)
+        parse = partial(_parse, body, choose, max_values, self._is_strict)
+        if len(body) <= SHORT_BODY_BYTES:
+            return parse()
+        return await self._off_loop.run(client_of(request), parse, len(body))
 
 
-async def read_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
-    check_media_type(request.headers)
-    return decode_object(await read_body(request, max_body_bytes))
+def _parse(body: bytes, choose: Callable[[dict[str, Any]], type[Model]], max_values: int, is_strict: bool) -> Model:
+    check_num_values(body, max_values)
+    fields = decode_object(body)
+    model = choose(fields)
+    if is_strict:
+        model.refuse_hints(fields)
+    return check_model(fields, model)
 
 
 def check_model(fields: dict[str, Any], model: type[Model]) -> Model:
@@ -34,6 +76,24 @@ def check_model(fields: dict[str, Any], model: type[Model]) -> Model:
         return model.model_validate(fields)
     except ValidationError as error:
         raise validation_error(error.errors(include_url=False, include_input=False, include_context=False)) from None
+
+
+def check_num_values(body: bytes, max_values: int) -> None:
+    """Refuse a body of more JSON values (names of fields included) than `max_values`, before any of them is made.
+
+    Every value but the first follows one of `,:[{` outside a string. First all of these are counted, which may be too
+    many; then without strings: when escaped quotes are gone, every other piece between two quotes is one.
+    """
+    if len(body) <= max_values or len(body.translate(None, delete=_NO_VALUE_BEGINS)) < max_values:
+        return
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    has_too_many_strings = bare.count(b'"') > 2 * max_values
+    if has_too_many_strings or _num_begun(b"".join(bare.split(b'"')[::2])) >= max_values:
+        raise ApiError(f"the body has more than {max_values} values: send several requests", code="too_many_values")
+
+
+def _num_begun(outside: bytes) -> int:
+    return len(outside.translate(None, delete=_NO_VALUE_BEGINS))
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
@@ -72,14 +132,15 @@ def check_media_type(headers: Headers) -> None:
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
-            f"Content-Encoding {encoding[:100]!r} is not supported: send the body as it is",
+            f"Content-Encoding {clipped(encoding)!r} is not supported: send the body as it is",
             status=415,
             code="unsupported_media_type",
         )
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
+        hint = f"; {_FORMS[media_type]}" if media_type in _FORMS else ""
         raise ApiError(
-            f"Content-Type must be application/json, got {media_type[:100] or 'none'!r}",
+            f"Content-Type must be application/json, got {clipped(media_type or 'none')!r}{hint}",
             status=415,
             code="unsupported_media_type",
         )

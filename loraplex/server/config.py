@@ -55,6 +55,10 @@ class ServerSettings:
     header_timeout_s: float = setting(
         30.0, "time for the headers of a request to arrive; then the connection is closed"
     )
+    strict_fields: bool = setting(
+        False,
+        "refuse fields that cannot change an answer (metadata, store, user, session_id, ...) instead of accepting them",
+    )
     max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
     state_dir: str | None = setting(
         None,

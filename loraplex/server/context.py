@@ -6,12 +6,14 @@ import time
 from dataclasses import dataclass
 
 from loraplex.server.audit import Audit
+from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.server.model_names import ModelNames
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.prompts import PromptEncoder
 
 
@@ -21,6 +23,7 @@ class ServerContext:
     config: ServerConfig
     tokenizer: TokenizerSurface
     names: ModelNames
+    bodies: BodyReader
     prompts: PromptEncoder
     in_flight: InFlight
     generator: Generator
@@ -34,12 +37,19 @@ class ServerContext:
         in_flight = InFlight(engine)
         names = ModelNames(engine, config.served_model_names, int(time.time()))
         metrics_page = MetricsPage(names.served[0])
+        off_loop = OffLoop()
         return cls(
             engine=engine,
             config=config,
             tokenizer=tokenizer,
             names=names,
-            prompts=PromptEncoder(tokenizer, engine.model_info),
+            bodies=BodyReader(
+                off_loop,
+                config.max_body_bytes,
+                engine.model_info.max_model_len,
+                is_strict=config.strict_fields,
+            ),
+            prompts=PromptEncoder(tokenizer, engine.model_info, off_loop),
             in_flight=in_flight,
             generator=Generator(engine, in_flight, metrics_page.histograms),
             metrics_page=metrics_page,

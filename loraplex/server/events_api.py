@@ -16,8 +16,9 @@ from loraplex.events import Detail, EventKind
 from loraplex.server.access import Access, requires
 from loraplex.server.context import ServerContext
 from loraplex.server.event_streams import EventStreams
+from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
-from loraplex.server.streaming import EventStream
+from loraplex.server.streaming import EVENT_STREAM, EventStream
 from loraplex.server.strict_route import StrictRoute
 
 HEARTBEAT_S = 15.0
@@ -103,7 +104,8 @@ class EventRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["memory"], route_class=StrictRoute)
-        router.add_api_route("/v1/events", self.events, methods=["GET"])
+        extra = operation(reply=EventPage, text_type=EVENT_STREAM)
+        router.add_api_route("/v1/events", self.events, methods=["GET"], openapi_extra=extra)
         return router
 
     @requires(Access.ADMIN)

@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from loraplex import __version__
 from loraplex.core import SamplingParams
@@ -19,6 +20,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.metrics_page import CONTENT_TYPE
+from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 
 T = TypeVar("T")
@@ -81,14 +83,29 @@ class HealthRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"], route_class=GuardedRoute)
-        for path, route in self._routes().items():
-            router.add_api_route(path, route, methods=["GET"], operation_id=path.removeprefix("/"))
+        for path, (route, reply) in self._routes().items():
+            text_type = None if reply else "text/plain"
+            router.add_api_route(
+                path,
+                route,
+                methods=["GET"],
+                operation_id=path.removeprefix("/"),
+                openapi_extra=operation(reply=reply, text_type=text_type),
+                response_class=JSONResponse if reply else PlainTextResponse,
+            )
             router.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
-        router.add_api_route("/ping", self.health, methods=["POST"], include_in_schema=False)
+        extra = operation(reply=Health)
+        router.add_api_route("/ping", self.health, methods=["POST"], operation_id="post_ping", openapi_extra=extra)
         return router
 
-    def _routes(self) -> dict[str, Callable[[], Awaitable[Response]]]:
-        return {"/health": self.health, "/ping": self.health, "/version": self.version, "/metrics": self.metrics}
+    def _routes(self) -> dict[str, tuple[Callable[[], Awaitable[Response]], Any]]:
+        """Each path, what answers it, and the form of the answer (None: text)."""
+        return {
+            "/health": (self.health, Health),
+            "/ping": (self.health, Health),
+            "/version": (self.version, Version),
+            "/metrics": (self.metrics, None),
+        }
 
     @requires(Access.OPEN)
     async def health(self, probe: Literal["generate"] | None = None) -> Response:

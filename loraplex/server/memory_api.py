@@ -14,6 +14,7 @@ from loraplex.metrics import MemoryReport, MemorySample, TierReport
 from loraplex.server.access import Access, requires
 from loraplex.server.adapter_schemas import AdapterCard
 from loraplex.server.context import ServerContext
+from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 from loraplex.server.strict_route import StrictRoute
 
@@ -132,7 +133,7 @@ class MemoryRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["memory"], route_class=StrictRoute)
-        router.add_api_route("/v1/memory", self.memory, methods=["GET"])
+        router.add_api_route("/v1/memory", self.memory, methods=["GET"], openapi_extra=operation(reply=MemoryReply))
         return router
 
     @requires(Access.ADMIN)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.responses import ModelCard
 
@@ -97,7 +97,7 @@ def has_adapter(registry: LoRARegistry | None, name: str) -> bool:
 
 def unknown_model(model: str, param: str = "model") -> ApiError:
     return ApiError(
-        f"The model `{model[:200]}` does not exist. GET /v1/models lists what this server has.",
+        f"The model `{clipped(model)}` does not exist. GET /v1/models lists what this server has.",
         status=404,
         kind="not_found_error",
         code="model_not_found",

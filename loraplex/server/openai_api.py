@@ -15,16 +15,16 @@ from loraplex.errors import LoraplexError
 from loraplex.server.access import Access, requires
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.auth import caller_of
-from loraplex.server.body import read_model
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
 from loraplex.server.generation import Deadline, Generation, GenerationItem, Prompt
-from loraplex.server.openapi import request_schema
+from loraplex.server.off_loop import client_of
+from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
-from loraplex.server.responses import ModelList, encode
+from loraplex.server.responses import ChatCompletion, Completion, ModelCard, ModelList, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
-from loraplex.server.streaming import DONE, EventStream, sse, until_disconnect
+from loraplex.server.streaming import DONE, EVENT_STREAM, EventStream, sse, until_disconnect
 from loraplex.server.strict_route import StrictRoute
 
 _log = logging.getLogger("loraplex.server")
@@ -49,14 +49,14 @@ class OpenAIRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
-        router.add_api_route(
-            "/v1/completions", self.complete, methods=["POST"], openapi_extra=request_schema(CompletionRequest)
-        )
-        router.add_api_route(
-            "/v1/chat/completions", self.chat, methods=["POST"], openapi_extra=request_schema(ChatCompletionRequest)
-        )
-        router.add_api_route("/v1/models", self.list_models, methods=["GET"])
-        router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"])
+        extra = operation(CompletionRequest, reply=Completion, text_type=EVENT_STREAM, errors=OF_GENERATION)
+        router.add_api_route("/v1/completions", self.complete, methods=["POST"], openapi_extra=extra)
+        extra = operation(ChatCompletionRequest, reply=ChatCompletion, text_type=EVENT_STREAM, errors=OF_GENERATION)
+        router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], openapi_extra=extra)
+        extra = operation(reply=ModelList)
+        router.add_api_route("/v1/models", self.list_models, methods=["GET"], openapi_extra=extra)
+        extra = operation(reply=ModelCard, errors=(404,))
+        router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"], openapi_extra=extra)
         return router
 
     @requires(Access.KEY)
@@ -64,12 +64,13 @@ class OpenAIRoutes:
         """Continue one or more prompts."""
         context, arrived_s = self._context, time.monotonic()
         context.engine.check_can_serve()  # before any work: while the engine starts again, failing requests must cost little
-        body = await read_model(request, CompletionRequest, context.config.max_body_bytes)
+        body = await context.bodies.read(request, CompletionRequest)
         params = body.to_sampling_params()
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
         adapter_names = self._adapters_of(body, num_prompts)
-        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens)
+        client = client_of(request)
+        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, client)
         for prompt in prompts:
             context.prompts.check(prompt, params.max_tokens)
         params.check_prompt_logprobs(sum(len(prompt.token_ids) for prompt in prompts))
@@ -83,11 +84,11 @@ class OpenAIRoutes:
         """Answer a conversation."""
         context, arrived_s = self._context, time.monotonic()
         context.engine.check_can_serve()
-        body = await read_model(request, ChatCompletionRequest, context.config.max_body_bytes)
+        body = await context.bodies.read(request, ChatCompletionRequest)
         params = body.to_sampling_params()
         self._check_num_sequences(1, body.n)
         adapter_name = context.names.adapter_of(body.model, body.lora_path)
-        prompt = await context.prompts.from_chat(body)
+        prompt = await context.prompts.from_chat(body, client_of(request))
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
         context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
         generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name], arrived_s)

@@ -1,4 +1,7 @@
-"""Request bodies in /openapi.json: routes read them themselves (see body.py), so FastAPI is told of their schemas."""
+"""/openapi.json: what each route takes and answers. Routes read bodies themselves (`body.py`), so FastAPI is told of them here.
+
+A route names its bodies, its reply and the errors of its own in `operation`; `described` adds the errors that all routes have.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,101 @@ from collections.abc import Collection
 from functools import cache
 from typing import Any
 
+import msgspec
+from fastapi import FastAPI
 from pydantic import BaseModel
+
+from loraplex.server.api_error import ErrorReply
+from loraplex.server.streaming import EVENT_STREAM
+
+Schema = dict[str, Any]
+
+DESCRIPTIONS = {
+    400: "The request cannot be served as it is; `param` names the field",
+    401: "No valid API key",
+    403: "The server may not do this",
+    404: "No such model, adapter or path",
+    408: "The request took too long to arrive, or to be served",
+    409: "Not in the present state",
+    413: "The body is too long",
+    415: "The body is not declared as JSON",
+    429: "Too much of this client waits; `Retry-After` says when to come again",
+    431: "The request line and headers are too long",
+    499: "The request was aborted",
+    500: "A mistake of the server; its log has it under the request's id",
+    502: "The hub answered with an error",
+    503: "Not now; `Retry-After` says when to come again, if that is known",
+    504: "The hub did not answer in time",
+}
+OF_ALL = (400, 403, 408, 431, 500, 503)
+OF_BODIES = (413, 415, 429)
+OF_ADAPTERS = (403, 404, 409, 429, 499, 502, 504)
+OF_GENERATION = (404, 429, 499)
+
+_EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("data", "event", "id")}}
+_ERROR = {"$ref": "#/components/schemas/Error"}
 
 
 @cache
-def request_schema(*models: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is one of `models`. The definitions they refer to are put inside."""
-    schemas = [_inlined(model.model_json_schema()) for model in models]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+def operation(
+    *bodies: type[BaseModel],
+    reply: Any = None,
+    status: int = 200,
+    other_status: int | None = None,
+    text_type: str | None = None,
+    errors: tuple[int, ...] = (),
+) -> Schema:
+    """`openapi_extra` of a route: its body is one of `bodies`, its answer a `reply` as JSON, or a text of `text_type`."""
+    content: Schema = {}
+    if reply is not None:
+        content["application/json"] = {"schema": _inlined(msgspec.json.schema(reply))}
+    if text_type is not None:
+        content[text_type] = {"schema": _EVENT if text_type == EVENT_STREAM else {"type": "string"}}
+    responses = {str(each): {"description": "Done", "content": content} for each in (status, other_status) if each}
+    described: Schema = {"responses": {**responses, **_errors((*errors, *(OF_BODIES if bodies else ())))}}
+    if bodies:
+        schemas = [_inlined(model.model_json_schema()) for model in bodies]
+        schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return described
 
 
-def with_api_keys(schema: dict[str, Any], open_paths: Collection[str]) -> dict[str, Any]:
-    """The schema of a server that has keys: every route but `open_paths` takes one. Swagger UI then asks for it."""
-    schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    for path, operations in schema["paths"].items():
-        for operation in operations.values() if path not in open_paths else ():
-            operation["security"] = [{"key": []}]
-    return schema
+class DescribedApi(FastAPI):
+    """FastAPI with the whole truth in its schema. `open_paths` need no key; None: there are no keys."""
+
+    open_paths: Collection[str] | None = None
+
+    def openapi(self) -> Schema:
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = _error_schema()
+            if self.open_paths is not None:
+                schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            for path, operations in schema["paths"].items():
+                has_key = self.open_paths is not None and path not in self.open_paths
+                for each in operations.values():
+                    if has_key:
+                        each["security"] = [{"key": []}]  # Swagger UI then asks for it
+                    each["responses"].pop("422", None)  # FastAPI's own guess: errors of a query are 400 here
+                    each["responses"] |= _errors((*OF_ALL, 401) if has_key else OF_ALL)
+            for unused in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(unused, None)
+            self.openapi_schema = schema
+        return self.openapi_schema
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+def _errors(statuses: Collection[int]) -> Schema:
+    return {
+        str(status): {"description": DESCRIPTIONS[status], "content": {"application/json": {"schema": _ERROR}}}
+        for status in statuses
+    }
+
+
+def _error_schema() -> Schema:
+    return _inlined(msgspec.json.schema(ErrorReply))
+
+
+def _inlined(schema: Schema) -> Schema:
     """A schema without `$defs`: each `$ref` is replaced by what it refers to."""
     definitions = schema.pop("$defs", {})
 
@@ -39,5 +116,5 @@ def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
             return resolve(definitions[node["$ref"].rpartition("/")[2]])
         return {key: resolve(value) for key, value in node.items()}
 
-    resolved: dict[str, Any] = resolve(schema)
+    resolved: Schema = resolve(schema)
     return resolved

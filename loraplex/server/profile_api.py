@@ -16,14 +16,13 @@ from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.server.access import Access, requires
 from loraplex.server.api_error import ApiError
-from loraplex.server.body import read_model
 from loraplex.server.context import ServerContext
-from loraplex.server.openapi import request_schema
+from loraplex.server.openapi import operation
 from loraplex.server.request_model import RequestModel
 from loraplex.server.responses import encode
 from loraplex.server.strict_route import StrictRoute
 
-Seconds = Annotated[float, Field(gt=0, le=86400)]
+Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 
 logger = logging.getLogger("loraplex.server")
 
@@ -50,7 +49,7 @@ class ProfileState(msgspec.Struct, frozen=True):
 class ProfileRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._engine = context.engine
-        self._max_body_bytes = context.config.max_body_bytes
+        self._bodies = context.bodies
         self._lock = asyncio.Lock()
         self._begun_time: float | None = None
         self._seconds: float | None = None
@@ -60,10 +59,12 @@ class ProfileRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["profile"], route_class=StrictRoute)
-        body = request_schema(StartProfileRequest)
-        router.add_api_route("/v1/profile", self.state, methods=["GET"])
-        router.add_api_route("/v1/profile/start", self.start, methods=["POST"], openapi_extra=body)
-        router.add_api_route("/v1/profile/stop", self.stop, methods=["POST"])
+        extra = operation(reply=ProfileState)
+        router.add_api_route("/v1/profile", self.state, methods=["GET"], openapi_extra=extra)
+        extra = operation(StartProfileRequest, reply=ProfileState, errors=(409,))
+        router.add_api_route("/v1/profile/start", self.start, methods=["POST"], openapi_extra=extra)
+        extra = operation(reply=LoraPerformanceReport, errors=(409,))
+        router.add_api_route("/v1/profile/stop", self.stop, methods=["POST"], openapi_extra=extra)
         return router
 
     @requires(Access.ADMIN)
@@ -73,7 +74,7 @@ class ProfileRoutes:
     @requires(Access.VERB)
     async def start(self, request: Request) -> Response:
         """Record from now on. 409 while another profile runs; a report that nobody fetched is forgotten."""
-        wish = await read_model(request, StartProfileRequest, self._max_body_bytes)
+        wish = await self._bodies.read(request, StartProfileRequest)
         async with self._lock:
             if self._engine.is_profiling:
                 raise _conflict("a profile runs already; POST /v1/profile/stop ends it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from loraplex.errors import PromptTooLongError
 from loraplex.server.api_error import ApiError
 from loraplex.server.engine_surface import ModelInfoSurface, TokenizerSurface
 from loraplex.server.generation import Prompt
+from loraplex.server.off_loop import OffLoop
 from loraplex.server.schemas import ChatFields, ChatMessage
 
 T = TypeVar("T")
@@ -23,48 +23,95 @@ LONG_TEXT_CHARS = 8192
 MAX_CHARS_PER_TOKEN = 256
 """More characters than this per token of the model's length cannot fit: refused before the work of tokenizing."""
 
+USUAL_CHARS_PER_TOKEN = 4
+PIECE_CHARS = 2**16
+MAX_COUNTED_IDS = 2**18
+"""How long a text /tokenize counts, if that is more than the model's length."""
+
 
 class PromptEncoder:
-    def __init__(self, tokenizer: TokenizerSurface, model_info: ModelInfoSurface) -> None:
+    """`client` of its methods is whose turn a long text takes."""
+
+    def __init__(self, tokenizer: TokenizerSurface, model_info: ModelInfoSurface, off_loop: OffLoop) -> None:
         self._tokenizer = tokenizer
         self._model_info = model_info
+        self._off_loop = off_loop
 
-    async def from_field(self, field: str | Sequence[Any], add_special_tokens: bool) -> list[Prompt]:
+    async def from_field(self, field: str | Sequence[Any], add_special_tokens: bool, client: str) -> list[Prompt]:
         """The prompts of /v1/completions: a text, token ids, or a list of either. Raises ApiError for an empty list."""
         if isinstance(field, str) or (field and isinstance(field[0], int)):
             field = [field]
         if not field:
             raise ApiError("prompt is an empty list: send at least one prompt", param="prompt")
+        num_chars = sum(len(item) for item in field if isinstance(item, str))
+        return await self._run(lambda: self._prompts(field, add_special_tokens), num_chars, client)
+
+    def _prompts(self, field: Sequence[Any], add_special_tokens: bool) -> list[Prompt]:
+        max_ids = self._model_info.max_model_len
         return [
-            await self.from_text(item, add_special_tokens) if isinstance(item, str) else Prompt(tuple(item))
+            self._prompt(item, add_special_tokens, "prompt", max_ids) if isinstance(item, str) else Prompt(tuple(item))
             for item in field
         ]
 
-    async def from_text(self, text: str, add_special_tokens: bool, field: str = "prompt") -> Prompt:
-        """`field` is what the client sent it in: errors name it."""
-        longest = MAX_CHARS_PER_TOKEN * self._model_info.max_model_len
-        if len(text) > longest:
-            raise PromptTooLongError(
-                f"the prompt has {len(text)} characters, more than {longest}: shorten it", param=field
-            )
-        encode = functools.partial(self._tokenizer.encode, text, add_special_tokens)
-        token_ids = await _run(encode, len(text))
-        return Prompt(tuple(token_ids), text)
+    async def from_text(self, text: str, add_special_tokens: bool, client: str) -> Prompt:
+        """One text of any length that may be counted."""
+        encode = functools.partial(self._prompt, text, add_special_tokens, "prompt", self.max_counted_ids)
+        return await self._run(encode, len(text), client)
 
-    async def from_chat(self, chat: ChatFields) -> Prompt:
+    async def from_chat(self, chat: ChatFields, client: str, max_ids: int | None = None) -> Prompt:
         """Messages through the model's chat template. Raises InvalidRequestError when there is none or it refuses them."""
-        messages = [_template_message(message) for message in chat.messages]
-        render = functools.partial(
-            self._tokenizer.apply_chat_template,
-            messages,
+        num_chars = sum(map(_num_chars, chat.messages))
+        self._check_chars(num_chars, "messages")
+        has_more = chat.tools or chat.documents or chat.chat_template_kwargs
+        is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
+        render = functools.partial(self._rendered, chat, max_ids or self._model_info.max_model_len)
+        return await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client)
+
+    @property
+    def max_counted_ids(self) -> int:
+        return max(MAX_COUNTED_IDS, self._model_info.max_model_len)
+
+    def _rendered(self, chat: ChatFields, max_ids: int) -> Prompt:
+        text = self._tokenizer.apply_chat_template(
+            [_template_message(message) for message in chat.messages],
             chat.tools or None,
             chat.add_generation_prompt and not chat.continue_final_message,
             chat.chat_template_kwargs,
             documents=chat.documents or None,
             continue_final_message=chat.continue_final_message,
         )
-        text = await _run(render, sum(len(message["content"]) for message in messages))
-        return await self.from_text(text, chat.add_special_tokens, "messages")
+        return self._prompt(text, chat.add_special_tokens, "messages", max_ids)
+
+    def _prompt(self, text: str, add_special_tokens: bool, field: str, max_ids: int) -> Prompt:
+        """`field` is what the client sent it in: errors name it."""
+        self._check_chars(len(text), field)
+        if len(text) > max(PIECE_CHARS, USUAL_CHARS_PER_TOKEN * max_ids):
+            self._count_in_pieces(text, field, max_ids)
+        return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens)), text)
+
+    def _check_chars(self, num_chars: int, field: str) -> None:
+        longest = MAX_CHARS_PER_TOKEN * self._model_info.max_model_len
+        if num_chars > longest:
+            raise PromptTooLongError(
+                f"the prompt has {num_chars} characters, more than {longest}: shorten it", param=field
+            )
+
+    def _count_in_pieces(self, text: str, field: str, max_ids: int) -> None:
+        """Refuse a text that is far too long as soon as that is certain: a token takes a hundred bytes of memory.
+
+        A cut makes a few tokens more, so twice the limit is certain.
+        """
+        num_ids = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            num_ids += len(self._tokenizer.encode(text[start : start + PIECE_CHARS], add_special_tokens=False))
+            if num_ids > 2 * max_ids:
+                raise PromptTooLongError(
+                    f"the prompt has more than {num_ids // 2} tokens, and at most {max_ids} are possible: shorten it",
+                    param=field,
+                )
+
+    async def _run(self, work: Callable[[], T], num_chars: int, client: str) -> T:
+        return work() if num_chars <= LONG_TEXT_CHARS else await self._off_loop.run(client, work, num_chars)
 
     def check(
         self, prompt: Prompt, max_tokens: int | None, field: str = "prompt", limit_field: str = "max_tokens"
@@ -87,8 +134,10 @@ class PromptEncoder:
             )
 
 
-async def _run(work: Callable[[], T], num_chars: int) -> T:
-    return await asyncio.to_thread(work) if num_chars > LONG_TEXT_CHARS else work()
+def _num_chars(message: ChatMessage) -> int:
+    content = message.content
+    num_chars = len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    return num_chars + len(message.reasoning_content or "")
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:

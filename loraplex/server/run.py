@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import errno
+import gc
 import logging
 import math
 import signal
@@ -87,6 +88,8 @@ async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket
     The engine stays the caller's; one that has given up ends the server with 1.
     """
     server = make_server(engine, config, partial(_announce, sock))
+    gc.collect()
+    gc.freeze()  # what is there now stays: to look at it in every full collection would hold requests up for 100 ms
     with _signals(server.stop):
         giving_up = asyncio.ensure_future(_stop_when_given_up(engine, server))
         try:

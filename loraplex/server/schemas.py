@@ -9,18 +9,60 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic.json_schema import JsonSchemaValue
 
-from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
-from loraplex.server.api_error import ApiError
-from loraplex.server.request_model import FreeJson, FreeObject, RequestModel, shown, unsupported
+from loraplex.sampling_params import (
+    MAX_COMPLETIONS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from loraplex.server.api_error import ApiError, clipped
+from loraplex.server.request_model import (
+    BodyLimits,
+    FreeJson,
+    FreeObject,
+    RequestModel,
+    SmallObject,
+    any_of,
+    has,
+    lacks,
+    shown,
+    unsupported,
+)
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_ID_CHARS = 128
 MAX_SALT_CHARS = 1024
 MAX_TIMEOUT_S = 7 * 86400
+MAX_PROMPTS = 2**14
+MAX_MESSAGES = 2**11
+MAX_PARTS = 2**10
+MAX_TOOLS = 2**10
+MAX_DOCUMENTS = 2**12
+TRUE = {"const": True}
+LONGEST_BODY = 2**40
+"""As long as the server's `max_body_bytes`."""
+
+COMPLETION_LIMITS = BodyLimits(LONGEST_BODY, 2**18, has_token_ids=True)
+CHAT_LIMITS = BodyLimits(LONGEST_BODY, 2**16)
+DETOKENIZE_LIMITS = BodyLimits(2**23, 2**16, has_token_ids=True)
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+
+
+def documented(**schema: Any) -> Any:
+    """Of a field, in /openapi.json alone: `SamplingParams` checks it, with words of its own."""
+    return Field(json_schema_extra=schema)
+
+
+Share = Annotated[float, documented(minimum=0, maximum=1)]
+Penalty = Annotated[float, documented(minimum=-2, maximum=2)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Label = Annotated[str, Field(max_length=512)]
 
 
@@ -37,9 +79,13 @@ def _shape(value: Any) -> str | None:
 
 PromptField = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TokenId], Field(min_length=1), Tag("<ids>")]
-    | Annotated[list[str], Tag("<texts>")]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Tag("<id_lists>")],
+    | Annotated[TokenIds, Field(min_length=1), Tag("<ids>")]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), documented(minItems=1), Tag("<texts>")]
+    | Annotated[
+        list[Annotated[TokenIds, Field(min_length=1)]],
+        Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True),
+        Tag("<id_lists>"),
+    ],
     Discriminator(
         _shape,
         custom_error_type="prompt_type",
@@ -47,8 +93,10 @@ PromptField = Annotated[
     ),
 ]
 
-TextOrTexts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[str], Tag("<texts>")],
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS, json_schema_extra={"minLength": 1})]
+StopField = Annotated[
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("<texts>")],
     Discriminator(
         lambda value: "<text>" if isinstance(value, str) else "<texts>" if isinstance(value, list) else None,
         custom_error_type="text_type",
@@ -58,7 +106,8 @@ TextOrTexts = Annotated[
 
 
 NameOrNames = Annotated[
-    Annotated[Label, Tag("<name>")] | Annotated[list[Label | None], Tag("<names>")],
+    Annotated[Label, Tag("<name>")]
+    | Annotated[list[Label | None], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<names>")],
     Discriminator(
         lambda value: "<name>" if isinstance(value, str) else "<names>" if isinstance(value, list) else None,
         custom_error_type="name_type",
@@ -72,6 +121,7 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"include_obfuscation": (False,)}
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (any_of(has(include_usage=TRUE), lacks("continuous_usage_stats")),)
 
     @model_validator(mode="after")
     def _check_options(self) -> StreamOptions:
@@ -85,22 +135,25 @@ class SamplingFields(RequestModel):
 
     model: Label | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: Annotated[float, documented(minimum=0)] = 1.0
+    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] = 1.0
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-    stop: TextOrTexts = Field(default_factory=list)
+    stop: StopField = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[
+        dict[str, Annotated[float, documented(minimum=-100, maximum=100)]],
+        Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
+    ] = Field(default_factory=dict)
     user: Label | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: Share = 0.0
+    repetition_penalty: Annotated[float, documented(exclusiveMinimum=0, maximum=10)] = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -109,7 +162,27 @@ class SamplingFields(RequestModel):
     request_id: Annotated[str, Field(pattern=rf"^[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}$")] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    metadata: SmallObject | None = None
+    store: bool | None = None
+    prompt_cache_key: Label | None = None
+    session_id: Label | None = None
+    chat_id: Label | None = None
 
+    hints: ClassVar[frozenset[str]] = frozenset(
+        ("metadata", "store", "user", "prompt_cache_key", "session_id", "chat_id", "safety_identifier")
+    )
+    aliases: ClassVar[Mapping[str, str]] = {
+        "adapter_id": "lora_path",
+        "adapter": "lora_path",
+        "lora": "lora_path",
+        "lora_name": "model",
+        "lora_request": "lora_path",
+        "max_length": "max_tokens",
+        "max_new_tokens": "max_tokens",
+        "num_return_sequences": "n",
+        "random_seed": "seed",
+        "stop_sequences": "stop",
+    }
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "allowed_token_ids": (),
         "bad_words": ([],),
@@ -124,13 +197,10 @@ class SamplingFields(RequestModel):
         "kv_transfer_params": ({},),
         "length_penalty": (1,),
         "logprob_token_ids": (),
-        "metadata": ({},),
         "priority": (0,),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
-        "session_id": (),
         "spaces_between_special_tokens": (True,),
-        "store": (False,),
         "stream_interval": (1,),
         "structured_outputs": (),
         "truncate_prompt_tokens": (),
@@ -138,6 +208,12 @@ class SamplingFields(RequestModel):
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
     }
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        any_of(has(model={"type": "string"}), has(lora_path={"type": ["string", "array"]})),
+        any_of(
+            {**has(stream=TRUE), "not": has(prompt_logprobs={"type": "integer"})}, lacks("stream", "stream_options")
+        ),
+    )
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingFields:
@@ -185,7 +261,7 @@ class SamplingFields(RequestModel):
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        raise ApiError(f"logit_bias: {key[:20]!r} is not a token id", param="logit_bias")
+        raise ApiError(f"logit_bias: {clipped(key)!r} is not a token id", param="logit_bias")
     return int(key)
 
 
@@ -200,11 +276,17 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = True
     lora_path: NameOrNames | None = None
 
+    limits: ClassVar[BodyLimits] = COMPLETION_LIMITS
+    aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "inputs": "prompt", "text": "prompt"}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.neutral,
         "prompt_embeds": (),
         "suffix": ("",),
     }
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        *SamplingFields.rules,
+        any_of(has(echo=TRUE), {"not": has(max_tokens={"const": 0})}),
+    )
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
@@ -222,6 +304,9 @@ class CompletionRequest(SamplingFields):
     def to_sampling_params(self) -> SamplingParams:
         prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         return self.sampling_params(max(self.max_tokens, 1), self.logprobs, prompt_logprobs)
+
+
+FreeObjects = Annotated[list[FreeObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ContentPart(RequestModel):
@@ -248,7 +333,8 @@ class ChatMessage(RequestModel):
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(min_length=1), Tag("<parts>")],
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
         Discriminator(
             lambda value: "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None,
             custom_error_type="content_type",
@@ -256,7 +342,7 @@ class ChatMessage(RequestModel):
         ),
     ] = ""
     name: Label | None = None
-    tool_calls: list[FreeObject] = Field(default_factory=list)
+    tool_calls: FreeObjects = Field(default_factory=list)
     tool_call_id: Label | None = None
     reasoning_content: str | None = None
 
@@ -266,6 +352,13 @@ class ChatMessage(RequestModel):
         "function_call": (),
         "refusal": (),
     }
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        any_of(
+            has(content={"type": ["string", "array"]}),
+            has(role={"const": "assistant"}, tool_calls={"type": "array", "minItems": 1}),
+            has(role={"const": "assistant"}, reasoning_content={"type": "string", "minLength": 1}),
+        ),
+    )
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -281,13 +374,20 @@ class ChatMessage(RequestModel):
 class ChatFields(RequestModel):
     """How messages become a prompt; shared by /v1/chat/completions and /tokenize."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[FreeObject] = Field(default_factory=list)
-    documents: list[FreeObject] = Field(default_factory=list)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: FreeObjects = Field(default_factory=list)
+    documents: Annotated[list[FreeObject], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] = Field(
+        default_factory=list
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: FreeObject = Field(default_factory=dict)
+
+    limits: ClassVar[BodyLimits] = CHAT_LIMITS
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        any_of(lacks("continue_final_message"), lacks("add_generation_prompt")),
+    )
 
     @model_validator(mode="after")
     def _check_prompt_ending(self) -> ChatFields:
@@ -307,11 +407,13 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
-    tool_choice: FreeJson = None
+    tool_choice: Annotated[FreeJson, documented(enum=["none", "auto", None])] = None
     parallel_tool_calls: bool | None = None
     safety_identifier: Label | None = None
     lora_path: Label | None = None
 
+    limits: ClassVar[BodyLimits] = CHAT_LIMITS
+    aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "prompt": "messages", "inputs": "messages"}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.neutral,
         "audio": (),
@@ -324,7 +426,6 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "prediction": (),
-        "prompt_cache_key": (),
         "prompt_cache_retention": (),
         "reasoning_effort": (),
         "return_prompt_text": (False,),
@@ -332,6 +433,11 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+    rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
+        *SamplingFields.rules,
+        any_of(has(logprobs=TRUE), lacks("top_logprobs")),
+        any_of(has(tool_choice={"const": "none"}), lacks("tools")),
+    )
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
@@ -362,6 +468,8 @@ class TokenizeTextRequest(RequestModel):
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
+    limits: ClassVar[BodyLimits] = CHAT_LIMITS
+
 
 class TokenizeChatRequest(ChatFields):
     """`POST /tokenize` with `messages`: the prompt that the chat route would make of them."""
@@ -375,5 +483,7 @@ class TokenizeChatRequest(ChatFields):
 class DetokenizeRequest(RequestModel):
     """`POST /detokenize`."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
     model: Label | None = None
+
+    limits: ClassVar[BodyLimits] = DETOKENIZE_LIMITS

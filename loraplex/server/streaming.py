@@ -15,6 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+SOURCES_AT_ONCE = 16
+"""So many begin in one turn of the event loop: a thousand would hold it up."""
+
+EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -30,7 +34,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
+        super().__init__(events, headers=headers, media_type=EVENT_STREAM)
         self._events = events
         self._source = source
 
@@ -84,9 +88,13 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                 yield 0, item
         return
     queue: asyncio.Queue[tuple[int, T] | _End] = asyncio.Queue(maxsize=len(sources))
-    pumps = [asyncio.ensure_future(_pump(index, source, queue)) for index, source in enumerate(sources)]
-    num_running = len(pumps)
+    pumps: list[asyncio.Future[None]] = []
+    num_running = len(sources)
     try:
+        for index, source in enumerate(sources):
+            pumps.append(asyncio.ensure_future(_pump(index, source, queue)))
+            if index % SOURCES_AT_ONCE == SOURCES_AT_ONCE - 1:
+                await asyncio.sleep(0)
         while num_running:
             entry = await queue.get()
             if not isinstance(entry, _End):

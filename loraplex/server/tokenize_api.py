@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from loraplex.server.access import Access, requires
 from loraplex.server.api_error import ApiError
-from loraplex.server.body import check_model, read_model, read_object
 from loraplex.server.context import ServerContext
 from loraplex.server.generation import Prompt
-from loraplex.server.openapi import request_schema
+from loraplex.server.off_loop import client_of
+from loraplex.server.openapi import operation
 from loraplex.server.responses import Detokenized, Tokenized, encode
 from loraplex.server.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from loraplex.server.strict_route import StrictRoute
+
+FEW_IDS = 4096
+"""More become text, or text of their own, in a thread."""
 
 
 class TokenizeRoutes:
@@ -23,9 +30,9 @@ class TokenizeRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tokenizer"], route_class=StrictRoute)
-        schema = request_schema(TokenizeTextRequest, TokenizeChatRequest)
+        schema = operation(TokenizeTextRequest, TokenizeChatRequest, reply=Tokenized, errors=(404,))
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"], openapi_extra=schema)
-        schema = request_schema(DetokenizeRequest)
+        schema = operation(DetokenizeRequest, reply=Detokenized, errors=(404,))
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"], openapi_extra=schema)
         return router
 
@@ -33,27 +40,28 @@ class TokenizeRoutes:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text (`prompt`), or of a chat (`messages`) as the chat route would render it."""
         context = self._context
-        fields = await read_object(request, context.config.max_body_bytes)
-        if "messages" in fields:
-            chat = check_model(fields, TokenizeChatRequest)
-            self._check_name(chat.model)
-            return self._reply(await context.prompts.from_chat(chat), chat.return_token_strs)
-        body = check_model(fields, TokenizeTextRequest)
+        client = client_of(request)
+        body = await context.bodies.read_one_of(request, _kind_of, TokenizeTextRequest.limits)
         self._check_name(body.model)
-        return self._reply(
-            await context.prompts.from_text(body.prompt, body.add_special_tokens), body.return_token_strs
-        )
+        if isinstance(body, TokenizeChatRequest):
+            prompt = await context.prompts.from_chat(body, client, context.prompts.max_counted_ids)
+        else:
+            prompt = await context.prompts.from_text(body.prompt, body.add_special_tokens, client)
+        if len(prompt.token_ids) <= FEW_IDS:
+            return self._reply(prompt, body.return_token_strs)
+        return await asyncio.to_thread(self._reply, prompt, body.return_token_strs)
 
     @requires(Access.KEY)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         context = self._context
-        body = await read_model(request, DetokenizeRequest, context.config.max_body_bytes)
+        body = await context.bodies.read(request, DetokenizeRequest)
         self._check_name(body.model)
         vocab_size = context.engine.model_info.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
-        text = context.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        decode = functools.partial(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = decode() if len(body.tokens) <= FEW_IDS else await asyncio.to_thread(decode)
         return Response(encode(Detokenized(text)), media_type="application/json")
 
     def _check_name(self, model: str | None) -> None:
@@ -65,3 +73,7 @@ class TokenizeRoutes:
         strings = [self._context.tokenizer.token_text(each) for each in ids] if wants_strings else None
         reply = Tokenized(len(ids), self._context.engine.model_info.max_model_len, ids, strings)
         return Response(encode(reply), media_type="application/json")
+
+
+def _kind_of(fields: dict[str, Any]) -> type[TokenizeTextRequest] | type[TokenizeChatRequest]:
+    return TokenizeChatRequest if fields.get("messages") is not None else TokenizeTextRequest

@@ -183,6 +183,19 @@ def test_matcher_depends_on_the_text_only(text: str, stops: list[str], cuts: lis
         assert matcher.num_held == max(beginnings, default=0)
 
 
+@given(text=st.text("ab ", max_size=40), stops=STOPS, num_passed=st.integers(0, 40))
+@settings(max_examples=300, deadline=None)
+def test_what_is_passed_over_is_held_no_longer(text: str, stops: list[str], num_passed: int) -> None:
+    matcher = StopMatcher(stops)
+    passed = text[:num_passed]
+    assert matcher.feed(passed, is_enabled=False) is None
+    beginnings = [n for stop in stops for n in range(len(stop)) if passed.endswith(stop[:n])]
+    assert matcher.num_held == max(beginnings, default=0)
+    whole = StopMatcher(stops)
+    assert whole.feed(passed, is_enabled=False) is None
+    assert matcher.feed(text[num_passed:]) == whole.feed(text[num_passed:])
+
+
 @given(text=st.text("ab ", max_size=40), stops=STOPS, includes=st.booleans(), step=st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
 def test_text_ends_at_the_first_stop_string(text: str, stops: list[str], includes: bool, step: int) -> None:

@@ -140,7 +140,7 @@ async def test_version(client: httpx.AsyncClient) -> None:
 async def test_openapi_has_the_bodies(client: httpx.AsyncClient) -> None:
     schema = (await client.get("/openapi.json")).json()
     body = schema["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == set(CompletionRequest.model_fields)
+    assert set(body["properties"]) == {*CompletionRequest.model_fields, *CompletionRequest.neutral}
     assert "$ref" not in str(schema["paths"]["/v1/completions"]["post"]["requestBody"])
     assert {"/v1/models", "/tokenize", "/v1/adapters/switch", "/health"} <= set(schema["paths"])
 

@@ -37,9 +37,9 @@ NOT_JSON = {
     "number too large": b'{"model": "base", "prompt": "hi", "temperature": 1e999}',
     "no UTF-8": b'{"model": "base", "prompt": "\xff\xfe"}',
     "half a surrogate": b'{"model": "base", "prompt": "\\ud800"}',
-    "deep list": b"[" * 200_000,
-    "deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-    "deep field": b'{"model": "base", "prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "deep list": b"[" * 10_000,
+    "deep object": b'{"a":' * 4_000 + b"1" + b"}" * 4_000,
+    "deep field": b'{"model": "base", "prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
     "list": b"[]",
     "null": b"null",
     "string": b'"hi"',
@@ -87,7 +87,7 @@ async def test_packed_bodies_are_415(client: httpx.AsyncClient, encoding: str) -
     response = await client.post("/v1/completions", content=b"\x1f\x8b", headers=headers)
     assert response.status_code == 415
     check_error(response)
-    assert encoding[:100] in response.json()["error"]["message"]
+    assert encoding[:40] in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("encoding", ["", "identity", "Identity"])

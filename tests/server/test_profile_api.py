@@ -45,7 +45,7 @@ async def test_only_one_runs(client: httpx.AsyncClient) -> None:
 
 
 async def test_it_ends_by_itself_and_keeps_the_report(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
-    await client.post("/v1/profile/start", json={"seconds": 1e-9})
+    await client.post("/v1/profile/start", json={"seconds": 0.001})
     while engine.is_profiling:
         await asyncio.sleep(0)
     while not (await client.get("/v1/profile")).json()["has_report"]:
@@ -55,7 +55,7 @@ async def test_it_ends_by_itself_and_keeps_the_report(client: httpx.AsyncClient,
 
 
 async def test_a_new_start_forgets_an_old_report(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
-    await client.post("/v1/profile/start", json={"seconds": 1e-9})
+    await client.post("/v1/profile/start", json={"seconds": 0.001})
     while engine.is_profiling:
         await asyncio.sleep(0)
     assert (await client.post("/v1/profile/start", json={"seconds": 3600})).json()["has_report"] is False
