@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from loraplex.adapters.files import Limits
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_tensors
@@ -85,13 +86,14 @@ class CheckedReader:
     def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
         self._base = base_modules(targets)
+        self._limits = Limits.of_base(len(self._base) * len(PARTS))
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
         """Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
         AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format)."""
-        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes)
+        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes, self._limits)
         check = TensorCheck(helper, self._base)
         key = _key(file, helper)
         blueprint = self._get(key)

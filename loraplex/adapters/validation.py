@@ -18,7 +18,7 @@ from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
 from loraplex.core import LoraTarget
-from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError
+from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, shown
 
 SUPPORTED_DTYPES = ("F32", "F16", "BF16")
 UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
@@ -71,12 +71,16 @@ class TensorCheck:
         """AdapterBaseMismatchError when another base explains everything, else AdapterValidationError with all reasons."""
         reasons = [*more_reasons, *self.reasons]
         if reasons:
-            raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened([*reasons, *self.differences]))
+            raise self._refusal([*reasons, *self.differences])
         if not self.differences:
             return
         if self._is_another_base():
             raise AdapterBaseMismatchError(self._another_base())
-        raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened(self.differences))
+        raise self._refusal(self.differences)
+
+    def _refusal(self, reasons: Sequence[str]) -> AdapterValidationError:
+        kept = _shortened(reasons)
+        return AdapterValidationError.from_reasons(self.helper.adapter, kept, len(reasons) - len(kept))
 
     def _is_another_base(self) -> bool:
         """Each width is one other number throughout the file. Fewer layers alone are an incomplete file."""
@@ -89,7 +93,9 @@ class TensorCheck:
             f"{width} {theirs} against {ours}" for width, ((theirs, ours),) in sorted(self.widths.items())
         )
         base = (
-            f" (its adapter_config.json names {self.helper.base_model_name!r})" if self.helper.base_model_name else ""
+            f" (its adapter_config.json names {shown(self.helper.base_model_name)})"
+            if self.helper.base_model_name
+            else ""
         )
         example = self.differences[0] if not facts else f"{facts}; for example {self.differences[0]}"
         return f"adapter {self.helper.adapter!r} is made for another base model{base}: {example}"
@@ -154,9 +160,9 @@ class TensorCheck:
 
     def _check_targets(self, matched: frozenset[str]) -> None:
         if not matched:
-            self.reasons.append(f"target_modules={self.helper.target_modules!r} names no module of the base model")
+            self.reasons.append(f"target_modules={shown(self.helper.target_modules)} names no module of the base model")
         for entry in self.helper.unmatched_targets((*self.base, *UNSUPPORTED_BASE_MODULES)):
-            self.reasons.append(f"target_modules: {entry!r} names no module of the base model; remove it")
+            self.reasons.append(f"target_modules: {shown(entry)} names no module of the base model; remove it")
         for module in UNSUPPORTED_BASE_MODULES:
             if module in matched:
                 self.reasons.append(
@@ -287,7 +293,7 @@ def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 
 
 def _shortened(reasons: Sequence[str]) -> list[str]:
-    """At most MAX_REASONS_OF_A_KIND reasons that differ in a layer number only; the rest is counted."""
+    """At most MAX_REASONS_OF_A_KIND of the reasons that differ in a layer number only."""
     kept: list[str] = []
     counts: dict[str, int] = {}
     for reason in reasons:
@@ -295,5 +301,4 @@ def _shortened(reasons: Sequence[str]) -> list[str]:
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= MAX_REASONS_OF_A_KIND:
             kept.append(reason)
-    left_out = sum(max(0, count - MAX_REASONS_OF_A_KIND) for count in counts.values())
-    return [*kept, f"and {left_out} more of the same kinds"] if left_out else kept
+    return kept
