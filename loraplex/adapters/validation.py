@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
+from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons, why_unknown
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, shown
 
@@ -54,13 +54,15 @@ def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
 
 @dataclass
 class TensorCheck:
-    """The findings about one file. `names` maps what is understood to its entry; `reasons` are faults of the adapter itself,
-    `differences` those that another base model would explain, `widths` what they say: width -> {(the file's, the base's)};
-    `agreed` are the widths that a tensor of the file has as the base has them."""
+    """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest; `reasons` are faults
+    of the adapter itself, `differences` those that another base model would explain, `widths` what they say: width ->
+    {(the file's, the base's)}; `agreed` are the widths that a tensor of the file has as the base has them.
+    """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -106,7 +108,7 @@ class TensorCheck:
         """Take one tensor of the file: its name, dtype and whether it is there twice."""
         name = parse_tensor_name(entry.name)
         if name is None:
-            self.reasons.append(f"tensor {entry.name!r} is not used: {why_unknown(entry.name)}")
+            self.unknown.append(entry.name)
         elif name in self.names:
             self.reasons.append(
                 f"tensors {self.names[name].name!r} and {entry.name!r} are the same part of the adapter; keep one"
@@ -122,6 +124,7 @@ class TensorCheck:
 
     def check(self) -> None:
         """Compare what was added with what is wanted."""
+        self.reasons.extend(unused_reasons(self.unknown))
         try:
             if not self._is_foreign():
                 self._check()

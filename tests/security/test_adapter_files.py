@@ -127,8 +127,22 @@ def test_a_sparse_file_without_a_header_is_not_read(adapter: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", ".x.safetensors", "x.safetensors\0", "x.SAFETENSORS"]
-    + ["x\n.safetensors", "\u202ex.safetensors", "x" * 300 + ".safetensors", "-.safetensors", 5, None, ["a"], {}],
+    [
+        "../x.safetensors",
+        "/etc/x.safetensors",
+        "a/b.safetensors",
+        ".x.safetensors",
+        "x.safetensors\x00",
+        "x.SAFETENSORS",
+        "x\n.safetensors",
+        "\u202ex.safetensors",
+        "x" * 300 + ".safetensors",
+        "-.safetensors",
+        5,
+        None,
+        ["a"],
+        {},
+    ],
 )
 def test_shard_names_that_are_none(adapter: Path, name: Any) -> None:
     write_index(adapter, [name])
@@ -198,8 +212,19 @@ def test_headers_are_bounded_before_they_become_objects(adapter: Path, header: b
 
 @pytest.mark.parametrize(
     "name",
-    ["layers." + "9" * 400 + ".x", "layers." * 60, "." * 500, "\ud800", "\0", "a" * 512, "base_model.model.", ".bias"]
-    + [f"model.layers.{'1' * 300}.self_attn.q_proj.lora_A.weight", ".lora_A.weight", "lora_A.default.weight"],
+    [
+        "layers." + "9" * 400 + ".x",
+        "layers." * 60,
+        "." * 500,
+        "�",
+        "\x00",
+        "a" * 512,
+        "base_model.model.",
+        ".bias",
+        f"model.layers.{'1' * 300}.self_attn.q_proj.lora_A.weight",
+        ".lora_A.weight",
+        "lora_A.default.weight",
+    ],
 )
 def test_odd_tensor_names_are_reasons(adapter: Path, name: str) -> None:
     header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
@@ -210,7 +235,9 @@ def test_odd_tensor_names_are_reasons(adapter: Path, name: str) -> None:
 
 def big_base(num_layers: int, leaves: tuple[str, ...]) -> list[LoraTarget]:
     return [
-        LoraTarget(f"model.layers.{layer}.{leaf}", layer, 8, 8, (LoraSlice(f"model.layers.{layer}.{leaf}", 0, 8, 8, False),))
+        LoraTarget(
+            f"model.layers.{layer}.{leaf}", layer, 8, 8, (LoraSlice(f"model.layers.{layer}.{leaf}", 0, 8, 8, False),)
+        )
         for layer in range(num_layers)
         for leaf in leaves
     ]
@@ -219,7 +246,9 @@ def big_base(num_layers: int, leaves: tuple[str, ...]) -> list[LoraTarget]:
 def test_adapters_of_large_models_pass() -> None:
     """126 layers of 7 linears; 94 layers of 128 experts. Names as long as real ones."""
     dense = len(big_base(126, tuple("qkvogud"))) * 2
-    experts = [f"base_model.model.model.layers.{n // 384}.mlp.experts.{n % 384}.gate_proj.lora_A.weight" for n in range(36_096)]
+    experts = [
+        f"base_model.model.model.layers.{n // 384}.mlp.experts.{n % 384}.gate_proj.lora_A.weight" for n in range(36_096)
+    ]
     entry = '{"dtype":"BF16","shape":[16,4096],"data_offsets":[%d,%d]}'
     header = ",".join(f'"{name}":' + entry % (n << 17, (n + 1) << 17) for n, name in enumerate(experts))
     assert dense <= MIN_TENSORS
@@ -280,8 +309,18 @@ def test_no_error_is_longer_than_its_bound(text: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["x" * 10**6, "\n" * 10**6, list(range(10**5)), {str(number): number for number in range(10**5)}, 10**4000]
-    + [[[[[[[[1]]]]]]], "\ud800" * 50, b"x" * 10**6, None, 1.5],
+    [
+        "x" * 10**6,
+        "\n" * 10**6,
+        list(range(10**5)),
+        {str(number): number for number in range(10**5)},
+        10**4000,
+        [[[[[[[1]]]]]]],
+        "�" * 50,
+        b"x" * 10**6,
+        None,
+        1.5,
+    ],
 )
 def test_a_value_in_a_message_is_short(value: Any) -> None:
     assert 0 < len(shown(value)) <= MAX_SHOWN_CHARS
@@ -293,7 +332,15 @@ def deep(levels: int) -> str:
 
 @pytest.mark.parametrize(
     "content",
-    [deep(17), deep(900), deep(60_000), "[" * 10**6, '{"r":' + "9" * 10**5 + "}", "[" + "1," * 400_000 + "1]", "\ufeff{}"],
+    [
+        deep(17),
+        deep(900),
+        deep(60_000),
+        "[" * 10**6,
+        '{"r":' + "9" * 10**5 + "}",
+        "[" + "1," * 400_000 + "1]",
+        "\ufeff{}",
+    ],
 )
 def test_configurations_that_are_too_deep_or_too_long(adapter: Path, content: str) -> None:
     (adapter / "adapter_config.json").write_text(content)
@@ -467,7 +514,9 @@ def test_pickles_that_are_cut_or_patched(adapter: Path) -> None:
     to_bin(adapter)
     data = (adapter / BIN).read_bytes()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        content = archive.read("archive/data.pkl" if "archive/data.pkl" in archive.namelist() else "adapter_model/data.pkl")
+        content = archive.read(
+            "archive/data.pkl" if "archive/data.pkl" in archive.namelist() else "adapter_model/data.pkl"
+        )
     assert list(pickletools.genops(content))
     start = data.index(content)
     for offset in range(1, len(content), max(1, len(content) // 40)):

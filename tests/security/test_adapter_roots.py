@@ -16,7 +16,12 @@ from loraplex.adapters.hub import HubAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.engine.adapter_opener import AdapterOpener
-from loraplex.errors import AdapterFileFormatError, AdapterLoadError, AdapterPathForbiddenError, AdapterPathNotFoundError
+from loraplex.errors import (
+    AdapterFileFormatError,
+    AdapterLoadError,
+    AdapterPathForbiddenError,
+    AdapterPathNotFoundError,
+)
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.testing import FakeAsyncEngine
@@ -108,7 +113,9 @@ def test_a_revision_that_is_none_is_refused_before_the_hub_or_the_disk(
     hub: Hub, cache: Path, prefix: str, revision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "resolve", lambda path, strict=False: pytest.fail("the disk was asked"))
-    with pytest.raises(AdapterPathNotFoundError, match="is no revision; give a branch, a tag, a commit hash or refs/pr/N"):
+    with pytest.raises(
+        AdapterPathNotFoundError, match="is no revision; give a branch, a tag, a commit hash or refs/pr/N"
+    ):
         AdapterSource(hub_cache=cache).fetch(f"{prefix}org/name@{revision}")
     with pytest.raises(AdapterPathNotFoundError, match="is no revision"):
         AdapterRoots(ServerConfig(adapter_roots=("hf://",))).check(f"{prefix}org/name@{revision}")
@@ -123,9 +130,7 @@ def test_a_revision_given_apart_is_checked_too(hub: Hub, cache: Path, revision: 
 
 
 @pytest.mark.parametrize("revision", GOOD_REVISIONS)
-def test_branches_tags_hashes_and_pull_requests_are_asked_for_as_they_are(
-    hub: Hub, cache: Path, revision: str
-) -> None:
+def test_branches_tags_hashes_and_pull_requests_are_asked_for_as_they_are(hub: Hub, cache: Path, revision: str) -> None:
     AdapterRoots(ServerConfig(adapter_roots=("hf://org",))).check(f"hf://org/name@{revision}")
     source = AdapterSource(allowed_roots=(), hub_cache=cache)
     assert source.fetch(f"hf://org/name@{revision}") == hub.snapshot.resolve()
@@ -135,8 +140,29 @@ def test_branches_tags_hashes_and_pull_requests_are_asked_for_as_they_are(
 
 @pytest.mark.parametrize(
     "repo",
-    ["..", "../..", "a/..", "../b", "a/b/c", "a", "/b", "a/", "-a/b", "a/.b", "a..b/c", "a--b/c", "a/b.git", "a/b\n"]
-    + ["a\\b/c", "a b/c", "\u0430/b", "a/b\0", "models--org--name", "x" * 90 + "/yyyyyyy", ""],
+    [
+        "..",
+        "../..",
+        "a/..",
+        "../b",
+        "a/b/c",
+        "a",
+        "/b",
+        "a/",
+        "-a/b",
+        "a/.b",
+        "a..b/c",
+        "a--b/c",
+        "a/b.git",
+        "a/b\n",
+        "a\\b/c",
+        "a b/c",
+        "\u0430/b",
+        "a/b\x00",
+        "models--org--name",
+        "x" * 90 + "/yyyyyyy",
+        "",
+    ],
 )
 def test_a_repository_that_is_none_is_refused(hub: Hub, cache: Path, repo: str) -> None:
     with pytest.raises(AdapterPathNotFoundError, match="is no hub repository"):
@@ -173,9 +199,7 @@ def test_a_file_of_a_snapshot_that_leaves_the_cache_is_not_read(hub: Hub, cache:
     assert str(cache.parent) not in caught.value.message
 
 
-def test_the_library_itself_offline_with_a_ref_that_leads_outside(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_itself_offline_with_a_ref_that_leads_outside(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It joins the content of a file, which the revision names, to the folder of snapshots."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     shutil.copytree(ADAPTER, cache.parent / "outside")
@@ -241,10 +265,18 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: [file.unlink() for file in path.iterdir()],
     "no weights": lambda path: (path / "adapter_model.safetensors").unlink(),
     "no config": lambda path: (path / "adapter_config.json").unlink(),
-    "config is a directory": lambda path: ((path / "adapter_config.json").unlink(), (path / "adapter_config.json").mkdir()),
+    "config is a directory": lambda path: (
+        (path / "adapter_config.json").unlink(),
+        (path / "adapter_config.json").mkdir(),
+    ),
     "config of no JSON": lambda path: (path / "adapter_config.json").write_text("{"),
-    "config of a list": lambda path: (path / "adapter_config.json").write_text('["hunter2-hunter2-hunter2-hunter2-hunter2"]'),
-    "a FIFO": lambda path: ((path / "adapter_model.safetensors").unlink(), os.mkfifo(path / "adapter_model.safetensors")),
+    "config of a list": lambda path: (path / "adapter_config.json").write_text(
+        '["hunter2-hunter2-hunter2-hunter2-hunter2"]'
+    ),
+    "a FIFO": lambda path: (
+        (path / "adapter_model.safetensors").unlink(),
+        os.mkfifo(path / "adapter_model.safetensors"),
+    ),
     "a dangling link": lambda path: (
         (path / "adapter_model.safetensors").unlink(),
         (path / "adapter_model.safetensors").symlink_to(path / "gone"),
