@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
@@ -152,6 +153,15 @@ class TensorCheck:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
 
+    @cached_property
+    def _layers_in_file(self) -> int:
+        """Once for all tensors: there may be thousands."""
+        return _num_layers(name.module for name in self.names if name.part != "bias")
+
+    @cached_property
+    def _layers_in_base(self) -> int:
+        return _num_layers(self.base)
+
     def _is_foreign(self) -> bool:
         """Whether the base has none of the file's modules, not even in another number of layers."""
         modules = sorted({name.module for name in self.names if name.part != "bias"})
@@ -190,12 +200,12 @@ class TensorCheck:
             self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
 
     def _missing_module(self, module: str, in_file: set[str]) -> None:
-        layer, layers = _layer_of(module), _num_layers(in_file)
+        layer, layers = _layer_of(module), self._layers_in_file
         text = f"{module}: adapter_config.json names it, but the file has no tensors for it"
         if layer is None or layer < layers or self._is_foreign_rest(in_file):
             self.reasons.append(f"{text}; save the adapter again")
         else:
-            self._differs(LAYERS, layers, _num_layers(self.base), text)
+            self._differs(LAYERS, layers, self._layers_in_base, text)
 
     def _is_foreign_rest(self, in_file: set[str]) -> bool:
         """Without any tensor, or with layers chosen in the configuration, missing layers do not speak for another base."""
@@ -221,10 +231,14 @@ class TensorCheck:
         if name.module in self.base:
             self.reasons.append(f"tensor {entry.name!r} is not used: adapter_config.json does not name {name.module!r}")
             return
-        layer, layers = _layer_of(name.module), _num_layers(self.base)
+        layer, layers = _layer_of(name.module), self._layers_in_base
         if layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
-            foreign = _num_layers(other.module for other in self.names)
-            self._differs(LAYERS, foreign, layers, f"tensor {entry.name!r} is of layer {layer}, the base has {layers}")
+            self._differs(
+                LAYERS,
+                self._layers_in_file,
+                layers,
+                f"tensor {entry.name!r} is of layer {layer}, the base has {layers}",
+            )
         else:
             self.reasons.append(
                 f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r}; {why_not_linear(name)}"

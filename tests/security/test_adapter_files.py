@@ -10,6 +10,7 @@ import pickletools
 import shutil
 import socket
 import struct
+import threading
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,7 +22,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loraplex.adapters import checked_reader
+from loraplex.adapters import checked_reader, validation
+from loraplex.adapters.checked_reader import ByteBudget
 from loraplex.adapters.files import MAX_TENSORS, MIN_TENSORS, Limits, read_shards
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
@@ -255,6 +257,42 @@ def test_adapters_of_large_models_pass() -> None:
     assert len(header) / len(experts) < Limits().max_header_bytes / MAX_TENSORS
     assert header.count(",") + header.count(":") + header.count("[") < 12 * len(experts)
     assert Limits.of_base(100_000).max_tensors == 100_000
+
+
+def test_a_refusal_takes_time_in_proportion_to_the_tensors(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5,000 tensors of layers that the base lacks took 28 s: each counted the layers of all."""
+    names = [f"model.layers.{layer}.self_attn.q_proj.lora_A.weight" for layer in range(5000)]
+    header = {name: {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]} for name in names}
+    write_header(adapter / WEIGHTS, json.dumps(header).encode())
+    calls: list[str] = []
+    layer_of = validation._layer_of
+    monkeypatch.setattr(validation, "_layer_of", lambda module: calls.append(module) or layer_of(module))
+    refusal(adapter)
+    assert len(calls) < 5 * len(names)
+
+
+def test_files_that_are_read_at_once_share_a_budget() -> None:
+    """The second waits until the first has let go; one that is larger than all of it goes alone."""
+    budget, order = ByteBudget(100), []
+    may_end, is_in = threading.Event(), threading.Event()
+
+    def hold(name: str, nbytes: int) -> None:
+        with budget.hold(nbytes):
+            order.append(name)
+            is_in.set()
+            assert may_end.wait(30)
+
+    first = threading.Thread(target=hold, args=("first", 1000))
+    first.start()
+    assert is_in.wait(30)
+    others = [threading.Thread(target=hold, args=(name, 40)) for name in ("second", "third")]
+    for thread in others:
+        thread.start()
+    assert (order, budget.held_bytes) == (["first"], 1000)
+    may_end.set()
+    for thread in (first, *others):
+        thread.join(30)
+    assert (sorted(order[1:]), budget.held_bytes) == (["second", "third"], 0)
 
 
 # ------------------------------------------------------------------------------------------------ configuration, reasons
