@@ -30,6 +30,7 @@
     |   |   |-- AdapterTooLargeError     400
     |   |   `-- AdapterNoRoomError       503  everything on the device is pinned or in use
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
+    |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
     |   |-- AdapterUnavailableError      503  the last copy is gone and the source too
     |   `-- AdapterFaultError            503  its weights or results were found damaged and are being restored; has `retry_after_s`
     |-- JournalError                     500  done, but not written to the state directory
@@ -43,13 +44,47 @@
     |-- RequestAbortedError              499
     `-- RequestTimeoutError              504  the request's `timeout`, or the server's limit, has passed
 
-A message says what, which value, which adapter, and what to do. Errors cross processes as `to_payload()`.
+A message says what, which value, which adapter, and what to do. Errors cross processes as `to_payload()`. What a file or a client chose
+is shown by `shown`, at most MAX_SHOWN_CHARS of it; an error has at most MAX_REASONS reasons and MAX_TEXT_BYTES of text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+
+MAX_SHOWN_CHARS = 40
+MAX_REASONS = 64
+MAX_REASON_BYTES = 800
+MAX_TEXT_BYTES = 64 * 2**10
+
+
+def shown(value: object, limit: int = MAX_SHOWN_CHARS) -> str:
+    """A value for a message, in at most `limit` characters and little work, however large it is; of a long text both ends."""
+    if isinstance(value, str):
+        text = repr(shortened(value, limit - 2))
+    else:
+        short = reprlib.Repr()
+        short.maxlevel, short.maxstring, short.maxother, short.maxlong = 3, limit, limit, limit
+        text = short.repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def shortened(text: str, limit: int = MAX_SHOWN_CHARS) -> str:
+    """Both ends of a text with `...` between, `limit` characters in all; a text that is no longer as it is."""
+    if len(text) <= limit:
+        return text
+    kept = limit - 3
+    return f"{text[: kept // 3]}...{text[kept // 3 - kept :]}"
+
+
+def clipped(text: str, max_bytes: int) -> str:
+    """A text of at most `max_bytes` in UTF-8; what is longer ends in `...`."""
+    if len(text) * 4 <= max_bytes:
+        return text
+    data = text.encode(errors="replace")
+    return text if len(data) <= max_bytes else data[: max_bytes - 3].decode(errors="ignore") + "..."
 
 
 class LoraplexError(Exception):
@@ -59,7 +94,7 @@ class LoraplexError(Exception):
     kind: ClassVar[str] = "internal_error"
 
     def __init__(self, message: str = "", *, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(clipped(message, MAX_TEXT_BYTES))
         self.param = param
 
     @property
@@ -178,16 +213,21 @@ class AdapterBaseMismatchError(AdapterLoadError):
 
 
 class AdapterValidationError(AdapterLoadError):
-    """`reasons` has every reason found, so that one round trip is enough to mend an adapter."""
+    """`reasons` has every reason found, so that one round trip is enough to mend an adapter; of very many the first, and a count."""
 
     def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.reasons = tuple(reasons)
 
     @classmethod
-    def from_reasons(cls, adapter: str, reasons: list[str]) -> AdapterValidationError:
-        lines = "".join(f"\n  - {reason}" for reason in reasons)
-        return cls(f"adapter {adapter!r} is refused:{lines}", tuple(reasons))
+    def from_reasons(cls, adapter: str, reasons: Sequence[str], num_more: int = 0) -> AdapterValidationError:
+        """num_more: reasons that were left out already."""
+        kept = [clipped(reason, MAX_REASON_BYTES) for reason in reasons[:MAX_REASONS]]
+        if num_more or len(reasons) > MAX_REASONS:
+            del kept[MAX_REASONS - 1 :]
+            kept.append(f"... and {len(reasons) - len(kept) + num_more} more")
+        lines = "".join(f"\n  - {reason}" for reason in kept)
+        return cls(f"adapter {adapter!r} is refused:{lines}", tuple(kept))
 
     def to_payload(self) -> dict[str, Any]:
         return {**super().to_payload(), "reasons": list(map(_sendable, self.reasons))}
@@ -209,6 +249,11 @@ class AdapterNoRoomError(AdapterMemoryError):
 class AdapterContentChangedError(AdapterError):
     http_status = 409
     kind = "conflict_error"
+
+
+class AdapterBusyError(AdapterError):
+    http_status = 429
+    kind = "overloaded_error"
 
 
 class AdapterUnavailableError(AdapterError):

@@ -46,5 +46,5 @@ def _lora_module(text: str, is_name_optional: bool) -> tuple[str, str]:
     if equals and name and path:
         return name, path
     if is_name_optional and not equals:
-        return text, text
+        return text.rstrip("/") or text, text
     raise ConfigError(f"adapter {text!r}: write name=path, or JSON with name and path")

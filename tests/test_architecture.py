@@ -17,6 +17,7 @@ ORDER = (
     "errors",
     "interrupt",
     "environment",
+    "private_folder",
     "config",
     "sampling_params",
     "core",

@@ -1,32 +1,42 @@
 """adapter_model.bin: a zip written by torch.save, read with weights-only unpickling.
 
-A zip may claim anything, so before torch sees it: every member is stored, not compressed, and members together are no larger than the
-file. Plain pickles (torch before 1.6) are refused: they allocate what they claim.
+A zip may claim anything, so before torch sees it: its directory and its pickle are no longer than those of an adapter,
+every member is stored, not compressed, and members together are no larger than the file. The pickle names nothing but
+what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Plain pickles (torch
+before 1.6) are refused: they allocate what they claim.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import pickletools
+import re
 import zipfile
 from pathlib import Path
 
 import torch
 
-from loraplex.adapters.files import check_no_pointer
+from loraplex.adapters.files import MAX_NAME_CHARS, Limits, check_no_pointer
 from loraplex.adapters.regular_file import RegularFile, check_size
-from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError
+from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
+MEMBERS_A_TENSOR = 2
+PICKLE_BYTES_A_TENSOR = 512
+SPARE_MEMBERS = 64
+_ENTRY = b"PK\x01\x02"
+_NAMES_IN_PICKLES = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
+_STORAGE = re.compile(r"torch \w+Storage")
 
 
-def read_bin(path: Path, adapter: str, max_bytes: int) -> dict[str, torch.Tensor]:
+def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> dict[str, torch.Tensor]:
     """The tensors of the file, on the CPU. Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError and kin."""
     where = f"adapter {adapter!r}: {path.name}"
     with RegularFile.open(path, adapter) as file:
         check_size(file.size, max_bytes, adapter)
         data = file.read_all()
-    _check_zip(bytes(data[:8]), io.BytesIO(data), len(data), where)
+    _check_zip(data, limits or Limits(), where)
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -51,20 +61,40 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _check_zip(magic: bytes, file: io.BytesIO, size: int, where: str) -> None:
-    check_no_pointer(magic, where)
-    if magic[:4] != b"PK\x03\x04":
+def _check_zip(data: bytearray, limits: Limits, where: str) -> None:
+    check_no_pointer(data[:8], where)
+    if data[:4] != b"PK\x03\x04":
         raise AdapterFileFormatError(f"{where} is not a file of torch.save (a zip); {REMEDY}")
+    max_members = limits.max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
+    if data.count(_ENTRY) > max_members:  # before a directory of them is read; bytes of weights are such by chance only
+        raise AdapterFileFormatError(f"{where} has more than {max_members} members; no adapter of this base model has")
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-        raise AdapterTruncatedError(f"{where} is truncated or damaged: {error}; copy the file again") from error
-    if (
-        any(member.compress_type != zipfile.ZIP_STORED for member in members)
-        or sum(m.file_size for m in members) > size
-    ):
-        raise AdapterFileFormatError(f"{where} is a compressed zip; torch.save does not write such; {REMEDY}")
+            is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+            if not is_stored or sum(member.file_size for member in members) > len(data):
+                raise AdapterFileFormatError(f"{where} is a compressed zip; torch.save does not write such; {REMEDY}")
+            for member in members:
+                if member.filename.endswith(".pkl"):
+                    _check_pickle(archive, member, limits.max_tensors * PICKLE_BYTES_A_TENSOR, where)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError) as error:
+        raise AdapterTruncatedError(
+            f"{where} is truncated or damaged: {_first_line(error)}; copy the file again"
+        ) from error
+
+
+def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int, where: str) -> None:
+    """Refuse a pickle that names anything but tensors, before it is loaded."""
+    if member.file_size > max_bytes:
+        raise AdapterFileFormatError(
+            f"{where} has a pickle of {member.file_size} bytes, at most {max_bytes} are read; {REMEDY}"
+        )
+    for opcode, argument, _ in pickletools.genops(archive.read(member)):
+        is_known = argument in _NAMES_IN_PICKLES or (isinstance(argument, str) and _STORAGE.fullmatch(argument))
+        if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not is_known:
+            raise AdapterFileFormatError(
+                f"{where} holds more than tensors and is not loaded: it names {shown(argument)}; {REMEDY}"
+            )
 
 
 def _check_tensors(loaded: object, size: int, where: str) -> dict[str, torch.Tensor]:
@@ -72,8 +102,14 @@ def _check_tensors(loaded: object, size: int, where: str) -> dict[str, torch.Ten
         raise AdapterFileFormatError(f"{where} holds a {type(loaded).__name__}, not a dict of tensors")
     for name, tensor in loaded.items():
         is_plain = isinstance(name, str) and isinstance(tensor, torch.Tensor)
-        if not is_plain or tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise AdapterFileFormatError(f"{where}: entry {name!r} is not a plain tensor")
+        if (
+            not is_plain
+            or len(name) > MAX_NAME_CHARS
+            or tensor.layout != torch.strided
+            or tensor.is_quantized
+            or tensor.device.type != "cpu"
+        ):
+            raise AdapterFileFormatError(f"{where}: entry {shown(name)} is not a plain tensor")
     if sum(tensor.numel() * tensor.element_size() for tensor in loaded.values()) > size:
         raise AdapterFileFormatError(
             f"{where} holds tensors that are larger than the file"

@@ -7,15 +7,18 @@ checked each time: the file's identity, its bytes, NaN and Inf, the digest.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from loraplex.adapters.files import BIN_NAME, Limits, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_tensors
@@ -26,6 +29,7 @@ from loraplex.core import LoraTarget
 PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
 """Fields of a layer -> parts of a module."""
 
+BIN_COPIES = 3
 MAX_BLUEPRINTS = 32
 MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
@@ -79,19 +83,47 @@ class AdapterContent:
         return self.read.tensors()
 
 
+class ByteBudget:
+    """Readers wait until what they all hold is within `max_bytes`. One alone may hold more."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self.held_bytes == 0 or self.held_bytes + nbytes <= self.max_bytes)
+            self.held_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.held_bytes -= nbytes
+                self._changed.notify_all()
+
+
 class CheckedReader:
-    """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once."""
+    """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once; what they read together is
+    bounded by the host budget, since a hundred files of a few gigabytes, sparse on disk, would be as many gigabytes in memory."""
 
     def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
         self._base = base_modules(targets)
+        self._limits = Limits.of_base(len(self._base) * len(PARTS))
+        self._budget = ByteBudget(lora_config.host_memory_bytes)
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
         """Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
         AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format)."""
-        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes)
+        with self._budget.hold(_bytes_to_read(directory)):
+            return self._read(directory, helper)
+
+    def _read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
+        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes, self._limits)
         check = TensorCheck(helper, self._base)
         key = _key(file, helper)
         blueprint = self._get(key)
@@ -121,6 +153,15 @@ class CheckedReader:
             self._known[key] = blueprint
             if len(self._known) > MAX_BLUEPRINTS:
                 self._known.popitem(last=False)
+
+
+def _bytes_to_read(directory: Path) -> int:
+    """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors."""
+    nbytes = 0
+    for path in read_files(directory):
+        with suppress(OSError):
+            nbytes += os.stat(path).st_size * (BIN_COPIES if path.name == BIN_NAME else 1)
+    return nbytes
 
 
 def _key(file: WeightFile, helper: PEFTHelper) -> Hashable:

@@ -15,9 +15,14 @@ from loraplex.adapters.fields import (
     FieldVerdict,
     Verdict,
     is_set,
-    shown,
 )
 from loraplex.adapters.patterns import PatternError, check_patterns
+from loraplex.errors import MAX_SHOWN_CHARS, shown
+
+MAX_PATTERN_KEYS = 2**13
+"""Of rank_pattern and alpha_pattern each: nine for every linear of a model of 126 layers."""
+
+MAX_FIELDS = 512
 
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
@@ -26,6 +31,11 @@ RANK = f"a positive whole number, at most {MAX_RANK}"
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _field(name: str) -> str:
+    """A name from the file as it stands, if it is like a name."""
+    return name if name.isidentifier() and len(name) <= MAX_SHOWN_CHARS else shown(name)
 
 
 def _is_rank(value: Any) -> bool:
@@ -166,10 +176,13 @@ class ConfigReader:
         if not isinstance(value, Mapping):
             self._refuse(name, f"{name} must map module names to numbers, got {shown(value)}")
             return {}
-        wrong = [key for key, number in value.items() if not is_fine(number)]
-        for key in wrong:
-            self._refuse(name, f"{name}[{key!r}] must be {wanted}, got {shown(value[key])}")
-        kept = {key: number for key, number in value.items() if key not in wrong}
+        if len(value) > MAX_PATTERN_KEYS:
+            self._refuse(name, f"{name} has {len(value)} keys, at most {MAX_PATTERN_KEYS} are read")
+            return {}
+        kept = {key: number for key, number in value.items() if is_fine(number)}
+        for key, number in value.items():
+            if key not in kept:
+                self._refuse(name, f"{name}[{shown(key)}] must be {wanted}, got {shown(number)}")
         return kept if self._compiles(name, tuple(kept)) else {}
 
     # ------------------------------------------------------------------------------------------------- kinds of adapters
@@ -187,14 +200,14 @@ class ConfigReader:
             if self.fields.get("lora_bias") is True and isinstance(value, str):
                 self._refuse(
                     "lora_bias",
-                    f"lora_bias=True with init_lora_weights={value!r}: peft does not load that; set it to true",
+                    f"lora_bias=True with init_lora_weights={shown(value)}: peft does not load that; set it to true",
                 )
             return
         if isinstance(value, str) and value.lower().startswith(INIT_THAT_CHANGES_BASE):
             remedy = "save it with save_pretrained(path_initial_model_for_weight_conversion=...)"
             self._refuse(
                 "init_lora_weights",
-                f"init_lora_weights={value!r} changes the base weights; convert the adapter: {remedy}",
+                f"init_lora_weights={shown(value)} changes the base weights; convert the adapter: {remedy}",
             )
         else:
             self._refuse(
@@ -218,10 +231,10 @@ class ConfigReader:
     def _unknown(self, name: str, value: Any) -> None:
         if is_set(value):
             self._refuse(
-                name, f"{name}={shown(value)} is not a known field; remove it if it does not change the result"
+                name, f"{_field(name)}={shown(value)} is not a known field; remove it if it does not change the result"
             )
         else:
-            self.warnings.append(f"{name}={shown(value)} is not a known field and is ignored")
+            self.warnings.append(f"{_field(name)}={shown(value)} is not a known field and is ignored")
 
     def _verdict(self, name: str, value: Any) -> FieldVerdict:
         if name in self._refused:

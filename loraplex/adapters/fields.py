@@ -101,9 +101,3 @@ INIT_THAT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def is_set(value: Any) -> bool:
     """Whether a field says something: null, false, 0 and empty values do not."""
     return value is not None and value is not False and value != 0 and value not in ("", [], {}, ())
-
-
-def shown(value: Any, limit: int = 120) -> str:
-    """A value for a message, at most `limit` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loraplex.adapters.config_reader import ConfigReader
+from loraplex.adapters.config_reader import MAX_FIELDS, ConfigReader
 from loraplex.adapters.fields import FieldVerdict
 from loraplex.adapters.files import read_config_file
 from loraplex.adapters.patterns import (
@@ -27,7 +27,7 @@ from loraplex.adapters.patterns import (
     pattern_values,
 )
 from loraplex.config import LoRAConfig
-from loraplex.errors import AdapterFileFormatError, AdapterValidationError
+from loraplex.errors import AdapterFileFormatError, AdapterValidationError, shown
 
 MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32: the least with full precision, and the largest."""
@@ -68,19 +68,18 @@ class PEFTHelper:
     def from_local_dir(cls, path: str | Path, adapter: str | None = None) -> PEFTHelper:
         """Read `adapter_config.json` of a directory. Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError."""
         name = adapter or Path(path).name or str(path)
-        text = read_config_file(Path(path), name)
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise AdapterFileFormatError(f"adapter {name!r}: adapter_config.json is not JSON: {error}") from error
-        return cls.from_dict(fields, name)
+        return cls.from_dict(read_config_file(Path(path), name), name)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], adapter: str = "adapter") -> PEFTHelper:
         """Never raises for what the fields say: `validate_legal` does, with all reasons. Not a JSON object: AdapterFileFormatError."""
         if not isinstance(fields, Mapping):
             raise AdapterFileFormatError(
-                f"adapter {adapter!r}: adapter_config.json must be a JSON object, got {fields!r:.80}"
+                f"adapter {adapter!r}: adapter_config.json must be a JSON object, got {shown(fields)}"
+            )
+        if len(fields) > MAX_FIELDS:
+            raise AdapterFileFormatError(
+                f"adapter {adapter!r}: adapter_config.json has {len(fields)} fields, at most {MAX_FIELDS} are read"
             )
         read = ConfigReader(fields)
         read.peft_type()

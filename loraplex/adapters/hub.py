@@ -1,25 +1,45 @@
-"""Adapters of the Hugging Face hub, by `huggingface_hub.snapshot_download` (imported when the first hub id is given)."""
+"""Adapters of the Hugging Face hub, by `huggingface_hub.snapshot_download` (imported when the first hub id is given).
+
+A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name and the revision
+to paths of its cache. What it returns must lie in that cache, and so must every file that a load reads, links resolved.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, INDEX_NAME, SAFETENSORS_NAME, WEIGHT_NAMES
+from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, INDEX_NAME, SAFETENSORS_NAME, WEIGHT_NAMES, read_files
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFetchError,
     AdapterFetchTimeoutError,
     AdapterLoadError,
+    AdapterPathForbiddenError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
+    shown,
 )
 
+HUB_PREFIX = "hf://"
 WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors")
 REQUEST_TIMEOUT_S = 10.0
+
+MAX_REPO_CHARS, MAX_REVISION_CHARS = 96, 128
+_PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+_REPO = re.compile(f"{_PART}/{_PART}")
+_HUB_ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>.*))?", re.DOTALL)
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_REVISION = re.compile(rf"refs/pr/[0-9]{{1,9}}|(?!refs(?:/|$)){_SEGMENT}(?:/{_SEGMENT})*")
+_NO_NAME = re.compile(r"\.\.|--|\.git$")
+_NO_REVISION = re.compile(r"\.\.|\.(?:lock)?(?:/|$)")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +50,45 @@ class HubAdapter:
     revision: str | None = None
     is_explicit: bool = True
 
+    @classmethod
+    def parse(cls, given: str, revision: str | None = None) -> HubAdapter | None:
+        """What `hf://org/name[@revision]` or `org/name[@revision]` names; None for a text that can only be a path. `revision` goes first.
+
+        Raises AdapterPathNotFoundError for a name or revision that breaks the rules of hub ids. Touches no disk.
+        """
+        is_explicit = given.startswith(HUB_PREFIX)
+        if is_explicit:
+            repo, at, tail = given.removeprefix(HUB_PREFIX).partition("@")
+        elif match := _HUB_ID.fullmatch(given):
+            repo, at, tail = match["repo"], "" if match["revision"] is None else "@", match["revision"] or ""
+        else:
+            return None
+        if len(repo) > MAX_REPO_CHARS or not _REPO.fullmatch(repo) or _NO_NAME.search(repo):
+            if not is_explicit:
+                return None
+            raise AdapterPathNotFoundError(
+                f"adapter {shown(given)}: {shown(repo)} is no hub repository; write hf://org/name or hf://org/name@revision, "
+                "each of the two of letters, digits and _.-"
+            )
+        wanted = revision if revision is not None else tail if at else None
+        if wanted is not None and not _is_revision(wanted):
+            raise AdapterPathNotFoundError(
+                f"adapter {shown(given)}: {shown(wanted)} is no revision; give a branch, a tag, a commit hash or refs/pr/N: "
+                f"letters, digits and _.- with single slashes between, no '..', at most {MAX_REVISION_CHARS} characters"
+            )
+        return cls(repo, wanted, is_explicit)
+
     @property
     def not_here(self) -> str:
         """How an error begins for `org/name`, which may have been meant as a directory."""
         return "" if self.is_explicit else "no such directory here, and "
 
     def __str__(self) -> str:
-        return f"adapter {self.repo!r}" + (f" at revision {self.revision!r}" if self.revision else "")
+        return f"adapter {self.repo!r}" + (f" at revision {shown(self.revision)}" if self.revision else "")
+
+
+def _is_revision(text: str) -> bool:
+    return len(text) <= MAX_REVISION_CHARS and bool(_REVISION.fullmatch(text)) and not _NO_REVISION.search(text)
 
 
 def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
@@ -75,21 +127,33 @@ def _download(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path
 
 def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import tqdm
 
     class NoProgressBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})
 
+    root = Path(cache or HF_HUB_CACHE)
     path = snapshot_download(
         adapter.repo,
         revision=adapter.revision,
-        cache_dir=cache,
+        cache_dir=root,
         allow_patterns=list(patterns),
         etag_timeout=min(REQUEST_TIMEOUT_S, timeout_s),
         tqdm_class=NoProgressBar,
     )
-    return Path(path)
+    return _inside(Path(path), root, adapter)
+
+
+def _inside(snapshot: Path, cache: Path, adapter: HubAdapter) -> Path:
+    """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the cache."""
+    real, root = snapshot.resolve(), cache.expanduser().resolve()
+    for file in (real, *read_files(real)):
+        if real == root or not file.resolve().is_relative_to(root):
+            _log.warning("%s: %s leads outside the hub's cache %s", adapter, file, root)
+            raise AdapterPathForbiddenError(f"{adapter} is not read: its files do not all lie in the hub's cache")
+    return real
 
 
 def _as_adapter_error(error: Exception, adapter: HubAdapter) -> AdapterLoadError:
@@ -113,7 +177,9 @@ def _as_adapter_error(error: Exception, adapter: HubAdapter) -> AdapterLoadError
         return AdapterFetchTimeoutError(f"{adapter}: {adapter.not_here}the hub did not answer in time; try again later")
     if any(isinstance(cause, hub.OfflineModeIsEnabled) for cause in causes):
         return _no_hub(adapter, "HF_HUB_OFFLINE is set and the local cache does not have it")
-    return AdapterFetchError(f"{adapter}: {adapter.not_here}the hub cannot be reached or failed: {_first_line(error)}")
+    _log.warning("%s could not be fetched: %s", adapter, _first_line(error))
+    kind = type(error).__name__
+    return AdapterFetchError(f"{adapter}: {adapter.not_here}the hub cannot be reached or failed ({kind}; see the log)")
 
 
 def _no_hub(adapter: HubAdapter, why: str) -> AdapterLoadError:

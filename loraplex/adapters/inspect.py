@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from loraplex.adapters.fields import FieldVerdict
+from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
+from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
-from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError
+from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError, shown
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class AdapterReport:
         return not self.reasons
 
     def describe(self) -> str:
-        """The report as text for a person."""
+        """The report as text for a person: the verdict, its reasons, what the files hold, the fields that are set."""
         lines = [f"{self.path}: {'would be loaded' if self.is_honoured else 'is refused'}{self._base_note()}"]
         lines += [f"  refused: {reason}" for reason in self.reasons]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         lines += [f"  {label}: {value}" for label, value in self._facts() if value]
         for field in self.fields:
-            lines.append(
-                f"  {field.verdict.value:8} {field.name} = {field.value!r:.100}{f'  ({field.reason})' if field.reason else ''}"
-            )
+            if is_set(field.value) or field.verdict is Verdict.REFUSED:
+                reason = f"  ({field.reason})" if field.verdict is Verdict.IGNORED else ""
+                lines.append(f"  {field.verdict.value:8} {field.name} = {shown(field.value, 80)}{reason}")
         return "\n".join(lines)
 
     def _base_note(self) -> str:
@@ -125,16 +125,16 @@ def _judge(
 
 def _parse(file: WeightFile) -> tuple[dict[TensorName, TensorEntry], list[str]]:
     names: dict[TensorName, TensorEntry] = {}
-    odd = []
+    odd, unknown = [], []
     for entry in file.entries:
         name = parse_tensor_name(entry.name)
         if name is None:
-            odd.append(f"tensor {entry.name!r} is not used: {why_unknown(entry.name)}")
+            unknown.append(entry.name)
         elif entry.dtype not in DTYPES:
             odd.append(f"tensor {entry.name!r} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
         else:
             names[name] = entry
-    return names, odd
+    return names, [*unused_reasons(unknown), *odd]
 
 
 def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
@@ -152,6 +152,8 @@ def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str
         ranks, reasons = helper.ranks(modules), helper.unusable_scalings(modules)
     except AdapterValidationError as error:
         return list(error.reasons)
+    if not modules:
+        reasons.append("the file has no lora_A.weight: there is no LoRA in it")
     for module, rank in ranks.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             entry = names.get(TensorName(module, part))
@@ -190,7 +192,7 @@ def _report(
         path=str(path),
         base_model_name=helper.base_model_name,
         fields=helper.verdicts,
-        reasons=tuple(reasons),
+        reasons=AdapterValidationError.from_reasons(helper.adapter, reasons).reasons,
         warnings=helper.warnings,
         modules=facts.modules,
         ranks=facts.ranks,

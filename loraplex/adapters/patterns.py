@@ -5,9 +5,10 @@
     layers_pattern:                            re.match(rf"(?:^|.*?\\.){pattern}\\.(?P<idx>\\d+)\\.", name)
 
 Patterns come from tenants, and Python's regex engine backtracks while it holds the interpreter lock: one pattern could stop a server.
-So patterns are matched here only when their text bounds the steps: with q quantifiers, none on a group, and g alternatives in the
-groups (multiplied), a name of n characters takes at most C(n + q, q) * g. Beyond MAX_STEPS, or where the text bounds nothing, they are
-matched in a child process with a deadline, which is the same answer 20 ms later.
+So patterns are matched here only when they are short and their text bounds the steps: with q quantifiers, none on a group, and g
+alternatives in the groups (multiplied), a name of n characters takes at most C(n + q, q) * g. Beyond MAX_STEPS or MAX_CHARS_HERE, or where
+the text bounds nothing, they are matched in a child process with a deadline, and a limit on its processor time and memory, which is the
+same answer 20 ms later. At most MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for its turn is to come again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import math
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from loraplex.environment import child_environment
+from loraplex.errors import AdapterBusyError, shown
 
 MAX_STEPS = 5_000_000
 MAX_PATTERN_CHARS = 200_000
+MAX_REGEXES = 512
+MAX_CHARS_HERE = 4096
+MAX_SETS_HERE = 32
+"""`[` in patterns that are compiled here: one with a large range takes two milliseconds."""
+
 DEADLINE_S = 10.0
+MAX_CHILDREN = 2
+CHILD_WAIT_S = 5.0
+CHILD_CPU_S, CHILD_MEMORY_BYTES = 2, 512 * 2**20
 
 _ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.]+")
@@ -37,7 +48,9 @@ Matches = dict[str, str]
 """name -> the layer index as text, or "" for a pattern without one; a name that does not match is not in it."""
 
 _CHILD = """
-import json, re, sys
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 mode, regexes, names = json.load(sys.stdin)
 found = []
 try:
@@ -46,9 +59,13 @@ try:
         hits = ((name, match(name)) for name in names)
         found.append({name: hit.groupdict().get("idx") or "" for name, hit in hits if hit})
     json.dump({"found": found}, sys.stdout)
+except MemoryError:
+    json.dump({"error": "it takes too much memory"}, sys.stdout)
 except Exception as error:
-    json.dump({"error": f"{type(error).__name__}: {error}"}, sys.stdout)
-"""
+    json.dump({"error": f"{type(error).__name__}: {error}"[:200]}, sys.stdout)
+""".replace("CPU_S", str(CHILD_CPU_S)).replace("MEMORY_BYTES", str(CHILD_MEMORY_BYTES))
+
+_children = threading.BoundedSemaphore(MAX_CHILDREN)
 
 
 class PatternError(ValueError):
@@ -136,16 +153,22 @@ def check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _match(mode: str, regexes: Sequence[str], names: Sequence[str]) -> Sequence[Matches]:
-    if sum(map(len, regexes)) > MAX_PATTERN_CHARS:
-        raise PatternError(f"patterns of more than {MAX_PATTERN_CHARS} characters in all; list the modules by name")
+    num_chars = sum(map(len, regexes))
+    if num_chars > MAX_PATTERN_CHARS or len(regexes) > MAX_REGEXES:
+        raise PatternError(
+            f"at most {MAX_REGEXES} patterns of {MAX_PATTERN_CHARS} characters in all are read; list the modules by name"
+        )
+    if num_chars > MAX_CHARS_HERE or sum(regex.count("[") for regex in regexes) > MAX_SETS_HERE:
+        return _match_in_child(mode, tuple(regexes), tuple(names))
     longest = max(map(len, names), default=0)
-    if sum(_max_steps(regex, longest) for regex in regexes) * max(1, len(names)) > MAX_STEPS:
+    if sum(min(_max_steps(regex, longest), MAX_STEPS + 1) for regex in regexes) * max(1, len(names)) > MAX_STEPS:
         return _match_in_child(mode, tuple(regexes), tuple(names))
     return [_match_here(mode, regex, names) for regex in regexes]
 
 
 def _max_steps(regex: str, name_length: int) -> float:
-    """A bound on the steps of matching one name, from the text alone; infinite where the text shows none."""
+    """A bound on the steps of matching one name, from the text alone; infinite where the text shows none. A sum of these
+    takes the least of each and MAX_STEPS first: Python refuses to add a very large int to infinity."""
     text = re.sub(r"\\.", "_", regex.replace("(?:", "(").replace("(?P<idx>", "(").replace(r"(.*\.)?", "(.*)"))
     if "(?" in text or _QUANTIFIED_GROUP.search(text):
         return math.inf
@@ -169,15 +192,19 @@ def _num_choices(text: str) -> int:
 def _match_here(mode: str, regex: str, names: Sequence[str]) -> Matches:
     try:
         match = getattr(re.compile(regex), mode)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PatternError(f"{regex!r} is no regular expression: {error}") from error
+    except Exception as error:  # re.error, OverflowError, RecursionError, and a warning where those are errors
+        raise PatternError(f"{shown(regex)} is no regular expression: {str(error)[:200]}") from error
     hits = ((name, match(name)) for name in names)
     return {name: hit.groupdict().get("idx") or "" for name, hit in hits if hit}
 
 
 @functools.lru_cache(maxsize=64)  # ranks, alphas and scalings of one adapter ask the same
 def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> tuple[Matches, ...]:
-    request = json.dumps([mode, regexes, names])
+    request, first = json.dumps([mode, regexes, names]), shown(regexes[0])
+    if not _children.acquire(timeout=CHILD_WAIT_S):
+        raise AdapterBusyError(
+            f"{MAX_CHILDREN} adapters with costly patterns are being checked already; load this one again in a moment"
+        )
     try:
         child = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _CHILD],
@@ -189,9 +216,15 @@ def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...])
         )
         reply = json.loads(child.stdout)
     except subprocess.TimeoutExpired:
-        raise PatternError(f"{regexes[0]!r} takes longer than {DEADLINE_S:g} s; list the modules by name") from None
-    except (OSError, ValueError) as error:
-        raise PatternError(f"{regexes[0]!r} is too complex to be matched in this process: {error}") from error
+        raise PatternError(f"{first} takes longer than {DEADLINE_S:g} s; list the modules by name") from None
+    except OSError as error:
+        raise PatternError(f"{first} cannot be matched now: {error.strerror}; load the adapter again") from error
+    except ValueError:  # the child was killed
+        raise PatternError(
+            f"{first} takes more than {CHILD_CPU_S} s or too much memory; list the modules by name"
+        ) from None
+    finally:
+        _children.release()
     if "error" in reply:
-        raise PatternError(f"{regexes[0]!r} is no regular expression: {reply['error']}")
+        raise PatternError(f"{first} is no regular expression: {reply['error']}")
     return tuple(reply["found"])

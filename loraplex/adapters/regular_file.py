@@ -42,14 +42,16 @@ class RegularFile:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise AdapterFileFormatError(f"adapter {adapter!r}: {path} is not a regular file")
+                raise AdapterFileFormatError(f"adapter {adapter!r}: {path.name} is not a regular file")
             yield cls(path, adapter, fd, _stamp_of(fd))
         except FileNotFoundError as error:
-            raise AdapterWeightsMissingError(f"adapter {adapter!r}: {path} is missing") from error
+            raise AdapterWeightsMissingError(f"adapter {adapter!r}: {path.name} is missing") from error
         except PermissionError as error:
-            raise AdapterPermissionError(f"adapter {adapter!r}: {path} may not be read: {error.strerror}") from error
+            raise AdapterPermissionError(
+                f"adapter {adapter!r}: {path.name} may not be read: {error.strerror}"
+            ) from error
         except OSError as error:
-            raise AdapterLoadError(f"adapter {adapter!r}: {path} cannot be read: {error.strerror}") from error
+            raise AdapterLoadError(f"adapter {adapter!r}: {path.name} cannot be read: {error.strerror}") from error
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -77,13 +79,13 @@ class RegularFile:
         return data
 
     def _unreadable(self, error: OSError) -> AdapterLoadError:
-        return AdapterLoadError(f"adapter {self.adapter!r}: {self.path} cannot be read: {error.strerror}")
+        return AdapterLoadError(f"adapter {self.adapter!r}: {self.path.name} cannot be read: {error.strerror}")
 
     def check_unchanged(self, stamp: Stamp) -> None:
         """Raise AdapterLoadError if the file is not as it was when `stamp` was taken."""
         if _stamp_of(self.fd) != stamp:
             raise AdapterLoadError(
-                f"adapter {self.adapter!r}: {self.path} changed while it was read; load it again when it is complete"
+                f"adapter {self.adapter!r}: {self.path.name} changed while it was read; load it again when it is complete"
             )
 
 

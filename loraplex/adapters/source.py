@@ -2,25 +2,22 @@
 
 /path/to/adapter, ./adapter, ~/adapter      a directory, symbolic links resolved, inside the allowed roots if there are any
 hf://org/name, hf://org/name@revision       the hub
-org/name                                    the hub, when no such local directory exists
+org/name, org/name@revision                 the hub, when no such local directory exists
+
+Messages name what was given and a file's name, never where it was found: they go to clients.
 """
 
 from __future__ import annotations
 
-import re
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapters.files import CONFIG_NAME, WEIGHT_NAMES, check_directory
+from loraplex.adapters.files import check_directory, read_files
 from loraplex.adapters.hub import HubAdapter, fetch_from_hub
-from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError
+from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError, shortened, shown
 
-_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def read_files(directory: Path) -> list[Path]:
-    """The files of an adapter's directory that a load may read, there or not; nothing else in it is looked at."""
-    return [directory / CONFIG_NAME, *(directory / name for name in WEIGHT_NAMES), *directory.glob("*.safetensors")]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,17 +31,20 @@ class AdapterSource:
     def fetch(self, path_or_id: str, revision: str | None = None) -> Path:
         """A local directory with the adapter's files. Raises AdapterPathNotFoundError, AdapterPathForbiddenError,
         AdapterPermissionError, AdapterFetchError, AdapterFetchTimeoutError."""
-        if path_or_id.startswith("hf://"):
-            repo, _, at = path_or_id.removeprefix("hf://").partition("@")
-            return self._from_hub(repo, revision or at or None, path_or_id)
+        hub = HubAdapter.parse(path_or_id, revision)
+        if hub is not None and hub.is_explicit:
+            return self._from_hub(hub)
         if "://" in path_or_id:
             raise AdapterPathNotFoundError(
-                f"adapter {path_or_id!r}: this kind of source is not supported; give a directory or hf://org/name"
+                f"adapter {shown(path_or_id)}: this kind of source is not supported; give a directory or hf://org/name"
             )
         path = self._path(path_or_id)
-        if _REPO.fullmatch(path_or_id) and not self._is_visible_directory(path):
-            return self._from_hub(path_or_id, revision, path_or_id)
+        if hub is not None and not self._is_visible_directory(path):
+            return self._from_hub(hub)
         return self._from_disk(path, path_or_id)
+
+    def _from_hub(self, hub: HubAdapter) -> Path:
+        return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
 
     def _path(self, given: str) -> Path:
         try:
@@ -52,19 +52,12 @@ class AdapterSource:
         except RuntimeError:  # ~name of nobody
             path = None
         if path is None:
-            raise AdapterPathNotFoundError(f"adapter {given!r}: no such directory; give a directory or a hub id")
+            raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory; give a directory or a hub id")
         return path
-
-    def _from_hub(self, repo: str, revision: str | None, given: str) -> Path:
-        if not _REPO.fullmatch(repo):
-            raise AdapterPathNotFoundError(
-                f"adapter {given!r}: {repo!r} is no hub repository; write hf://org/name or hf://org/name@revision"
-            )
-        return fetch_from_hub(HubAdapter(repo, revision, given.startswith("hf://")), self.hub_cache, self.timeout_s)
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
-        check_directory(directory, given)
+        check_directory(directory, shortened(given))
         for file in read_files(directory):
             self._resolved(file, given)
         return directory
@@ -73,22 +66,18 @@ class AdapterSource:
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
-            raise AdapterPathNotFoundError(f"adapter {given!r}: no such directory: {error}") from error
+            raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
         if not self._is_allowed(real):
+            _log.info("adapter %.200r is refused: it leads outside %s", given, self.allowed_roots)
+            none = "" if self.allowed_roots else " (none is allowed)"
             raise AdapterPathForbiddenError(
-                f"adapter {given!r} is outside the directories that adapters may be loaded from{self._advice()}"
+                f"adapter {shown(given)} is outside the directories that adapters may be loaded from{none}; "
+                "move it there or start the server with --adapter-root DIR"
             )
         return real
 
     def _is_allowed(self, real: Path) -> bool:
         return self.allowed_roots is None or any(real.is_relative_to(root.resolve()) for root in self.allowed_roots)
-
-    def _advice(self) -> str:
-        if not self.allowed_roots:
-            return " (none is allowed); start the server with --adapter-root DIR"
-        return (
-            f" ({', '.join(map(str, self.allowed_roots))}); move it there or start the server with --adapter-root DIR"
-        )
 
     def _is_visible_directory(self, path: Path) -> bool:
         try:

@@ -11,6 +11,7 @@ The canonical name is `<module>.<part>`: the same adapter saved either way has t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 PREFIX = "base_model.model."
@@ -61,3 +62,14 @@ def why_unknown(name: str) -> str:
         if part in name:
             return reason
     return "it is no part of a LoRA (lora_A.weight, lora_B.weight, lora_B.bias, bias); is this a PEFT adapter?"
+
+
+def unused_reasons(names: Iterable[str]) -> list[str]:
+    """A reason for each kind of names that `parse_tensor_name` does not know, with their number: DoRA has one in every module."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(why_unknown(name), []).append(name)
+    return [
+        f"{f'tensor {found[0]!r} is' if len(found) == 1 else f'{len(found)} tensors such as {found[0]!r} are'} not used: {why}"
+        for why, found in kinds.items()
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from loraplex.adapters.bin_file import read_bin
 from loraplex.adapters.digest import adapter_digest, digest_line
 from loraplex.adapters.files import (
     BIN_NAME,
+    Limits,
     Shard,
     TensorEntry,
     find_weight_file,
@@ -41,21 +42,22 @@ class WeightFile:
     adapter: str
     shards: tuple[Shard, ...] = ()
     loaded: Mapping[str, torch.Tensor] | None = None
+    limits: Limits = field(default_factory=Limits)
 
     @classmethod
-    def open(cls, directory: Path, adapter: str, max_bytes: int) -> WeightFile:
+    def open(cls, directory: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> WeightFile:
         """Find the file and read its headers. Raises AdapterTooLargeError for a .bin beyond `max_bytes`."""
-        path = find_weight_file(directory, adapter)
+        path, limits = find_weight_file(directory, adapter), limits or Limits()
         if path.name == BIN_NAME:
-            return cls(path, adapter, loaded=read_bin(path, adapter, max_bytes))
-        return cls(path, adapter, read_shards(path, adapter))
+            return cls(path, adapter, loaded=read_bin(path, adapter, max_bytes, limits), limits=limits)
+        return cls(path, adapter, read_shards(path, adapter, limits), limits=limits)
 
     @cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors, by the names in the file; headers are parsed now. Raises AdapterFileFormatError, AdapterTruncatedError."""
         if self.loaded is not None:
             return tuple(_entry_of(name, tensor) for name, tensor in self.loaded.items())
-        return parse_shards(self.shards, self.adapter)
+        return parse_shards(self.shards, self.adapter, self.limits)
 
     @property
     def nbytes(self) -> int:

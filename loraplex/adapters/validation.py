@@ -13,12 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, why_unknown
+from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons, why_unknown
 from loraplex.core import LoraTarget
-from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError
+from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, shown
 
 SUPPORTED_DTYPES = ("F32", "F16", "BF16")
 UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
@@ -54,13 +55,15 @@ def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
 
 @dataclass
 class TensorCheck:
-    """The findings about one file. `names` maps what is understood to its entry; `reasons` are faults of the adapter itself,
-    `differences` those that another base model would explain, `widths` what they say: width -> {(the file's, the base's)};
-    `agreed` are the widths that a tensor of the file has as the base has them."""
+    """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest; `reasons` are faults
+    of the adapter itself, `differences` those that another base model would explain, `widths` what they say: width ->
+    {(the file's, the base's)}; `agreed` are the widths that a tensor of the file has as the base has them.
+    """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
@@ -71,12 +74,16 @@ class TensorCheck:
         """AdapterBaseMismatchError when another base explains everything, else AdapterValidationError with all reasons."""
         reasons = [*more_reasons, *self.reasons]
         if reasons:
-            raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened([*reasons, *self.differences]))
+            raise self._refusal([*reasons, *self.differences])
         if not self.differences:
             return
         if self._is_another_base():
             raise AdapterBaseMismatchError(self._another_base())
-        raise AdapterValidationError.from_reasons(self.helper.adapter, _shortened(self.differences))
+        raise self._refusal(self.differences)
+
+    def _refusal(self, reasons: Sequence[str]) -> AdapterValidationError:
+        kept = _shortened(reasons)
+        return AdapterValidationError.from_reasons(self.helper.adapter, kept, len(reasons) - len(kept))
 
     def _is_another_base(self) -> bool:
         """Each width is one other number throughout the file. Fewer layers alone are an incomplete file."""
@@ -89,7 +96,9 @@ class TensorCheck:
             f"{width} {theirs} against {ours}" for width, ((theirs, ours),) in sorted(self.widths.items())
         )
         base = (
-            f" (its adapter_config.json names {self.helper.base_model_name!r})" if self.helper.base_model_name else ""
+            f" (its adapter_config.json names {shown(self.helper.base_model_name)})"
+            if self.helper.base_model_name
+            else ""
         )
         example = self.differences[0] if not facts else f"{facts}; for example {self.differences[0]}"
         return f"adapter {self.helper.adapter!r} is made for another base model{base}: {example}"
@@ -100,7 +109,7 @@ class TensorCheck:
         """Take one tensor of the file: its name, dtype and whether it is there twice."""
         name = parse_tensor_name(entry.name)
         if name is None:
-            self.reasons.append(f"tensor {entry.name!r} is not used: {why_unknown(entry.name)}")
+            self.unknown.append(entry.name)
         elif name in self.names:
             self.reasons.append(
                 f"tensors {self.names[name].name!r} and {entry.name!r} are the same part of the adapter; keep one"
@@ -116,6 +125,7 @@ class TensorCheck:
 
     def check(self) -> None:
         """Compare what was added with what is wanted."""
+        self.reasons.extend(unused_reasons(self.unknown))
         try:
             if not self._is_foreign():
                 self._check()
@@ -143,6 +153,15 @@ class TensorCheck:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
 
+    @cached_property
+    def _layers_in_file(self) -> int:
+        """Once for all tensors: there may be thousands."""
+        return _num_layers(name.module for name in self.names if name.part != "bias")
+
+    @cached_property
+    def _layers_in_base(self) -> int:
+        return _num_layers(self.base)
+
     def _is_foreign(self) -> bool:
         """Whether the base has none of the file's modules, not even in another number of layers."""
         modules = sorted({name.module for name in self.names if name.part != "bias"})
@@ -154,9 +173,9 @@ class TensorCheck:
 
     def _check_targets(self, matched: frozenset[str]) -> None:
         if not matched:
-            self.reasons.append(f"target_modules={self.helper.target_modules!r} names no module of the base model")
+            self.reasons.append(f"target_modules={shown(self.helper.target_modules)} names no module of the base model")
         for entry in self.helper.unmatched_targets((*self.base, *UNSUPPORTED_BASE_MODULES)):
-            self.reasons.append(f"target_modules: {entry!r} names no module of the base model; remove it")
+            self.reasons.append(f"target_modules: {shown(entry)} names no module of the base model; remove it")
         for module in UNSUPPORTED_BASE_MODULES:
             if module in matched:
                 self.reasons.append(
@@ -181,12 +200,12 @@ class TensorCheck:
             self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
 
     def _missing_module(self, module: str, in_file: set[str]) -> None:
-        layer, layers = _layer_of(module), _num_layers(in_file)
+        layer, layers = _layer_of(module), self._layers_in_file
         text = f"{module}: adapter_config.json names it, but the file has no tensors for it"
         if layer is None or layer < layers or self._is_foreign_rest(in_file):
             self.reasons.append(f"{text}; save the adapter again")
         else:
-            self._differs(LAYERS, layers, _num_layers(self.base), text)
+            self._differs(LAYERS, layers, self._layers_in_base, text)
 
     def _is_foreign_rest(self, in_file: set[str]) -> bool:
         """Without any tensor, or with layers chosen in the configuration, missing layers do not speak for another base."""
@@ -212,10 +231,14 @@ class TensorCheck:
         if name.module in self.base:
             self.reasons.append(f"tensor {entry.name!r} is not used: adapter_config.json does not name {name.module!r}")
             return
-        layer, layers = _layer_of(name.module), _num_layers(self.base)
+        layer, layers = _layer_of(name.module), self._layers_in_base
         if layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
-            foreign = _num_layers(other.module for other in self.names)
-            self._differs(LAYERS, foreign, layers, f"tensor {entry.name!r} is of layer {layer}, the base has {layers}")
+            self._differs(
+                LAYERS,
+                self._layers_in_file,
+                layers,
+                f"tensor {entry.name!r} is of layer {layer}, the base has {layers}",
+            )
         else:
             self.reasons.append(
                 f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r}; {why_not_linear(name)}"
@@ -287,7 +310,7 @@ def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 
 
 def _shortened(reasons: Sequence[str]) -> list[str]:
-    """At most MAX_REASONS_OF_A_KIND reasons that differ in a layer number only; the rest is counted."""
+    """At most MAX_REASONS_OF_A_KIND of the reasons that differ in a layer number only."""
     kept: list[str] = []
     counts: dict[str, int] = {}
     for reason in reasons:
@@ -295,5 +318,4 @@ def _shortened(reasons: Sequence[str]) -> list[str]:
         counts[kind] = counts.get(kind, 0) + 1
         if counts[kind] <= MAX_REASONS_OF_A_KIND:
             kept.append(reason)
-    left_out = sum(max(0, count - MAX_REASONS_OF_A_KIND) for count in counts.values())
-    return [*kept, f"and {left_out} more of the same kinds"] if left_out else kept
+    return kept

@@ -19,6 +19,7 @@ from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.packing import Packer
 from loraplex.models.decoder import Decoder
 from loraplex.models.packed_cache import default_folder
+from loraplex.private_folder import private_folder
 
 
 def build_manager(
@@ -78,5 +79,6 @@ def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:
         folder = default / "adapters"
     else:
         return None
+    private_folder(folder, "the folder of packed adapters", "give another with --disk-cache-dir")
     form = packer.form(lora.lora_dtype)
     return DiskCache(folder, lora.disk_memory_bytes, form, packer.check_layout, checksums=packer.checksums)

@@ -11,6 +11,7 @@ from loraplex.adapters.registry import OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import LoRAModel, is_converted
 from loraplex.core import AdapterSpec
+from loraplex.errors import shortened
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,11 @@ class AdapterOpener:
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
         directory, config = str(self.source.fetch(path_or_id)), self.reader.lora_config
-        content = read_adapter(directory, path_or_id, self.reader)
+        name = shortened(path_or_id)
+        content = read_adapter(directory, name, self.reader)
         nbytes = content.nbytes
         if is_converted(config):  # whose values must fit
-            nbytes = LoRAModel.from_content(content, config, path_or_id).nbytes
+            nbytes = LoRAModel.from_content(content, config, name).nbytes
         return OpenedAdapter(directory, content.adapter_digest, nbytes, content.rank)
 
 

@@ -42,6 +42,7 @@ from loraplex.models.loader import load_model
 from loraplex.models.packed_cache import PackedCache, default_folder
 from loraplex.models.source import resolve_model
 from loraplex.performance.steps import StepProfile
+from loraplex.private_folder import private_folder
 from loraplex.profiler import STEP_PARTS, Profiler
 
 logger = logging.getLogger(__name__)
@@ -425,6 +426,7 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
     folder = default_folder() if config.packed_cache_dir is None else Path(config.packed_cache_dir)
     if folder is None:
         return None
+    private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
     return PackedCache(folder, path, form)
 

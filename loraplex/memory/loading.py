@@ -119,22 +119,22 @@ def _read_source(adapter: StoredAdapter, digest: str) -> LoRAModel:
     model = adapter.open_weights()
     if model.adapter_digest != digest:
         raise AdapterContentChangedError(
-            f"adapter {adapter.spec.adapter_name!r}: the content of {adapter.spec.path!r} has changed since it was loaded "
+            f"adapter {adapter.spec.adapter_name!r}: the content of its source has changed since it was loaded "
             f"(digest {model.adapter_digest[:12]}, was {digest[:12]}); reload it"
         )
     return model
 
 
 def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> LoraplexError:
-    name, path = adapter.spec.adapter_name, adapter.spec.path
+    name = adapter.spec.adapter_name
     if is_reload and isinstance(error, _SOURCE_GONE):
         return AdapterUnavailableError(
-            f"adapter {name!r}: no copy of it is in memory and its source {path!r} cannot be read "
+            f"adapter {name!r}: no copy of it is in memory and its source cannot be read "
             f"({error}); bring it back, or unload the adapter"
         )
     if is_reload and isinstance(error, AdapterLoadError):
         return AdapterContentChangedError(
-            f"adapter {name!r}: the content of {path!r} has changed since it was loaded ({error}); reload it"
+            f"adapter {name!r}: the content of its source has changed since it was loaded ({error}); reload it"
         )
     return as_adapter_error(error, name)
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry, check_clients_name
 from loraplex.errors import LoraplexError
 from loraplex.server.access import Access, requires
 from loraplex.server.adapter_roots import AdapterRoots
@@ -106,6 +106,7 @@ class AdapterRoutes:
         if not body.load_inplace and body.lora_name in registry.names():
             raise duplicate
         with _vllm_names():
+            check_clients_name(body.lora_name, registry.names())
             await self._check_path(body.lora_path)
             result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
         if result.status is LoadStatus.ALREADY_LOADED:
@@ -159,7 +160,8 @@ class AdapterRoutes:
         """Load an adapter under a name; a known name with the same path is a no-op that says so."""
         body = await self._context.bodies.read(request, LoadAdapterRequest)
         name_adapters(request, body.name)
-        self._registry(f"adapter {body.name!r} was to be loaded")
+        registry = self._registry(f"adapter {body.name!r} was to be loaded")
+        check_clients_name(body.name, registry.names())
         await self._check_path(body.path)
         result = await self._engine.load_adapter(
             body.name, body.path, lora_int_id=body.lora_int_id, load_inplace=body.load_inplace, is_pinned=body.is_pinned
@@ -170,8 +172,9 @@ class AdapterRoutes:
     async def put(self, name: str, request: Request) -> Response:
         """Say what an adapter is to be; sent twice, it changes nothing. 201 when the name is new."""
         body = await self._context.bodies.read(request, PutAdapterRequest)
-        self._registry(f"adapter {name!r} was to be changed")
+        registry = self._registry(f"adapter {name!r} was to be changed")
         if body.path is not None:
+            check_clients_name(name, registry.names())
             await self._check_path(body.path)
         result = await self._put(name, body)
         if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
@@ -213,8 +216,9 @@ class AdapterRoutes:
         """Send the requests for `old` to `new`; `old` is evicted after its last one."""
         body = await self._context.bodies.read(request, SwitchAdapterRequest)
         name_adapters(request, body.old, body.new)
-        self._registry(f"adapter {body.old!r} was to be switched")
+        registry = self._registry(f"adapter {body.old!r} was to be switched")
         if body.new_path is not None:
+            check_clients_name(body.new, registry.names(), param="new")
             await self._check_path(body.new_path, "new_path")
         result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
         return _json(SwitchReply.of(result))

@@ -1,20 +1,20 @@
 """Where the load routes may read. The operator's own adapters (--lora-modules) are not bound to it.
 
 A root is a directory, or `hf://` (any hub repository) or `hf://ORG` (those of one organisation). Symbolic links are resolved first, of
-the adapter's directory and of the files in it; nothing is said about what lies outside.
+the adapter's directory and of the files in it; nothing is said about what lies outside, nor where the roots are: the log has that.
 """
 
 from __future__ import annotations
 
-import re
+import logging
 from pathlib import Path
 
-from loraplex.adapters.source import read_files
-from loraplex.errors import AdapterPathForbiddenError
+from loraplex.adapters.files import read_files
+from loraplex.adapters.hub import HUB_PREFIX, HubAdapter
+from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, shown
 from loraplex.server.config import ServerConfig
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
-HUB_PREFIX = "hf://"
+_log = logging.getLogger("loraplex.server")
 
 
 class AdapterRoots:
@@ -23,26 +23,30 @@ class AdapterRoots:
         self._directories = config.local_adapter_roots or ()
 
     def check(self, path: str, field: str = "path") -> None:
-        """Raises AdapterPathForbiddenError, which names the field that the path came in. Touches the disk: call it in a thread."""
+        """Raises AdapterPathForbiddenError, and AdapterPathNotFoundError for a hub id that cannot be; both name the field that the path
+        came in. Touches the disk: call it in a thread."""
+        try:
+            self._check(path, HubAdapter.parse(path))
+        except AdapterLoadError as error:
+            error.param = field
+            raise
+
+    def _check(self, path: str, hub: HubAdapter | None) -> None:
         if self._roots is None:
             return
-        outside = self._outside_hub(path) if self._is_hub_id(path) else self._outside(path)
+        is_hub = hub is not None and (hub.is_explicit or not self._is_directory_inside(path))
+        outside = self._outside_hub(hub.repo) if hub is not None and is_hub else self._outside(path)
         if outside is not None:
+            _log.info("adapter %.200r is refused: it leads outside %s", path, self._roots)
             what = f"its {outside} leads" if outside else "is"
             raise AdapterPathForbiddenError(
-                f"adapter {path[:200]!r} {what} outside what this server may load: {self._advice()}", param=field
+                f"adapter {shown(path)} {what} outside what this server may load: {self._advice()}"
             )
 
-    def _is_hub_id(self, path: str) -> bool:
-        return path.startswith(HUB_PREFIX) or (
-            HUB_ID.fullmatch(path) is not None and not self._is_directory_inside(path)
-        )
-
-    def _outside_hub(self, path: str) -> str | None:
-        """As `_outside`, of a hub id."""
-        repository = HUB_PREFIX + path.removeprefix(HUB_PREFIX)
-        roots = [root for root in self._roots or () if root.startswith(HUB_PREFIX)]
-        has_root = any(root == HUB_PREFIX or repository.startswith(root.rstrip("/") + "/") for root in roots)
+    def _outside_hub(self, repo: str) -> str | None:
+        """As `_outside`, of a hub repository."""
+        roots = [root.removeprefix(HUB_PREFIX) for root in self._roots or () if root.startswith(HUB_PREFIX)]
+        has_root = any(not root or repo.startswith(root.rstrip("/") + "/") for root in roots)
         return None if has_root else ""
 
     def _outside(self, path: str) -> str | None:
@@ -75,4 +79,4 @@ class AdapterRoots:
     def _advice(self) -> str:
         if not self._roots:
             return "it may load nothing while it listens beyond this machine; start it with --adapter-root DIR"
-        return f"only {', '.join(self._roots)}"
+        return "only what its operator chose with --adapter-root"

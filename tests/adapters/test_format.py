@@ -315,7 +315,9 @@ def test_distinct_errors_of_the_config_file(tmp_path: Path) -> None:
         (b"", "not JSON"),
         (b"[1]", "JSON object"),
         (b"\xff\xfe{}", "UTF-8"),
-        (b"[" * 200_000, "not JSON"),
+        (b"[" * 60_000, "not JSON"),
+        (b"[" * 200_000, "more than 65536 values"),
+        (b'{"r": ' + b"[" * 16 + b"]" * 16 + b"}", "nested deeper than 16"),
         (b" " * (2**20 + 1), "at most"),
         (b'{"r": ' + b"9" * 5000 + b"}", "not JSON"),
     ):

@@ -181,11 +181,21 @@ def test_all_reasons_of_config_and_file_come_at_once(adapter: PeftAdapter) -> No
 
 def test_many_reasons_are_counted(adapter: PeftAdapter) -> None:
     tensors = read_tensors(adapter.path)
-    tensors.update({f"junk.{index}": torch.ones(1) for index in range(500)})
+    tensors.update({f"junk.{index}.lora_A.weight": torch.ones(1) for index in range(500)})
     write_tensors(adapter.path, tensors)
     reasons = refused(adapter)
     assert len(reasons) == 21
-    assert "480 more" in reasons[-1]
+    assert reasons[-1] == "... and 480 more"
+
+
+def test_dora_is_said_once_with_a_count(adapter: PeftAdapter) -> None:
+    tensors = read_tensors(adapter.path)
+    modules = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    tensors.update({f"{module}.lora_magnitude_vector": torch.ones(4) for module in modules})
+    write_tensors(adapter.path, tensors)
+    (reason,) = refused(adapter)
+    assert reason.startswith(f"{len(modules)} tensors such as 'base_model.model.")
+    assert reason.endswith("are not used: DoRA is not supported yet; train a plain LoRA")
 
 
 # ---------------------------------------------------------------------------------------------------------- another base

@@ -112,7 +112,7 @@ def test_a_vanished_source_is_unavailable(rig: Rig, error: Exception) -> None:
     rig.source.errors["/p1"] = error
     ask(rig)
     load(rig)
-    with pytest.raises(AdapterUnavailableError, match=rf"'a1': no copy .* '/p1' cannot be read \({error}\)"):
+    with pytest.raises(AdapterUnavailableError, match=rf"'a1': no copy .* source cannot be read \({error}\)"):
         ask(rig)
     rig.manager.check_integrity()
 
@@ -163,9 +163,9 @@ def test_adapters_of_one_content_are_told_of_their_own_source(rig: Rig) -> None:
     rig.manager.attach_adapters([rig.spec(3, "d1")])
     load(rig)
     rig.manager.poll()
-    with pytest.raises(AdapterContentChangedError, match=r"^adapter 'a1': the content of '/p1' has changed"):
+    with pytest.raises(AdapterContentChangedError, match=r"^adapter 'a1': the content of its source has changed"):
         rig.manager.try_acquire(1)
-    with pytest.raises(AdapterUnavailableError, match=r"^adapter 'a2': .* source '/p2' cannot be read"):
+    with pytest.raises(AdapterUnavailableError, match=r"^adapter 'a2': .* source cannot be read"):
         rig.manager.try_acquire(2)
     errors = [each.error or "" for each in rig.manager.list_adapters()]
     assert ["'a1'" in errors[0], "'a2'" in errors[1], errors[2]] == [True, True, ""]
@@ -181,7 +181,7 @@ def test_adapters_of_one_content_are_told_of_their_own_source(rig: Rig) -> None:
 def test_verbs_on_adapters_of_one_content_hear_of_their_own_source(rig: Rig) -> None:
     rig.manager.attach_adapters([rig.spec(2, "d1")])
     rig.source.errors |= {"/p1": AdapterPathNotFoundError("gone"), "/p2": RuntimeError("out of file handles")}
-    with pytest.raises(AdapterUnavailableError, match=r"'a1'.*'/p1'"):
+    with pytest.raises(AdapterUnavailableError, match=r"'a1'.*its source cannot be read"):
         rig.activate(1)
     with pytest.raises(AdapterLoadError, match="'a2' could not be loaded: RuntimeError: out of file handles"):
         rig.activate(2)

@@ -411,8 +411,12 @@ async def test_unload_by_delete(client: httpx.AsyncClient) -> None:
         assert response.json()["error"]["param"] == next(iter(query))
 
 
-async def test_names_with_slashes(client: httpx.AsyncClient) -> None:
-    await client.post("/v1/adapters", json={"name": "org/x", "path": "/x"})
+async def test_names_with_slashes(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    """The operator may give them, clients may not."""
+    response = await client.post("/v1/adapters", json={"name": "org/x", "path": "/x"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "name")
+    await engine.load_adapter("org/x", "/x")
+    assert (await client.post("/v1/adapters", json={"name": "org/x", "path": "/x"})).status_code == 200
     assert (await client.get("/v1/adapters/org/x")).json()["name"] == "org/x"
     assert (await client.get("/v1/adapters/org%2Fx")).json()["name"] == "org/x"
     assert (await client.post("/v1/adapters/org/x/pin")).json()["has_changed"]

@@ -1,5 +1,6 @@
 """Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return."""
 
+from loraplex.adapters.registry.adapter_name import check_clients_name
 from loraplex.adapters.registry.outcome import (
     AdapterInfo,
     LoadResult,
@@ -30,5 +31,6 @@ __all__ = [
     "VersionInfo",
     "VersionRecord",
     "VersionState",
+    "check_clients_name",
     "start_thread",
 ]

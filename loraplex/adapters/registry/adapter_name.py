@@ -1,19 +1,26 @@
 """What a tenant may call an adapter, and the other things a caller names it by: its number and its source.
 
-A name is 1 to 256 printable characters, with no space at either end. `/` is allowed, as in vLLM. `:` is allowed too, unless
-the name starts with `BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients select an adapter, so
-such a name would mean two things. The names of the base model are not names of adapters. `NAME@2` addresses version 2 of NAME, so
-no adapter can be loaded under a name of that form.
+A name is 1 to 256 characters as NFKC leaves them, so that two names that look alike for their compatibility forms are
+one. None is a control, format (zero-width, bidirectional) or blank character, and there is no space at either end. The
+parts between slashes are neither empty nor `.` nor `..`; only the operator's names have slashes at all (`--lora-paths
+/srv/sql` is its own name), since what stands before a slash will be a tenant. `:` is allowed, unless the name starts with
+`BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients select an adapter, so such a name would
+mean two things. The names of the base model are not names of adapters. `NAME@2` addresses version 2 of NAME, so no
+adapter can be loaded under a name of that form.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable
 
-from loraplex.errors import AdapterConflictError, InvalidRequestError
+from loraplex.errors import AdapterConflictError, InvalidRequestError, shown
 
 MAX_NAME_LEN = 256
+_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+"""Printable to Python, and drawn as nothing: fillers, variation selectors, the blank of Braille."""
+
 _ADDRESS = re.compile(r"(.+)@([0-9]{1,18})", re.DOTALL | re.ASCII)
 
 
@@ -39,29 +46,49 @@ def is_one_version(address: str) -> InvalidRequestError:
 def check_adapter_name(adapter_name: str, base_names: Iterable[str], *, param: str = "name") -> None:
     """Raises InvalidRequestError for a name that cannot be, AdapterConflictError for one of the base model; both call it `param`."""
     if not isinstance(adapter_name, str) or not adapter_name:
-        raise InvalidRequestError(f"an adapter's name must be a non-empty string, got {adapter_name!r}", param=param)
+        raise InvalidRequestError(
+            f"an adapter's name must be a non-empty string, got {shown(adapter_name)}", param=param
+        )
     if len(adapter_name) > MAX_NAME_LEN:
         raise InvalidRequestError(
-            f"adapter name {adapter_name[:32]!r}... has {len(adapter_name)} characters, at most {MAX_NAME_LEN} are allowed",
+            f"adapter name {shown(adapter_name)} has {len(adapter_name)} characters, at most {MAX_NAME_LEN} are allowed",
             param=param,
         )
-    if not adapter_name.isprintable() or adapter_name != adapter_name.strip():
-        raise InvalidRequestError(
-            f"adapter name {adapter_name!r} has control or invisible characters, or a space at an end; remove them",
-            param=param,
-        )
+    wrong = _why_unusable(adapter_name)
+    if wrong is not None:
+        raise InvalidRequestError(f"adapter name {shown(adapter_name)} {wrong}", param=param)
     if split_address(adapter_name) is not None:
         raise InvalidRequestError(
-            f"adapter name {adapter_name!r} would address a version of {adapter_name.rpartition('@')[0]!r}; "
+            f"adapter name {shown(adapter_name)} would address a version of {shown(adapter_name.rpartition('@')[0])}; "
             "choose a name without @ and a number at its end",
             param=param,
         )
     for base_name in base_names:
         if adapter_name == base_name or adapter_name.startswith(base_name + ":"):
             raise AdapterConflictError(
-                f"adapter name {adapter_name!r} would select the base model {base_name!r}; choose another name",
+                f"adapter name {shown(adapter_name)} would select the base model {base_name!r}; choose another name",
                 param=param,
             )
+
+
+def _why_unusable(name: str) -> str | None:
+    if not name.isprintable() or _BLANK.search(name) or name != name.strip():
+        return "has control or invisible characters, or a space at an end; remove them"
+    if not unicodedata.is_normalized("NFKC", name):
+        return f"is another name than it looks: write {shown(unicodedata.normalize('NFKC', name))} (its NFKC form)"
+    if not {"", ".", ".."}.isdisjoint(name.removeprefix("/").split("/")):
+        return "has an empty part, '.' or '..' between slashes; choose another name"
+    return None
+
+
+def check_clients_name(adapter_name: str, known_names: Iterable[str], *, param: str = "name") -> None:
+    """Raises InvalidRequestError for a new name with a slash: only the operator's have one."""
+    if "/" in adapter_name and adapter_name not in known_names:
+        raise InvalidRequestError(
+            f"adapter name {shown(adapter_name)} has a slash, which is for names that the operator gives (--lora-modules); "
+            "choose another name",
+            param=param,
+        )
 
 
 def check_lora_int_id(adapter_name: str, lora_int_id: int | None) -> None:

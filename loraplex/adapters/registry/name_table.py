@@ -27,7 +27,7 @@ from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.adapters.registry.table_records import record_version, restore_version
 from loraplex.adapters.registry.verb import LoadWish, Verb
 from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
-from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError, AdapterUnloadedError
+from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError, AdapterUnloadedError, shown
 
 
 class NameTable:
@@ -169,7 +169,7 @@ class NameTable:
         address = split_address(name)
         if address is not None and address[0] in self.current:
             return self._has_not_kept(address[0], f"version {address[1]}")
-        return AdapterNotFoundError(f"adapter {name!r} is not loaded; load it first")
+        return AdapterNotFoundError(f"adapter {shown(name)} is not loaded; load it first")
 
     # --------------------------------------------------------------------------------------------------------------- load
 
@@ -181,7 +181,7 @@ class NameTable:
             return None
         if version.ref.lora_path != wish.path:
             raise AdapterConflictError(
-                f"adapter {wish.name!r} is loaded from {version.ref.lora_path!r}, not from {wish.path!r}; "
+                f"adapter {wish.name!r} is loaded from another source than {shown(wish.path)}; "
                 "unload it first, or set load_inplace to replace it",
                 param="path",
             )

@@ -1,0 +1,33 @@
+"""A folder whose files are trusted: packed weights are mapped and served as they lie there, so nobody else may put any in."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from loraplex.errors import ConfigError
+
+
+def private_folder(folder: Path, what: str, remedy: str) -> Path:
+    """`folder`, made with mode 0700 if it is missing. A folder that cannot be made is for its user to report.
+
+    Raises ConfigError for one that belongs to another user (root's is fine) or that others may write to; `remedy` ends its message.
+    """
+    try:
+        for parent in [*reversed(folder.parents), folder]:
+            if not parent.exists():
+                parent.mkdir(mode=0o700, exist_ok=True)
+        about = folder.stat()
+    except OSError:
+        return folder
+    if about.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{what} {folder} belongs to another user ({about.st_uid}), who could put weights in: {remedy}"
+        )
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(about.st_mode)
+        raise ConfigError(
+            f"{what} {folder} can be written to by other users (mode {mode:o}): chmod 700 it, or {remedy}"
+        )
+    return folder

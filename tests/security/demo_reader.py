@@ -1,0 +1,20 @@
+"""The demo's base model, as what adapters are checked against."""
+
+from __future__ import annotations
+
+import functools
+
+from loraplex.adapters.checked_reader import CheckedReader
+from loraplex.config import LoRAConfig
+from loraplex.core import LoraTarget
+from loraplex.demo.tasks import assets_path
+from loraplex.doctor import targets_of
+
+
+@functools.cache
+def demo_targets() -> tuple[LoraTarget, ...]:
+    return targets_of(str(assets_path() / "base"))
+
+
+def demo_reader(lora_config: LoRAConfig | None = None) -> CheckedReader:
+    return CheckedReader(demo_targets(), lora_config or LoRAConfig())

@@ -1,0 +1,155 @@
+"""Regular expressions of an adapter's configuration: whatever they do, they cost their own adapter, and a bounded amount."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+
+from loraplex.adapters import patterns
+from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.patterns import MAX_CHILDREN, PatternError, check_patterns, fullmatches, pattern_values
+from loraplex.config import LoRAConfig
+from loraplex.errors import AdapterBusyError, AdapterValidationError
+
+NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(30) for part in "qkvo"]
+MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+
+
+def refused(**fields: Any) -> str:
+    """What is said of a configuration whose patterns are asked about a base model; "" if nothing is."""
+    helper = PEFTHelper.from_dict({**MINIMAL, **fields}, "sql")
+    reasons = helper.reasons(LoRAConfig())
+    try:
+        helper.match_modules(NAMES)
+        helper.ranks(NAMES)
+        helper.alphas(NAMES)
+        helper.ambiguous_patterns(NAMES)
+    except AdapterValidationError as error:
+        reasons += error.reasons
+    return "\n".join(reasons)
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "(a|b)" * 1100,
+        "(a|b)*" * 1100,
+        "(?:a|b)" * 5000,
+        "a{1,65535}" * 400,
+        "a{99999999999999999999}",
+        "(" * 3000 + ")" * 3000,
+        "((((((((((a{1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9}){1,9})",
+        "[\0-\U0010ffff]" * 300,
+        "(?i)[\0-\U0010ffff]" * 3,
+        "[[a]&&[b]]",
+        "(?P<idx>x)" * 200,
+        "(?<=a{2,3})b",
+        "(?(1)a|b)",
+        "(?au)x",
+        "(?L)x",
+        "\\N{no such name}",
+        "\\x{zz}",
+        "\\1",
+        "*",
+        "a**",
+        "[z-a]",
+        "\ud800",
+        "\0" * 100,
+    ],
+    ids=lambda regex: ascii(regex[:16]),
+)
+@pytest.mark.parametrize("field", ["target_modules", "rank_pattern", "layers_pattern"])
+def test_whatever_the_engine_raises_is_the_adapters_fault(field: str, regex: str) -> None:
+    """`{"(a|b)" * 1100: 8, ...}` was a 500: an integer that no float can be was added to infinity."""
+    value: dict[str, Any] = {field: {regex: 8, r"(\w+)*x": 4} if field == "rank_pattern" else regex}
+    if field == "layers_pattern":
+        value["layers_to_transform"] = [1]
+    text = refused(**value)
+    assert regex[:100] not in text or len(regex) < 100
+    assert len(text) < 2000
+
+
+def test_the_pattern_of_the_report() -> None:
+    assert refused(rank_pattern={"(a|b)" * 1100: 8, r"(\w+\.)*q_proj": 4}) == ""
+
+
+def test_catastrophic_backtracking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2**30 steps, in a process that may take two seconds of a processor; then the adapter is refused."""
+    text = refused(target_modules=r"([\w.]+)+!")
+    assert "list the modules by name" in text
+
+
+def test_matching_that_hangs_is_ended_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(patterns, "DEADLINE_S", 0.2)
+    with pytest.raises(PatternError, match=r"takes longer than 0\.2 s"):
+        fullmatches(r"(?i)hangs", NAMES)
+
+
+def test_a_child_has_bounded_memory_and_processor_time() -> None:
+    assert "RLIMIT_AS, (536870912, 536870912)" in patterns._CHILD
+    assert "RLIMIT_CPU, (2, 2)" in patterns._CHILD
+    code = patterns._CHILD.replace("found = []", "found = bytearray(2**30)")
+    done = subprocess.run(
+        ["python3", "-I", "-c", code], input='["match", [], []]', capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0 or "memory" in done.stdout
+
+
+def test_no_more_than_two_are_matched_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are to come again rather than hold the threads that load adapters; the slots are free afterwards."""
+    running, release = threading.Semaphore(0), threading.Event()
+    run = subprocess.run
+
+    def wait_and_run(*args: Any, **options: Any) -> Any:
+        running.release()
+        assert release.wait(30)
+        return run(*args, **options)
+
+    monkeypatch.setattr(patterns.subprocess, "run", wait_and_run)
+    monkeypatch.setattr(patterns, "CHILD_WAIT_S", 0.05)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda text=f"(?i).*{number}_proj": found.append(fullmatches(text, NAMES)))
+        for number in range(MAX_CHILDREN)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert running.acquire(timeout=30)
+    with pytest.raises(AdapterBusyError, match="load this one again in a moment") as caught:
+        fullmatches(r"(?i).*Q_PROJ", NAMES)
+    assert caught.value.http_status == 429
+    assert fullmatches(r".*\.q_proj", NAMES), "what needs no child is not held up"
+    release.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == MAX_CHILDREN
+    assert len(fullmatches(r"(?i).*Q_PROJ", NAMES)) == 30
+
+
+@pytest.mark.parametrize(
+    "regexes", [["(a" * 10 + ")" * 10] * 513, ["a" * 200_001], ["[ab]"] * 600], ids=["many", "long", "sets"]
+)
+def test_patterns_are_counted_before_they_are_compiled(regexes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("_match_here", "_match_in_child"):
+        monkeypatch.setattr(patterns, way, lambda *args: pytest.fail("it was compiled"))
+    with pytest.raises(PatternError, match="at most 512 patterns of 200000 characters"):
+        patterns._match("match", regexes, NAMES)
+
+
+def test_long_patterns_and_large_sets_are_not_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(patterns, "_match_in_child", lambda *args: asked.append(args) or ({},))
+    for regex in ("a" * 5000 + "!", "[\0-\uffff]" * 40):
+        check_patterns([regex])
+    assert len(asked) == 2
+
+
+def test_thousands_of_plain_keys_are_found_by_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_match_here", lambda *args: pytest.fail("a plain key was taken for a regex"))
+    keys = {f"model.layers.{layer}.mlp.up_proj": layer + 1 for layer in range(8000)}
+    assert pattern_values(keys, ["model.layers.77.mlp.up_proj"]) == {"model.layers.77.mlp.up_proj": (78,)}
