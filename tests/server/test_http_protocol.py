@@ -14,6 +14,7 @@ from uvicorn.server import ServerState
 
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig
+from loraplex.server.connections import Connections
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
@@ -31,6 +32,7 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = bytearray()
         self.is_closed = False
+        self.num_unsent = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += data
@@ -40,6 +42,16 @@ class Transport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.is_closed
+
+    abort = close
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
 
     def pause_reading(self) -> None: ...
 
@@ -79,12 +91,13 @@ class App:
 
 
 class Connection:
-    def __init__(self, timeout_s: float = 60.0) -> None:
+    def __init__(self, timeout_s: float = 60.0, **settings: Any) -> None:
         self.app = App()
         config = uvicorn.Config(self.app, log_config=None, access_log=False)
-        settings = ServerConfig(max_header_bytes=LIMIT, header_timeout_s=timeout_s)
+        server = ServerConfig(max_header_bytes=LIMIT, header_timeout_s=timeout_s, **settings)
         self.state = ServerState()
-        protocol_class: Any = bounded_http_protocol(settings)
+        self.connections = Connections(server, 10)
+        protocol_class: Any = bounded_http_protocol(server, self.connections)
         self.protocol: BoundedHttpProtocol = protocol_class(config=config, server_state=self.state, app_state={})
         self.transport = Transport()
         self.protocol.connection_made(self.transport)
