@@ -67,7 +67,7 @@ class Connections:
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_open = max_open
-        self._max_per_source = config.max_connections_per_address or max_open
+        self._max_per_source = config.max_connections_per_address
         self._max_body_bytes = config.max_inflight_body_bytes
         self._clock = clock
         self._num_open = 0
@@ -96,8 +96,8 @@ class Connections:
     def admit(self, address: str) -> Slot | Refusal:
         """The place of a new connection from `address`, or why there is none."""
         source = source_of(address)
-        if self._by_source[source] >= self._max_per_source:
-            return Refusal.ADDRESS if self._max_per_source < self.max_open else Refusal.CONNECTIONS
+        if self._max_per_source is not None and self._by_source.get(source, 0) >= self._max_per_source:
+            return Refusal.ADDRESS
         if self._num_open >= self.max_open and not self._close_idlest():
             return Refusal.CONNECTIONS
         self._num_open += 1

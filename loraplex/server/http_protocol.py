@@ -159,17 +159,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             self._is_upgrade = True  # the parser stops after this head
             return
+        self._begin_request()
         self._is_stuck = self._is_in_head = False
         self._stop_waiting()
-        self._begin_request()
         self.headers = []  # trailers come as headers do: they are no part of the request's
 
     def _begin_request(self) -> None:
         self._incoming = incoming = _Incoming()
         app: Any = self.app
         self.app = cast(Any, partial(self._run, app, incoming))
-        super().on_headers_complete()
-        self.app = app
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = app
         incoming.cycle = self.cycle
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:

@@ -125,7 +125,9 @@ def test_the_log_says_which_kernels_run(programs: list[Program]) -> None:
     program.url()
     program.process.send_signal(signal.SIGTERM)
     _, errors = program.process.communicate(timeout=60)
-    assert re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO loraplex\.server: kernels: fake$", errors, re.MULTILINE)
+    assert re.search(
+        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO loraplex\.server: kernels: fake$", errors, re.MULTILINE
+    )
 
 
 def test_after_the_grace_a_stream_ends_with_an_error_of_its_own(programs: list[Program]) -> None:
