@@ -29,7 +29,7 @@ class Refusal(enum.StrEnum):
     """Why a connection was refused or closed by the server."""
 
     CONNECTIONS = "max_connections"
-    ADDRESS = "max_connections_per_address"
+    ADDRESS = "max_connections_per_ip"
     DESCRIPTORS = "descriptors"
     NOT_HTTP = "not_http"
     HEADER_LENGTH = "header_too_long"
@@ -67,7 +67,7 @@ class Connections:
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_open = max_open
-        self._max_per_source = config.max_connections_per_address
+        self._max_per_source = config.max_connections_per_ip
         self._max_body_bytes = config.max_inflight_body_bytes
         self._clock = clock
         self._num_open = 0

@@ -196,7 +196,7 @@ class Listener:
         num_open = self._connections.num_open
         text = {
             Refusal.CONNECTIONS: f"{num_open} are open (--max-connections)",
-            Refusal.ADDRESS: f"{address} has as many as one address may have (--max-connections-per-address)",
+            Refusal.ADDRESS: f"{address} has as many as one address may have (--max-connections-per-ip)",
         }.get(reason, "no descriptor is left")
         self._connections.refuse(reason, text)
         if self._tls is not None:

@@ -260,7 +260,7 @@ def test_the_connection_that_is_idle_longest_makes_room(serve: Serve, monkeypatc
 
 
 def test_one_address_leaves_room_for_others(serve: Serve) -> None:
-    server = serve(max_connections_per_address=2)
+    server = serve(max_connections_per_ip=2)
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(connect(server, GET[:10], "127.0.0.2"))
@@ -269,7 +269,7 @@ def test_one_address_leaves_room_for_others(serve: Serve) -> None:
             assert all_of(sock).startswith(b"HTTP/1.1 503 ")
         with connect(server, GET, "127.0.0.3") as sock:
             assert sock.recv(2**16).startswith(b"HTTP/1.1 200 ")
-    assert server.connections.refused == {"max_connections_per_address": 1}
+    assert server.connections.refused == {"max_connections_per_ip": 1}
 
 
 def test_hundreds_that_trickle_hold_up_nobody(serve: Serve) -> None:
