@@ -141,7 +141,10 @@ def test_after_the_grace_a_stream_ends_with_an_error_of_its_own(programs: list[P
         rest = "\n".join(lines)
     assert '"code":"engine_shutdown"' in rest
     assert "data: [DONE]" in rest
-    assert program.end() == (0, "engine is shut down\n")
+    output, errors = program.process.communicate(timeout=60)
+    assert (program.process.returncode, output) == (0, "engine is shut down\n")
+    assert "the server shuts down: it waits for 1 request, at most 0 s; Ctrl-C again ends what runs\n" in errors
+    assert "1 request ended: they ran on after 0 s\n" in errors
 
 
 def test_a_second_signal_does_not_wait(programs: list[Program]) -> None:
@@ -156,7 +159,9 @@ def test_a_second_signal_does_not_wait(programs: list[Program]) -> None:
             time.sleep(0.01)
         program.process.send_signal(signal.SIGTERM)
         assert '"code":"engine_shutdown"' in "\n".join(lines)
-    assert program.end() == (0, "engine is shut down\n")
+    output, errors = program.process.communicate(timeout=60)
+    assert (program.process.returncode, output) == (0, "engine is shut down\n")
+    assert "1 request ended: a second signal came\n" in errors
 
 
 def is_open(url: str) -> bool:
