@@ -113,7 +113,7 @@ class EngineProcess:
             logger.error("a message could not be handled: %s", error)
             self._refuse(data, error)
         except Exception as error:
-            traceback.print_exc()
+            logger.exception("a message could not be handled")
             self._refuse(data, EngineError(f"{type(error).__name__}: {error}"))
 
     def _refuse(self, data: bytes, error: LoraplexError) -> None:
