@@ -6,6 +6,7 @@ imported when it runs, so that `--help` is quick.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,6 +28,8 @@ from loraplex.views.profile_settings import ProfileSettings
 if TYPE_CHECKING:
     from loraplex.adapters.registry import LoRARef
     from loraplex.engine.async_engine import AsyncEngine
+
+_log = logging.getLogger("loraplex.server")
 
 app = App(
     name="loraplex",
@@ -401,9 +404,7 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
 
     roots = server.local_adapter_roots
     for missing in (root for root in roots or () if not root.is_dir()):
-        print(
-            f"warning: --adapter-root {missing} is no directory: no adapter can be loaded from there", file=sys.stderr
-        )
+        _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
     with StartProgress() as progress:
         engine = await AsyncEngine.start(
             config,
@@ -420,7 +421,7 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
                 if name in resumed:
                     _warn_of_another_path(resumed[name], name, path)
                 else:
-                    await engine.load_adapter(name, path)
+                    await _load_module(engine, name, path)
                 progress.update("adapters", done, len(modules))
         except BaseException:
             await engine.shutdown()
@@ -428,10 +429,17 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
     return engine
 
 
+async def _load_module(engine: AsyncEngine, name: str, path: str) -> None:
+    try:
+        await engine.load_adapter(name, path)
+    except LoraplexError as error:
+        raise ConfigError(f"adapter {name!r} of --lora-modules or --lora-paths: {error}") from error
+
+
 def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:
     """What the state directory has of a name is newer than the flag that loaded it first."""
     if resumed.lora_path != path.rstrip("/"):
-        print(f"warning: adapter {name!r} stays as the state directory has it: {resumed.lora_path}", file=sys.stderr)
+        _log.warning("adapter %r stays as the state directory has it: %s", name, resumed.lora_path)
 
 
 def _serve_demo(port: int) -> int:

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "loraplex"
 
 ORDER = (
     "errors",
+    "logs",
     "interrupt",
     "environment",
     "private_folder",

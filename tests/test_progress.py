@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from loraplex.progress import StartProgress
 
 
@@ -23,3 +27,18 @@ def test_a_bar_for_each_thing_in_words() -> None:
         "loading adapters",
     ]
     assert [(task.completed, task.total) for task in tasks] == [(10, 10), (2, 9), (1, 22), (1, 1)]
+
+
+def test_without_a_terminal_each_quarter_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with StartProgress() as progress:
+        for done in range(101):
+            progress.update("weights", done * 1000, 100_000)
+        for done in (1, 2):
+            progress.update("adapters", done, 2)
+    assert caplog.messages == [
+        "starting the engine",
+        *(f"loading weights: {percent} %" for percent in (0, 25, 50, 75, 100)),
+        "loading adapters: 50 %",
+        "loading adapters: 100 %",
+    ]

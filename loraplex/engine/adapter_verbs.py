@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
+from loraplex.adapters.registry import (
+    AdapterInfo,
+    LoadResult,
+    LoadStatus,
+    LoRARegistry,
+    SwitchResult,
+    UnloadResult,
+)
 from loraplex.core import AddOutcome
+from loraplex.errors import LoraplexError
+
+logger = logging.getLogger(__name__)
 
 NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
 NUM_VIEW_THREADS = 2
@@ -60,7 +72,15 @@ class AdapterVerbs(ABC):
             is_pinned=is_pinned,
             keeps_equal=keeps_equal,
         )
-        return await self._in_verb_thread(load)
+        began_s = time.monotonic()
+        try:
+            result = await self._in_verb_thread(load)
+        except LoraplexError as error:
+            logger.warning("adapter %r could not be loaded from %r: %.1000s", name, path, error)
+            raise
+        if result.status is not LoadStatus.ALREADY_LOADED:
+            _log_load(result, path, time.monotonic() - began_s)
+        return result
 
     async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
         """To a kept version of the name; None is the one that answered before."""
@@ -107,3 +127,9 @@ class AdapterVerbs(ABC):
         """Not while the engine is being restarted: it would meet its adapters half restored."""
         self.check_can_serve()
         return await asyncio.get_running_loop().run_in_executor(threads, verb)
+
+
+def _log_load(result: LoadResult, path: str, seconds: float) -> None:
+    ref = result.ref
+    what = f"version {ref.adapter_version}, rank {ref.max_rank}"
+    logger.info("adapter %r: %s from %r in %.3f s (%s)", ref.adapter_name, result.status.value, path, seconds, what)

@@ -19,6 +19,7 @@ import psutil
 import zmq
 import zmq.asyncio
 
+from loraplex import logs
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.engine import messages as msg
@@ -134,6 +135,7 @@ class EngineClient:
             "-m",
             self._module,
             self._address,
+            *logs.arguments(),
             env={**child_environment(), "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone
             start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends the engine in order

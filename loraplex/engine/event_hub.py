@@ -10,14 +10,17 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 
-from loraplex.events import EngineEvent, EventKind
+from loraplex.events import Detail, EngineEvent, EventKind
 
 MAX_NUMBERED_EVENTS = 1000
+MAX_SHOWN_CHARS = 200
+"""Of one detail in the log."""
 
 logger = logging.getLogger("loraplex.events")
 
 _LEVELS = {
     EventKind.FAULT: logging.WARNING,
+    EventKind.LOAD_FAILED: logging.WARNING,
     EventKind.LOAD: logging.DEBUG,
     EventKind.EVICT: logging.DEBUG,
     EventKind.AUDIT: logging.DEBUG,
@@ -71,7 +74,7 @@ class EventHub:
             self._events.append(NumberedEvent(self._last_id, event))
             self._counts[event.kind.value] += 1
             waiting = self._take_waiting()
-        logger.log(_LEVELS.get(event.kind, logging.INFO), "%s: %s", event.kind, event.text)
+        _log(event)
         _wake(waiting)
 
     def extend(self, events: Iterable[EngineEvent]) -> None:
@@ -123,6 +126,17 @@ class EventHub:
     def _take_waiting(self) -> set[asyncio.Future[None]]:
         waiting, self._waiting = self._waiting, set()
         return waiting
+
+
+def _log(event: EngineEvent) -> None:
+    level = _LEVELS.get(event.kind, logging.INFO)
+    if logger.isEnabledFor(level):
+        details = ", ".join(f"{name}={_shown(value)}" for name, value in event.details.items())
+        logger.log(level, "%s: %.1000s%s", event.kind, event.text, f" ({details})" if details else "")
+
+
+def _shown(value: Detail) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)[:MAX_SHOWN_CHARS]
 
 
 def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:

@@ -9,13 +9,13 @@ Every message is answered, also one that cannot be understood.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,11 +23,14 @@ from typing import Any
 
 import zmq
 
+from loraplex import logs
 from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine import messages as msg
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.kernels.native.library import open_library
+
+logger = logging.getLogger("loraplex.engine.process")
 
 IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
@@ -113,10 +116,10 @@ class EngineProcess:
         try:
             self._dispatch(msg.decode_to_engine(data))
         except LoraplexError as error:
-            print(f"engine: {error}", file=sys.stderr, flush=True)
+            logger.error("a message could not be handled: %s", error)
             self._refuse(data, error)
         except Exception as error:
-            traceback.print_exc()
+            logger.exception("a message could not be handled")
             self._refuse(data, EngineError(f"{type(error).__name__}: {error}"))
 
     def _refuse(self, data: bytes, error: LoraplexError) -> None:
@@ -172,7 +175,7 @@ def _call(call_id: int, verb: Callable[[], Any]) -> msg.Reply:
     except LoraplexError as error:
         return msg.reply_error(call_id, error)
     except Exception as error:
-        traceback.print_exc()
+        logger.exception("a verb failed")
         return msg.reply_error(call_id, EngineError(f"{type(error).__name__}: {error}"))
 
 
@@ -210,7 +213,7 @@ def main(address: str) -> int:
         EngineProcess(socket, engine).run()
     except Exception as error:
         if not isinstance(error, LoraplexError):
-            traceback.print_exc()
+            logger.exception("the engine cannot start or go on")
             error = EngineError(f"{type(error).__name__}: {error}")
         socket.send(msg.encode(msg.Fatal(error.to_payload())))
         return 1
@@ -220,4 +223,5 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
+    logs.configure_from(sys.argv[2:])
     sys.exit(main(sys.argv[1]))

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loraplex.server.app import create_app
     from loraplex.server.config import ServerConfig, ServerSettings
-    from loraplex.server.run import bind, run_server, serve
+    from loraplex.server.listener import bind
+    from loraplex.server.run import run_server, serve
 
 _HOME_OF = {
     "create_app": "loraplex.server.app",
     "ServerConfig": "loraplex.server.config",
     "ServerSettings": "loraplex.server.config",
-    "bind": "loraplex.server.run",
+    "bind": "loraplex.server.listener",
     "run_server": "loraplex.server.run",
     "serve": "loraplex.server.run",
 }

@@ -19,6 +19,7 @@ _HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _NO_HOST = "allowed_hosts has {!r}; write a name without scheme and port, such as api.example.com"
 _NO_ORIGIN = "cors_allowed_origins has {!r}; write scheme://host[:port] without a path, such as https://app.example.com"
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -48,6 +49,10 @@ class ServerSettings:
         "loopback host; elsewhere any name with API keys, addresses and local names without)",
         flag="--allowed-host",
     )
+    ssl_certfile: str | None = setting(None, "TLS certificate with its chain, in PEM; the server then speaks https")
+    ssl_keyfile: str | None = setting(None, "private key of the TLS certificate (default: in the certificate's file)")
+    ssl_ca_certs: str | None = setting(None, "certificates of authorities that client certificates must come from")
+    ssl_cert_reqs: int = setting(0, "client certificates: 0 not asked for, 1 checked when sent, 2 required")
     max_body_bytes: int = setting(16 * 2**20, "longest request body; longer ones are answered with 413", group="Limits")
     max_header_bytes: int = setting(
         32 * 2**10, "longest request line with its headers; longer ones are answered with 431"
@@ -58,6 +63,22 @@ class ServerSettings:
     strict_fields: bool = setting(
         False,
         "refuse fields that cannot change an answer (metadata, store, user, session_id, ...) instead of accepting them",
+    )
+    body_timeout_s: float = setting(
+        30.0, "time for a request's body to arrive, unless it comes at --min-transfer-rate; then 408"
+    )
+    send_timeout_s: float = setting(
+        60.0, "time for a client to read an answer, unless at --min-transfer-rate; then the connection is closed"
+    )
+    min_transfer_rate: int = setting(4096, "least bytes per second of bodies and answers that take longer")
+    max_inflight_body_bytes: int = setting(
+        256 * 2**20, "total bytes of bodies of all unfinished requests; beyond it they are answered with 503"
+    )
+    max_connections: int | None = setting(
+        None, "most open connections; others are answered with 503 (default: by the open files limit, at most 16384)"
+    )
+    max_connections_per_ip: int | None = setting(
+        None, "most open connections of one client address; not for use behind a proxy (default: --max-connections)"
     )
     max_sequences_per_request: int = setting(1024, "most completions (prompts times n) of one request")
     state_dir: str | None = setting(
@@ -98,6 +119,7 @@ class ServerSettings:
     log_level: str = setting(
         "info", "least level of log lines: critical, error, warning, info or debug", group="Logging"
     )
+    log_format: str = setting("text", "form of log lines: text or json")
     access_log: bool = setting(True, "a log line for each request")
 
     def __post_init__(self) -> None:
@@ -110,6 +132,16 @@ class ServerSettings:
                 (self.max_body_bytes >= 1024, f"max_body_bytes must be >= 1024, got {self.max_body_bytes}"),
                 (self.max_header_bytes >= 1024, f"max_header_bytes must be >= 1024, got {self.max_header_bytes}"),
                 (0 < self.header_timeout_s < inf, f"header_timeout_s must be > 0, got {self.header_timeout_s}"),
+                (0 < self.body_timeout_s < inf, f"body_timeout_s must be > 0, got {self.body_timeout_s}"),
+                (0 < self.send_timeout_s < inf, f"send_timeout_s must be > 0, got {self.send_timeout_s}"),
+                (self.min_transfer_rate >= 1, f"min_transfer_rate must be >= 1, got {self.min_transfer_rate}"),
+                (
+                    self.max_inflight_body_bytes >= self.max_body_bytes,
+                    f"max_inflight_body_bytes must be >= max_body_bytes ({self.max_body_bytes}), "
+                    f"got {self.max_inflight_body_bytes}",
+                ),
+                *self._connection_checks(),
+                *self._tls_checks(),
                 (
                     self.max_sequences_per_request >= 1,
                     f"max_sequences_per_request must be >= 1, got {self.max_sequences_per_request}",
@@ -132,8 +164,28 @@ class ServerSettings:
                 (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),
+                (self.log_format in LOG_FORMATS, f"log_format must be one of {LOG_FORMATS}, got {self.log_format!r}"),
             ]
         )
+
+    def _connection_checks(self) -> list[tuple[bool, str]]:
+        limits = {
+            "max_connections": self.max_connections,
+            "max_connections_per_ip": self.max_connections_per_ip,
+        }
+        return [(limit is None or limit >= 1, f"{name} must be >= 1, got {limit}") for name, limit in limits.items()]
+
+    def _tls_checks(self) -> list[tuple[bool, str]]:
+        is_on = self.ssl_certfile is not None
+        return [
+            (is_on or self.ssl_keyfile is None, "ssl_keyfile needs ssl_certfile: give the certificate, too"),
+            (is_on or self.ssl_ca_certs is None, "ssl_ca_certs needs ssl_certfile: give the server's certificate, too"),
+            (self.ssl_cert_reqs in (0, 1, 2), f"ssl_cert_reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}"),
+            (
+                (self.ssl_ca_certs is None) == (self.ssl_cert_reqs == 0),
+                "ssl_ca_certs and ssl_cert_reqs 1 or 2 belong together: give both or none",
+            ),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

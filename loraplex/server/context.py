@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from loraplex.server.audit import Audit
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
+from loraplex.server.connections import Connections
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
+from loraplex.server.listener import max_connections
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.server.model_names import ModelNames
 from loraplex.server.off_loop import OffLoop
@@ -30,13 +32,15 @@ class ServerContext:
     metrics_page: MetricsPage
     event_streams: EventStreams
     audit: Audit
+    connections: Connections
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         tokenizer = tokenizer_of(engine)
         in_flight = InFlight(engine)
         names = ModelNames(engine, config.served_model_names, int(time.time()))
-        metrics_page = MetricsPage(names.served[0])
+        connections = Connections(config, max_connections(config))
+        metrics_page = MetricsPage(names.served[0], connections)
         off_loop = OffLoop()
         return cls(
             engine=engine,
@@ -55,4 +59,5 @@ class ServerContext:
             metrics_page=metrics_page,
             event_streams=EventStreams(config.max_event_streams),
             audit=Audit(engine.events),
+            connections=connections,
         )

@@ -1,55 +1,134 @@
-"""HTTP/1.1 on one connection: httptools behind uvicorn, with bounds on what comes before a body.
+"""HTTP/1.1 on one connection: httptools behind uvicorn, with bounds on what a client sends and on how long it takes.
 
 The parser itself takes a head of any length and any duration, and gathers it at a cost that grows with its square: one client
 could stop all others. Here whatever is neither body nor the end of a head is counted: request line, headers, chunk extensions,
 trailers. More of it than `max_header_bytes` at a time is answered with 431, a head that takes longer than `header_timeout_s` with 408.
 A head that comes in one piece, as nearly all do, costs a comparison and no timer.
+
+A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time. Bodies of all
+connections together are bounded by `Connections`. What the client does not read has the same rule with `send_timeout_s`.
+
+An `Upgrade` is ignored, as HTTP allows. The parser would take the request's body for another protocol's, and what comes
+later for a request of its own; so it is given the same head once more, without that header.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from typing import cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.config import ServerConfig
+from loraplex.server.connections import Connections, Refusal, Slot
 
-_log = logging.getLogger("loraplex.server")
+MAX_PIPELINED = 32
+"""Requests that a client may send before the answer to the first."""
+
+LINGER_S = 1.0
+"""What a refused client still sends is read and dropped for so long: a reset would overtake the answer."""
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """One request: what came of its body, and how much of that counts among the bodies in memory."""
+
+    cycle: RequestResponseCycle | None = None
+    num_received: int = 0
+    num_held: int = 0
+    is_over: bool = False
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. `bounded_http_protocol` makes a class of it with a server's settings."""
 
-    max_header_bytes: int
-    header_timeout_s: float
+    server_settings: ServerConfig
+    server_connections: Connections
 
+    slot: Slot | None = None
     _num_stuck_bytes = 0  # received since the parser last finished a head or gave a piece of a body
     _is_stuck = True
     _has_begun = False  # a message of which something came and something is missing
     _is_in_head = True  # or between two messages
+    _is_upgrade = False
+    _is_refused = False
+    _incoming: _Incoming  # the request whose body comes
+    _running: _Incoming | None = None
     _header_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
+    _linger_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._held: set[_Incoming] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1, low=0)  # paused means: the client has not read all of it
+        self.server_connections.set_idle(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        for timer in (self._send_timer, self._linger_timer):
+            if timer is not None:
+                timer.cancel()
+        self._disconnect(self._running)
         super().connection_lost(exc)
+        for incoming in tuple(self._held):
+            if incoming is not self._running:  # it never began to run
+                self._release(incoming)
+        self.server_connections.set_busy(self)
+        if self.slot is not None:
+            self.slot.release()
+
+    def close_idle(self) -> None:
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
         self._is_stuck = True
         self._num_stuck_bytes += len(data)
-        super().data_received(data)
+        if not self._parse(data):
+            return
         if not self._is_stuck:
             self._num_stuck_bytes = 0
-        elif self._num_stuck_bytes > self.max_header_bytes:
+        elif self._num_stuck_bytes > self.server_settings.max_header_bytes:
             self._refuse_length()
+            return
         if self._header_timer is None and self.timeout_keep_alive_task is None and self._is_head_due():
             self._await_head()
+        if self._body_timer is None and self._has_begun and not self._is_in_head:
+            self._await_body()
+
+    def _parse(self, data: bytes) -> bool:
+        """Whether the connection is still in use."""
+        while data and not self._is_refused:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as stop:
+                data = self._head_without_upgrade() + data[stop.args[0] :]
+            except httptools.HttpParserError:
+                self._refuse(Refusal.NOT_HTTP, ApiError("the request is not valid HTTP/1.1"))
+        return not self._is_refused
+
+    def _head_without_upgrade(self) -> bytes:
+        """Of the request whose head has just been read, for a parser that has seen nothing of it."""
+        first = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [first, *(b"%s: %s" % each for each in self.headers if each[0] != b"upgrade")]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_upgrade = False
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _is_head_due(self) -> bool:
         """Whether the client has to end a head, or the rest of a request that was answered before it was read."""
@@ -60,55 +139,135 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_head = self._has_begun = True
+        self.server_connections.set_busy(self)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A long head is refused here, too, when all of it came in one piece: before the application sees it."""
-        if self._num_stuck_bytes > self.max_header_bytes and self._head_bytes() > self.max_header_bytes:
-            self._refuse_length()
+        """What is wrong with a head is said here: before the application sees it."""
+        limit = self.server_settings.max_header_bytes
+        if self._is_refused:
             raise ConnectionAbortedError  # the parser stops here
+        if self._num_stuck_bytes > limit and self._head_bytes() > limit:
+            self._refuse_length()
+            raise ConnectionAbortedError
+        if fault := self._fault_of_head():
+            self._refuse(Refusal.NOT_HTTP, ApiError(fault))
+            raise ConnectionAbortedError
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse(Refusal.PIPELINE, ApiError(f"more than {MAX_PIPELINED} requests wait on one connection"))
+            raise ConnectionAbortedError
+        if self.parser.should_upgrade():
+            self._is_upgrade = True  # the parser stops after this head
+            return
+        self._begin_request()
         self._is_stuck = self._is_in_head = False
         self._stop_waiting()
-        super().on_headers_complete()
         self.headers = []  # trailers come as headers do: they are no part of the request's
+
+    def _begin_request(self) -> None:
+        self._incoming = incoming = _Incoming()
+        app: Any = self.app
+        self.app = cast(Any, partial(self._run, app, incoming))
+        try:
+            super().on_headers_complete()
+        finally:
+            self.app = app
+        incoming.cycle = self.cycle
+
+    async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
+        self._running = incoming
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._release(incoming)
+
+    def _release(self, incoming: _Incoming) -> None:
+        self.server_connections.release_body(incoming.num_held)
+        self._held.discard(incoming)
+        incoming.num_held = 0
+        incoming.is_over = True
 
     def on_body(self, body: bytes) -> None:
         self._is_stuck = False
+        incoming = self._incoming
+        incoming.num_received += len(body)
+        if self._is_refused or incoming.is_over or self.cycle.response_complete:
+            return
+        if not self.server_connections.hold_body(len(body), incoming.num_held):
+            self._refuse_memory()
+            return
+        incoming.num_held += len(body)
+        self._held.add(incoming)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
         self._is_stuck = self._has_begun = False
         self._is_in_head = True
+        self._stop_waiting_for_body()
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self.pipeline or self._has_begun or self.transport.is_closing()):
+            self.server_connections.set_idle(self)
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
 
+    def _fault_of_head(self) -> str | None:
+        version = self.parser.get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if self.parser.get_method() == b"CONNECT":
+            return "this server is no proxy: CONNECT is not served"
+        if version not in ("1.0", "1.1"):
+            return f"HTTP/{version} is not spoken here: send HTTP/1.1"
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
+            return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
+        return None
+
     # ------------------------------------------------------------------------------------------------------------- refusals
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError("the request is not valid HTTP/1.1"))
-
     def _refuse_length(self) -> None:
-        limit = self.max_header_bytes
-        self._refuse(
-            ApiError(f"the request line and headers are longer than {limit} bytes", status=431, code="header_too_long")
-        )
+        limit = self.server_settings.max_header_bytes
+        text = f"the request line and headers are longer than {limit} bytes"
+        self._refuse(Refusal.HEADER_LENGTH, ApiError(text, status=431, code="header_too_long"))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse_memory(self) -> None:
+        text = "the bodies of all requests together are too large at this moment; try again later"
+        error = ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
+        self._refuse(Refusal.BODY_MEMORY, error)
+
+    def _refuse(self, reason: Refusal, error: ApiError) -> None:
         """Close the connection, with an answer unless one has begun or that of an earlier request is still to come."""
         self._stop_waiting()
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
-        _log.info("a connection was closed: %s", error)
+        self._is_refused = True
+        self.server_connections.refuse(reason, error.message)
         if self._can_answer():
-            body = error_reply(error)
-            headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[error.status] + headers + body)
+            self.transport.write(closing_answer(error))
+        self._disconnect(self._running)
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
+        self._close_softly()
+
+    def _close_softly(self) -> None:
+        """Close, but first read for a moment what the client still sends."""
+        if not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _disconnect(self, incoming: _Incoming | None) -> None:
+        """Tell a running request that its client is gone. uvicorn tells the one that came last, which may still wait its turn."""
+        if incoming is not None and incoming.cycle is not None and not incoming.cycle.response_complete:
+            incoming.cycle.disconnected = True
+            incoming.cycle.message_event.set()
 
     def _can_answer(self) -> bool:
         if self._is_in_head:
@@ -118,23 +277,80 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # ----------------------------------------------------------------------------------------------------------------- time
 
     def _await_head(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._time_out)
+        self._header_timer = self.loop.call_later(self.server_settings.header_timeout_s, self._time_out)
 
     def _stop_waiting(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+        self._stop_waiting_for_body()
 
     def _time_out(self) -> None:
         self._header_timer = None
         if not self._has_begun:
             self.transport.close()
             return
-        timeout_s = self.header_timeout_s
-        self._refuse(ApiError(f"the headers did not come within {timeout_s:g} s", status=408, code="header_timeout"))
+        text = f"the headers did not come within {self.server_settings.header_timeout_s:g} s"
+        self._refuse(Refusal.HEADER_TIME, ApiError(text, status=408, code="header_timeout"))
+
+    def _await_body(self) -> None:
+        check = partial(self._check_body, self._incoming, self._incoming.num_received)
+        self._body_timer = self.loop.call_later(self.server_settings.body_timeout_s, check)
+
+    def _stop_waiting_for_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
+    def _check_body(self, incoming: _Incoming, num_received: int) -> None:
+        """A body may go on for what it brought; one that this server does not read now has all the time."""
+        settings = self.server_settings
+        self._body_timer = None
+        if self.flow.read_paused or self._is_enough(incoming.num_received - num_received, settings.body_timeout_s):
+            self._await_body()
+            return
+        text = (
+            f"the body did not come within {settings.body_timeout_s:g} s, nor at {settings.min_transfer_rate} bytes/s"
+        )
+        self._refuse(Refusal.BODY_TIME, ApiError(text, status=408, code="body_timeout"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _await_reader(self) -> None:
+        check = partial(self._check_reader, self.transport.get_write_buffer_size())
+        self._send_timer = self.loop.call_later(self.server_settings.send_timeout_s, check)
+
+    def _check_reader(self, num_unsent: int) -> None:
+        settings = self.server_settings
+        self._send_timer = None
+        if self._is_enough(num_unsent - self.transport.get_write_buffer_size(), settings.send_timeout_s):
+            self._await_reader()
+            return
+        text = f"its client did not read the answer within {settings.send_timeout_s:g} s"
+        self.server_connections.refuse(Refusal.SEND_TIME, text)
+        self.transport.abort()
+
+    def _is_enough(self, num_bytes: int, seconds: float) -> bool:
+        return num_bytes >= self.server_settings.min_transfer_rate * seconds
 
 
-def bounded_http_protocol(config: ServerConfig) -> type[BoundedHttpProtocol]:
+def closing_answer(error: ApiError) -> bytes:
+    """An answer of this server on a connection that is closed after it, as bytes."""
+    body = error_reply(error)
+    retry = b"retry-after: 1\r\n" if error.status == 503 else b""
+    head = b"content-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n" % (len(body), retry)
+    return STATUS_LINE[error.status] + head + body
+
+
+def bounded_http_protocol(config: ServerConfig, connections: Connections) -> type[BoundedHttpProtocol]:
     """The protocol with a server's limits: uvicorn makes one of it for each connection."""
-    limits = {"max_header_bytes": config.max_header_bytes, "header_timeout_s": config.header_timeout_s}
-    return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), limits))
+    members = {"server_settings": config, "server_connections": connections}
+    return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

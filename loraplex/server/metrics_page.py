@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from loraplex.adapters.registry import LoRARef
 from loraplex.metrics import EngineStats, MemoryMode, MemoryReport
+from loraplex.server.connections import Connections
 from loraplex.server.latency import LABELS, LatencyHistograms
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,7 +25,8 @@ MAX_NAMES = 100
 class MetricsPage:
     """`histograms` is what requests are recorded in."""
 
-    def __init__(self, model_name: str, engine: str = "0") -> None:
+    def __init__(self, model_name: str, connections: Connections | None = None, engine: str = "0") -> None:
+        self._connections = connections
         self._labels = (model_name, engine)
         self._registry = CollectorRegistry()
         self.histograms = LatencyHistograms(self._registry, model_name, engine)
@@ -48,12 +50,22 @@ class MetricsPage:
     ) -> Iterator[Metric]:
         yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))
         yield self._gauge("loraplex:adapters", "Names of adapters that resolve.", len(refs))
+        if self._connections is not None:
+            yield from self._connection_families(self._connections)
         if stats is not None:
             yield from self._request_families(stats)
             yield from self._adapter_families(stats, memory or MemoryReport())
             yield self._lora_info(stats, refs)
         if memory is not None:
             yield from self._memory_families(memory)
+
+    def _connection_families(self, connections: Connections) -> Iterator[Metric]:
+        yield self._gauge("loraplex:http_connections", "Open connections.", connections.num_open)
+        yield self._gauge("loraplex:http_max_connections", "Connections that may be open.", connections.max_open)
+        text = "Connections that the server refused or closed, by reason."
+        yield self._counters("loraplex:http_connections_refused", text, "reason", connections.refused)
+        text = "Bytes of the bodies of requests that are not over."
+        yield self._gauge("loraplex:http_body_bytes", text, connections.body_bytes)
 
     def _request_families(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import errno
 import gc
 import logging
 import math
@@ -20,29 +18,25 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from functools import partial
-from typing import Any
+from typing import cast
 
 import uvicorn
-import uvicorn.config
 
-from loraplex.errors import ConfigError, LoraplexError
+from loraplex import logs
+from loraplex.errors import LoraplexError
 from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig
+from loraplex.server.connections import Connections, Slot
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
-from loraplex.server.http_protocol import bounded_http_protocol
+from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
+from loraplex.server.listener import Listener, bind, max_connections, raise_descriptor_limit, tls_context
 
 _log = logging.getLogger("loraplex.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LISTEN_BACKLOG = 2048
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""
-
-_REMEDIES = {
-    errno.EADDRNOTAVAIL: "it is no address of this machine, choose another --host",
-    errno.EACCES: "ports below 1024 need privileges, choose another --port",
-}
 
 StartEngine = Callable[[], Awaitable[EngineSurface]]
 
@@ -52,34 +46,21 @@ def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
 
     Returns the exit code: 0, 1 when the port or the engine cannot be had or kept, 128 + n on signal n before that.
     """
+    logs.configure(config.log_level, config.log_format, with_root=True)
+    raise_descriptor_limit()
     for warning in config.warnings:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+        _log.warning("%s", warning)
     try:
+        max_connections(
+            config
+        )  # this and the certificate are made again later: what is wrong is said before the engine starts
+        tls_context(config)
         sock = bind(config)
         with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_start_and_serve(start_engine, config, sock))
     except LoraplexError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket on the configured address that does not listen yet. Raises ConfigError when the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"host {config.host!r} is no address of this machine: {error}") from error
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        remedy = _REMEDIES.get(error.errno or 0, "stop the program that has it, or choose another --port")
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; {remedy}") from error
-    return sock
 
 
 async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket) -> int:
@@ -112,7 +93,8 @@ def make_server(
 ) -> DrainingServer:
     """A server for an event loop of the caller's: run its `serve(sockets=[...])`, end it with `stop()`."""
     app = create_app(engine, config)
-    return DrainingServer(app.state.context, _uvicorn_config(app, config), on_ready)
+    context: ServerContext = app.state.context
+    return DrainingServer(context, _uvicorn_config(app, config, context.connections), on_ready)
 
 
 class DrainingServer(uvicorn.Server):
@@ -130,15 +112,37 @@ class DrainingServer(uvicorn.Server):
     def stop(self) -> None:
         """Begin to drain; called again, stop waiting."""
         if self.should_exit:
-            self._abort = asyncio.ensure_future(self._context.in_flight.abort_all())
+            self._abort = asyncio.ensure_future(self._end_requests("a second signal came"))
             self.force_exit = True
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Accept connections; uvicorn's way of doing it counts none and says nothing when descriptors run out."""
+        settings, connections = self._context.config, self._context.connections
+        tls = tls_context(settings)
+        listeners = [
+            Listener(sock, connections, self._protocol, tls, settings.header_timeout_s) for sock in sockets or []
+        ]
+        for listener in listeners:
+            listener.start()
+        self.servers = cast("list[asyncio.base_events.Server]", listeners)
+        self.started = True
         self._on_ready(self._context)
 
+    def _protocol(self, slot: Slot) -> asyncio.Protocol:
+        protocol_class = cast("type[BoundedHttpProtocol]", self.config.http_protocol_class)
+        protocol = protocol_class(config=self.config, server_state=self.server_state, app_state={})
+        protocol.slot = slot
+        return protocol
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        num_requests = len(self.server_state.tasks) - self._context.event_streams.num_open
+        grace_s = self._context.config.shutdown_grace_s
+        if num_requests > 0:
+            waits = f"waits for {_requests(num_requests)}, at most {grace_s:g} s; Ctrl-C again ends what runs"
+            _log.info("the server shuts down: it %s", waits)
+        else:
+            _log.info("the server shuts down: no request runs")
         self._context.event_streams.close()
         reaper = asyncio.ensure_future(self._abort_after_grace())
         try:
@@ -148,7 +152,13 @@ class DrainingServer(uvicorn.Server):
             await asyncio.gather(reaper, *filter(None, [self._abort]), return_exceptions=True)
 
     async def _abort_after_grace(self) -> None:
-        await asyncio.sleep(self._context.config.shutdown_grace_s)
+        grace_s = self._context.config.shutdown_grace_s
+        await asyncio.sleep(grace_s)
+        await self._end_requests(f"they ran on after {grace_s:g} s")
+
+    async def _end_requests(self, reason: str) -> None:
+        if num_prompts := len(self._context.in_flight):
+            _log.warning("%s ended: %s", _requests(num_prompts), reason)
         await self._context.in_flight.abort_all()
 
     @contextlib.contextmanager
@@ -198,28 +208,22 @@ def _signals(react: Callable[[], object], received: list[signal.Signals] | None 
             loop.remove_signal_handler(each)
 
 
-def _uvicorn_config(app: Callable[..., object], config: ServerConfig) -> uvicorn.Config:
+def _uvicorn_config(app: Callable[..., object], config: ServerConfig, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
         ws="none",
-        http=bounded_http_protocol(config),
-        log_config=_log_config(config.log_level),
+        http=bounded_http_protocol(config, connections),
+        log_config=None,
         access_log=config.access_log,
         server_header=False,
-        backlog=LISTEN_BACKLOG,
         timeout_keep_alive=math.ceil(config.keep_alive_s),
         timeout_graceful_shutdown=math.ceil(config.shutdown_grace_s + LAST_WORDS_S),
     )
 
 
-def _log_config(level: str) -> dict[str, Any]:
-    """uvicorn's own, with Loraplex's loggers beside it: everything to stderr but the access log."""
-    log_config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    log_config["loggers"]["loraplex"] = {"handlers": ["default"], "propagate": False}
-    for logger in log_config["loggers"].values():
-        logger["level"] = level.upper()
-    return log_config
+def _requests(count: int) -> str:
+    return f"{count} request{'' if count == 1 else 's'}"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -237,7 +241,9 @@ def _announce(sock: socket.socket, context: ServerContext) -> None:
     address = f"[{host}]" if ":" in host else host
     registry = context.engine.registry
     _log.info("kernels: %s", context.engine.model_info.backend)
-    adapters = "LoRA is off" if registry is None else f"{len(registry.names())} adapters"
-    print(
-        f"Loraplex is ready: http://{address}:{port} serves {', '.join(context.names.served)} ({adapters})", flush=True
-    )
+    num_adapters = 0 if registry is None else len(registry.names())
+    adapters = "LoRA is off" if registry is None else f"{num_adapters} adapter{'' if num_adapters == 1 else 's'}"
+    scheme = "http" if context.config.ssl_certfile is None else "https"
+    served = ", ".join(context.names.served)
+    _log.info("at most %d connections", context.connections.max_open)
+    print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({adapters})", flush=True)

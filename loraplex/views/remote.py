@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -48,8 +49,15 @@ class RemoteServer:
         except urllib.error.HTTPError as error:
             with error:
                 raise LoraplexError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from None
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise
+            remedy = "name the file with the certificate of its authority in the variable SSL_CERT_FILE"
+            reason = error.reason.verify_message
+            raise LoraplexError(f"{self.url}: its certificate is not trusted ({reason}): {remedy}") from None
         except http.client.HTTPException as error:
-            raise ConnectionError(f"{self.url}: the answer broke off: {error!r}") from error
+            hint = "; does it speak https?" if self.url.startswith("http:") else ""
+            raise ConnectionError(f"{self.url}: the answer broke off: {error!r}{hint}") from error
         return answer
 
 

@@ -9,17 +9,27 @@ from collections.abc import Callable
 from types import TracebackType
 
 from loraplex.server import ServerConfig, bind
+from loraplex.server.connections import Connections
+from loraplex.server.context import ServerContext
 from loraplex.server.run import DrainingServer, make_server
 from loraplex.testing import FakeAsyncEngine
 
 
 class LiveServer:
-    def __init__(self, engine: FakeAsyncEngine, config: ServerConfig | None = None) -> None:
+    """`loop_factory`: of another event loop than asyncio's own."""
+
+    def __init__(
+        self,
+        engine: FakeAsyncEngine,
+        config: ServerConfig | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    ) -> None:
         self.engine = engine
+        self._loop_factory = loop_factory
         self._config = config or ServerConfig(port=0, access_log=False, log_level="warning", shutdown_grace_s=0.0)
         self._sock = bind(self._config)
         self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="live-server")
+        self._thread = threading.Thread(target=self._run_loop, name="live-server")
         self._loop: asyncio.AbstractEventLoop
         self._server: DrainingServer
 
@@ -28,10 +38,26 @@ class LiveServer:
         host, port = self._sock_name
         return f"http://{host}:{port}"
 
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._sock_name
+
+    @property
+    def connections(self) -> Connections:
+        return self._context.connections
+
+    def _run_loop(self) -> None:
+        with asyncio.Runner(loop_factory=self._loop_factory) as runner:
+            runner.run(self._run())
+
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = make_server(self.engine, self._config, lambda context: self._is_ready.set())
+        self._server = make_server(self.engine, self._config, self._on_ready)
         await self._server.serve(sockets=[self._sock])
+
+    def _on_ready(self, context: ServerContext) -> None:
+        self._context = context
+        self._is_ready.set()
 
     def __enter__(self) -> LiveServer:
         self._sock_name = self._sock.getsockname()[:2]

@@ -1,0 +1,165 @@
+"""How many connections are open, what their bodies hold, and what was refused: bounds that all connections of a server share.
+
+Each refusal is counted by its reason (`loraplex:http_connections_refused`); a reason has at most one log line every LOG_EVERY_S.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from loraplex.server.config import ServerConfig
+
+_log = logging.getLogger("loraplex.server")
+
+LOG_EVERY_S = 10.0
+IDLE_AT_LEAST_S = 1.0
+"""A connection may be closed for another one when it has been idle this long: its next request is not on its way."""
+
+SMALL_BODY_BYTES = 64 * 2**10
+"""The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all others."""
+
+
+class Refusal(enum.StrEnum):
+    """Why a connection was refused or closed by the server."""
+
+    CONNECTIONS = "max_connections"
+    ADDRESS = "max_connections_per_ip"
+    DESCRIPTORS = "descriptors"
+    NOT_HTTP = "not_http"
+    HEADER_LENGTH = "header_too_long"
+    HEADER_TIME = "header_timeout"
+    PIPELINE = "pipeline"
+    BODY_TIME = "body_timeout"
+    BODY_MEMORY = "max_inflight_body_bytes"
+    SEND_TIME = "send_timeout"
+
+
+class Closable(Protocol):
+    def close_idle(self) -> None: ...
+
+
+class Slot:
+    """The place of one accepted connection, until `release`, which may be called again."""
+
+    __slots__ = ("_connections", "_source")
+
+    def __init__(self, connections: Connections, source: str) -> None:
+        self._connections: Connections | None = connections
+        self._source = source
+
+    def release(self) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.leave(self._source)
+
+
+class Connections:
+    """The bounds and the counts. Everything happens on the event loop's thread.
+
+    max_open and max_per_address bound the connections; a full server closes the one that has been idle longest for a new one.
+    """
+
+    def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.max_open = max_open
+        self._max_per_source = config.max_connections_per_ip
+        self._max_body_bytes = config.max_inflight_body_bytes
+        self._clock = clock
+        self._num_open = 0
+        self._by_source: Counter[str] = Counter()
+        self._idle: dict[Closable, float] = {}  # since when, longest first
+        self._body_bytes = 0
+        self._refused: Counter[str] = Counter()
+        self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    @property
+    def body_bytes(self) -> int:
+        """Received of bodies whose requests are not over."""
+        return self._body_bytes
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many, by reason."""
+        return self._refused
+
+    # ----------------------------------------------------------------------------------------------------------- connections
+
+    def admit(self, address: str) -> Slot | Refusal:
+        """The place of a new connection from `address`, or why there is none."""
+        source = source_of(address)
+        if self._max_per_source is not None and self._by_source.get(source, 0) >= self._max_per_source:
+            return Refusal.ADDRESS
+        if self._num_open >= self.max_open and not self._close_idlest():
+            return Refusal.CONNECTIONS
+        self._num_open += 1
+        self._by_source[source] += 1
+        return Slot(self, source)
+
+    def leave(self, source: str) -> None:
+        self._num_open -= 1
+        self._by_source[source] -= 1
+        if not self._by_source[source]:
+            del self._by_source[source]
+
+    def set_idle(self, connection: Closable) -> None:
+        """It waits for a request."""
+        self._idle.pop(connection, None)
+        self._idle[connection] = self._clock()
+
+    def set_busy(self, connection: Closable) -> None:
+        self._idle.pop(connection, None)
+
+    def _close_idlest(self) -> bool:
+        connection = next(iter(self._idle), None)
+        if connection is None or self._clock() - self._idle[connection] < IDLE_AT_LEAST_S:
+            return False
+        del self._idle[connection]
+        connection.close_idle()
+        return True
+
+    # ---------------------------------------------------------------------------------------------------------------- bodies
+
+    def hold_body(self, num_bytes: int, num_held: int) -> bool:
+        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies together would be too large."""
+        is_small = num_held + num_bytes <= SMALL_BODY_BYTES
+        limit = self._max_body_bytes if is_small else self._max_body_bytes - self._max_body_bytes // 8
+        if self._body_bytes + num_bytes > limit:
+            return False
+        self._body_bytes += num_bytes
+        return True
+
+    def release_body(self, num_bytes: int) -> None:
+        self._body_bytes -= num_bytes
+
+    # -------------------------------------------------------------------------------------------------------------- refusals
+
+    def refuse(self, reason: Refusal, text: str) -> None:
+        """Count a refusal, and log it unless this reason had a line just now."""
+        self._refused[reason] += 1
+        count, now = self._refused[reason], self._clock()
+        logged_s, logged_count = self._logged.get(reason, (-LOG_EVERY_S, count - 1))
+        if now - logged_s < LOG_EVERY_S:
+            return
+        self._logged[reason] = (now, count)
+        more = count - logged_count - 1
+        _log.warning("a connection was refused or closed: %s%s", text, f" (and {more} before it)" if more else "")
+
+
+def source_of(address: str) -> str:
+    """What counts as one address: of IPv6 the network of 64 bits, since one machine has all of it."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if found.version == 4:
+        return address
+    return str(found.ipv4_mapped or found.packed[:8].hex())

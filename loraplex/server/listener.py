@@ -1,0 +1,252 @@
+"""The port: a bound socket, TLS, and the connections that are accepted from it, as far as limits and descriptors go.
+
+The server accepts by itself, not through the event loop's server, so that every descriptor is counted from the moment it is
+accepted: a TLS handshake that never ends is one, too. A connection beyond a limit is answered with 503 and closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+
+from loraplex.errors import ConfigError
+from loraplex.server.api_error import ApiError
+from loraplex.server.config import ServerConfig
+from loraplex.server.connections import Connections, Refusal, Slot
+from loraplex.server.http_protocol import LINGER_S, closing_answer
+
+_log = logging.getLogger("loraplex.server")
+
+LISTEN_BACKLOG = 2048
+ACCEPTS_AT_ONCE = 64
+"""Between two looks at everything else."""
+
+MAX_LINGERING = 64
+"""Refused connections that are kept for LINGER_S, so that the answer is not lost with what the client still sends."""
+
+PAUSE_S = 0.2
+"""Until the next attempt, when the system has no memory or descriptors at all."""
+
+DEFAULT_MAX_CONNECTIONS = 16384
+RESERVED_DESCRIPTORS = 256
+"""For adapters' files, the engine's socket, the journal."""
+
+KEY_PASSWORD = "LORAPLEX_SSL_KEYFILE_PASSWORD"
+
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REMEDIES = {
+    errno.EADDRNOTAVAIL: "it is no address of this machine, choose another --host",
+    errno.EACCES: "ports below 1024 need privileges, choose another --port",
+}
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket on the configured address that does not listen yet. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {config.host!r} is no address of this machine: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        remedy = _REMEDIES.get(error.errno or 0, "stop the program that has it, or choose another --port")
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; {remedy}") from error
+    return sock
+
+
+def raise_descriptor_limit() -> None:
+    """Take as many descriptors as this process may have; the engine process inherits them."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_connections(config: ServerConfig) -> int:
+    """As configured, or what the descriptors are enough for. Raises ConfigError when they are too few for what is configured."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DEFAULT_MAX_CONNECTIONS
+    if limit != resource.RLIM_INFINITY:
+        most = max(1, limit - min(RESERVED_DESCRIPTORS, limit // 2))
+    if config.max_connections is None:
+        return min(most, DEFAULT_MAX_CONNECTIONS)
+    if limit != resource.RLIM_INFINITY and config.max_connections > most:
+        raise ConfigError(
+            f"max_connections {config.max_connections} is more than {most}, which {limit} open files (ulimit -n) are "
+            f"enough for: raise that limit, or lower --max-connections"
+        )
+    return config.max_connections
+
+
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """TLS 1.2 or later with the configured certificate; None without one. Raises ConfigError for files that cannot be used."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    password = os.environ.get(KEY_PASSWORD, "")  # without one OpenSSL would ask on the terminal
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: password)
+    except (OSError, ValueError) as error:
+        key = "" if config.ssl_keyfile is None else f" with --ssl-keyfile {config.ssl_keyfile}"
+        hint = f"is it PEM, does the key belong to it, and is {KEY_PASSWORD} set if the key has a password?"
+        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}{key}: {_reason(error)}; {hint}") from error
+    if config.ssl_ca_certs is not None:
+        try:
+            context.load_verify_locations(config.ssl_ca_certs)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {_reason(error)}; is it PEM?") from error
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    return context
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+class Listener:
+    """Accepts connections on a bound socket until `close`. `make_protocol` makes the protocol of one, which releases its slot."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connections: Connections,
+        make_protocol: Callable[[Slot], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        handshake_timeout_s: float,
+    ) -> None:
+        self._sock = sock
+        self._connections = connections
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._lingering: set[socket.socket] = set()
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)  # given up for a moment to turn a connection away
+
+    def start(self) -> None:
+        self._sock.setblocking(False)
+        self._sock.listen(LISTEN_BACKLOG)
+        self._loop.add_reader(self._sock, self._accept)
+
+    def close(self) -> None:
+        """No connection is accepted from now on; those that are open stay."""
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+        for task in self._connecting:
+            task.cancel()
+        for sock in tuple(self._lingering):
+            self._let_go(sock)
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._refuse_without_descriptor(error)
+                return
+            slot = self._connections.admit(str(address[0]))
+            if isinstance(slot, Refusal):
+                self._turn_away(sock, slot, str(address[0]))
+            else:
+                task = self._loop.create_task(self._connect(sock, slot))
+                self._connecting.add(task)
+                task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, sock: socket.socket, slot: Slot) -> None:
+        sock.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._make_protocol(slot),
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self._handshake_timeout_s,
+            )
+        except (
+            BaseException
+        ) as error:  # the client is gone, speaks no TLS, or the server ends; the loop closed the socket
+            slot.release()
+            if not isinstance(error, OSError):
+                raise
+
+    def _turn_away(self, sock: socket.socket, reason: Refusal, address: str) -> None:
+        num_open = self._connections.num_open
+        text = {
+            Refusal.CONNECTIONS: f"{num_open} are open (--max-connections)",
+            Refusal.ADDRESS: f"{address} has as many as one address may have (--max-connections-per-ip)",
+        }.get(reason, "no descriptor is left")
+        self._connections.refuse(reason, text)
+        if self._tls is not None:
+            sock.close()
+            return
+        error = ApiError(
+            "too many connections are open; try again later",
+            status=503,
+            kind="overloaded_error",
+            code="too_many_connections",
+        )
+        with contextlib.suppress(OSError):
+            sock.setblocking(False)
+            sock.send(closing_answer(error))
+            sock.shutdown(socket.SHUT_WR)
+        self._lingering.add(sock)
+        if len(self._lingering) > MAX_LINGERING or reason is Refusal.DESCRIPTORS:
+            self._let_go(sock)
+        else:
+            self._loop.call_later(LINGER_S, self._let_go, sock)
+
+    def _let_go(self, sock: socket.socket) -> None:
+        """What was received must be read first: a close would reset the connection, and the answer could be lost."""
+        if sock in self._lingering:
+            self._lingering.discard(sock)
+            with contextlib.suppress(OSError):
+                sock.recv(2**16)
+            sock.close()
+
+    def _refuse_without_descriptor(self, error: OSError) -> None:
+        """The connection would wait in the queue without an answer, and the loop would be woken for it again and again."""
+        if error.errno not in _EXHAUSTED:
+            _log.error("a connection could not be accepted: %s", error)
+        elif error.errno == errno.EMFILE and self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+            with contextlib.suppress(OSError):
+                sock, address = self._sock.accept()
+                self._turn_away(sock, Refusal.DESCRIPTORS, str(address[0]))
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+            return
+        else:
+            self._connections.refuse(Refusal.DESCRIPTORS, f"the system cannot accept one: {error.strerror}")
+        self._loop.remove_reader(self._sock)
+        self._loop.call_later(PAUSE_S, self._accept_again)
+
+    def _accept_again(self) -> None:
+        if self._sock.fileno() >= 0:
+            if self._spare is None:
+                with contextlib.suppress(OSError):
+                    self._spare = os.open(os.devnull, os.O_RDONLY)
+            self._loop.add_reader(self._sock, self._accept)

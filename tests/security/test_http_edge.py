@@ -1,0 +1,87 @@
+"""Heads of other versions, without or with several hosts, and more requests at once than a client needs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from loraplex.server.http_protocol import MAX_PIPELINED
+from tests.server.raw_connection import Connection
+
+REFUSED = {
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+    "two equal hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
+    "two hosts in 1.0": b"GET / HTTP/1.0\r\nHost: a\r\nHost: b\r\n\r\n",
+    "0.9": b"GET /\r\n\r\n",
+    "0.9 by name": b"GET / HTTP/0.9\r\nHost: a\r\n\r\n",
+    "2.0": b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+    "2": b"GET / HTTP/2\r\nHost: a\r\n\r\n",
+    "the preface of 2.0": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "1.2": b"GET / HTTP/1.2\r\nHost: a\r\n\r\n",
+    "3.0": b"GET / HTTP/3.0\r\nHost: a\r\n\r\n",
+    "01.1": b"GET / HTTP/01.1\r\nHost: a\r\n\r\n",
+    "1.10": b"GET / HTTP/1.10\r\nHost: a\r\n\r\n",
+    "small letters": b"GET / http/1.1\r\nHost: a\r\n\r\n",
+    "no version": b"GET / HTTP/\r\nHost: a\r\n\r\n",
+    "a method that is none": b"G@T / HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a control character": b"GET /\x01 HTTP/1.1\r\nHost: a\r\n\r\n",
+    "no ASCII": b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+    "no path": b"GET http://a HTTP/1.1\r\nHost: a\r\n\r\n",
+    "a TLS hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
+}
+
+
+@pytest.fixture
+async def connection() -> AsyncIterator[Connection]:
+    connection = Connection()
+    yield connection
+    connection.protocol.connection_lost(None)
+    await connection.settle()
+
+
+@pytest.mark.parametrize("head", REFUSED.values(), ids=REFUSED.keys())
+async def test_heads_that_are_refused(connection: Connection, head: bytes) -> None:
+    connection.feed(head)
+    await connection.settle()
+    assert (connection.transport.status, connection.app.paths) == (400, [])
+    assert connection.transport.is_closed
+    assert connection.transport.error["message"]
+    assert connection.connections.refused == {"not_http": 1}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /a HTTP/1.0\r\n\r\n",
+        b"GET /a HTTP/1.0\r\nHost: a\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost:\r\n\r\n",
+        b"GET http://other/a HTTP/1.1\r\nhOST: a\r\n\r\n",
+    ],
+)
+async def test_heads_that_are_fine(connection: Connection, head: bytes) -> None:
+    connection.feed(head)
+    await connection.settle()
+    assert (connection.transport.status, connection.app.paths) == (200, ["/a"])
+
+
+async def test_some_requests_may_be_sent_before_the_first_answer(connection: Connection) -> None:
+    connection.feed(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n" * MAX_PIPELINED)
+    await connection.settle()
+    assert connection.app.paths == ["/a"] * MAX_PIPELINED
+
+
+async def test_a_thousand_requests_at_once_are_refused(connection: Connection) -> None:
+    connection.feed(b"GET /a HTTP/1.1\r\nHost: a\r\n\r\n" * 1000)
+    await connection.settle()
+    assert connection.transport.is_closed
+    assert connection.connections.refused == {"pipeline": 1}
+    assert len(connection.app.paths) <= 1
+
+
+async def test_many_upgrades_at_once_are_refused_soon(connection: Connection) -> None:
+    """Each makes a parser, and is read twice."""
+    connection.feed(b"GET /a HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n" * 1000)
+    await connection.settle()
+    assert connection.connections.refused == {"pipeline": 1}

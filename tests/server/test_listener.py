@@ -1,0 +1,177 @@
+"""TLS over a real port, and what is said about files that cannot be used."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.errors import ConfigError, LoraplexError
+from loraplex.server import ServerConfig
+from loraplex.server.listener import KEY_PASSWORD, tls_context
+from loraplex.testing import FakeAsyncEngine
+from loraplex.views.remote import RemoteServer
+from tests.server.live_server import LiveServer
+
+
+def openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and cert.pem with key.pem for localhost; secret.pem is the key with the password `word`, other.pem another key."""
+    folder = tmp_path_factory.mktemp("tls")
+    path = {name: str(folder / f"{name}.pem") for name in ("ca", "cakey", "cert", "key", "request", "secret", "other")}
+    new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    constraints = ("-addext", "keyUsage=critical,keyCertSign")
+    openssl(*new, "-x509", "-subj", "/CN=test CA", *constraints, "-keyout", path["cakey"], "-out", path["ca"])
+    extension = folder / "extension"
+    extension.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n")
+    openssl(*new[:-2], "-subj", "/CN=localhost", "-keyout", path["key"], "-out", path["request"])
+    issuer = ("-CA", path["ca"], "-CAkey", path["cakey"], "-CAcreateserial", "-days", "2", "-extfile", str(extension))
+    openssl("x509", "-req", "-in", path["request"], *issuer, "-out", path["cert"])
+    openssl("pkey", "-in", path["key"], "-aes256", "-passout", "pass:word", "-out", path["secret"])
+    openssl("genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-out", path["other"])
+    return folder
+
+
+def settings(files: Path, **more: Any) -> ServerConfig:
+    names = {"ssl_certfile": str(files / "cert.pem"), "ssl_keyfile": str(files / "key.pem")}
+    return ServerConfig(port=0, access_log=False, shutdown_grace_s=0.0, **names | more)
+
+
+@pytest.fixture
+def live(files: Path) -> Iterator[LiveServer]:
+    with LiveServer(FakeAsyncEngine(), settings(files)) as server:
+        yield server
+
+
+def client_context(files: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(files / "ca.pem"))
+
+
+def url_of(server: LiveServer) -> str:
+    return f"https://localhost:{server.address[1]}"
+
+
+def test_requests_and_streams_over_tls(files: Path, live: LiveServer) -> None:
+    with httpx.Client(base_url=url_of(live), verify=client_context(files)) as client:
+        assert client.get("/health").status_code == 200
+        body = {"model": "base", "prompt": "hi"}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "[base] hi"
+        assert client.post("/v1/completions", json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_old_versions_of_tls_are_refused(files: Path, live: LiveServer, version: ssl.TLSVersion) -> None:
+    context = client_context(files)
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    context.minimum_version = context.maximum_version = version
+    with (
+        socket.create_connection(live.address, timeout=20) as sock,
+        pytest.raises((ssl.SSLError, ConnectionError)),
+    ):
+        context.wrap_socket(sock, server_hostname="localhost")
+
+
+def test_a_handshake_that_does_not_end_is_a_connection_and_is_closed(files: Path) -> None:
+    with LiveServer(FakeAsyncEngine(), settings(files, header_timeout_s=0.3, max_connections=2)) as server:
+        silent = [socket.create_connection(server.address, timeout=20) for _ in range(2)]
+        until_open(server, 2)
+        with socket.create_connection(server.address, timeout=20) as third:
+            assert third.recv(1) == b""
+        assert server.connections.refused == {"max_connections": 1}
+        for sock in silent:
+            assert sock.recv(1) == b""
+            sock.close()
+        until_open(server, 0)
+
+
+def until_open(server: LiveServer, count: int) -> None:
+    end_s = time.monotonic() + 20
+    while server.connections.num_open != count:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_plain_http_to_a_tls_port_ends_at_once(live: LiveServer) -> None:
+    with socket.create_connection(live.address, timeout=20) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert not sock.recv(2**16).startswith(b"HTTP")
+    until_open(live, 0)
+
+
+def test_client_certificates(files: Path) -> None:
+    config = settings(files, ssl_ca_certs=str(files / "ca.pem"), ssl_cert_reqs=2)
+    with LiveServer(FakeAsyncEngine(), config) as server:
+        context = client_context(files)
+        with httpx.Client(base_url=url_of(server), verify=context) as client, pytest.raises(httpx.TransportError):
+            client.get("/health")
+        context.load_cert_chain(files / "cert.pem", files / "key.pem")
+        with httpx.Client(base_url=url_of(server), verify=context) as client:
+            assert client.get("/health").status_code == 200
+
+
+def test_a_key_with_a_password(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(files, ssl_keyfile=str(files / "secret.pem"))
+    with pytest.raises(ConfigError, match=KEY_PASSWORD):
+        tls_context(config)
+    monkeypatch.setenv(KEY_PASSWORD, "word")
+    assert tls_context(config) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("ssl_certfile", "nowhere.pem", r"--ssl-certfile .*nowhere.pem.*No such file"),
+        ("ssl_certfile", "extension", r"--ssl-certfile .*extension.*is it PEM"),
+        ("ssl_keyfile", "nowhere.pem", r"--ssl-keyfile .*nowhere.pem: No such file"),
+        ("ssl_keyfile", "other.pem", r"does the key belong to it"),
+        ("ssl_ca_certs", "nowhere.pem", r"--ssl-ca-certs .*nowhere.pem: No such file"),
+        ("ssl_ca_certs", "extension", r"--ssl-ca-certs .*is it PEM"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(files: Path, name: str, path: str, message: str) -> None:
+    more = {"ssl_cert_reqs": 2} if name == "ssl_ca_certs" else {}
+    with pytest.raises(ConfigError, match=message):
+        tls_context(settings(files, **{name: str(files / path)}, **more))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
+        ({"ssl_ca_certs": "ca.pem"}, "ssl_ca_certs needs ssl_certfile"),
+        ({"ssl_certfile": "cert.pem", "ssl_ca_certs": "ca.pem"}, "belong together"),
+        ({"ssl_certfile": "cert.pem", "ssl_cert_reqs": 1}, "belong together"),
+        ({"ssl_certfile": "cert.pem", "ssl_cert_reqs": 3}, "must be 0, 1 or 2"),
+        ({"max_connections": 0}, "max_connections must be >= 1"),
+        ({"max_connections_per_ip": 0}, "max_connections_per_ip must be >= 1"),
+        ({"body_timeout_s": 0.0}, "body_timeout_s must be > 0"),
+        ({"send_timeout_s": 0.0}, "send_timeout_s must be > 0"),
+        ({"min_transfer_rate": 0}, "min_transfer_rate must be >= 1"),
+        ({"max_inflight_body_bytes": 1024}, "max_inflight_body_bytes must be >= max_body_bytes"),
+        ({"log_format": "xml"}, "log_format must be one of"),
+    ],
+)
+def test_settings_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ServerConfig(**given)
+
+
+def test_our_own_clients_over_tls(files: Path, live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LoraplexError, match="SSL_CERT_FILE"):
+        RemoteServer(url_of(live)).get("/health")
+    with pytest.raises(ConnectionError, match="does it speak https"):
+        RemoteServer(url_of(live).replace("https", "http")).get("/health")
+    monkeypatch.setenv("SSL_CERT_FILE", str(files / "ca.pem"))
+    assert RemoteServer(url_of(live)).get_json("/health") == {"status": "ok"}

@@ -1,0 +1,140 @@
+"""Log lines: their form, and that one record is one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from loraplex import logs
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """As they were, afterwards."""
+    kept = [(each, each.handlers[:], each.propagate, each.level) for each in map(logging.getLogger, ("uvicorn", None))]
+    yield
+    for logger, handlers, propagate, level in kept:
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)
+
+
+def test_a_line_has_time_level_and_logger(capsys: Capture) -> None:
+    logs.configure("info")
+    logging.getLogger("loraplex.engine.client").info("%d adapters", 3)
+    logging.getLogger("loraplex.engine.client").debug("not shown")
+    captured = capsys.readouterr()
+    assert re.fullmatch(rf"{TIME} INFO loraplex\.engine\.client: 3 adapters\n", captured.err)
+    assert captured.out == ""
+
+
+def test_all_loggers_have_one_form_on_one_stream(capsys: Capture) -> None:
+    logs.configure("info", with_root=True)
+    for name in ("loraplex.server", "uvicorn.error", "asyncio", "some.package"):
+        logging.getLogger(name).warning("text")
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:5", "GET", "/health", "1.1", 200)
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert [re.sub(rf"^{TIME} ", "", line) for line in lines] == [
+        "WARNING loraplex.server: text",
+        "WARNING uvicorn: text",
+        "WARNING asyncio: text",
+        "WARNING some.package: text",
+        'INFO access: 127.0.0.1:5 "GET /health HTTP/1.1" 200',
+    ]
+    assert captured.out == ""
+
+
+def test_other_packages_tell_warnings_only(capsys: Capture) -> None:
+    logs.configure("debug", with_root=True)
+    logging.getLogger("some.package").info("text")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_the_access_log_has_no_query(capsys: Capture, form: str) -> None:
+    logs.configure("info", form)
+    target = "/v1/models?api_key=secret"
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "127.0.0.1:5", "GET", target, "1.1", 200)
+    text = capsys.readouterr().err
+    assert "/v1/models HTTP/1.1" in text
+    assert "secret" not in text
+
+
+def test_long_paths_and_messages_are_cut(capsys: Capture) -> None:
+    logs.configure("info")
+    logging.getLogger("uvicorn.access").info('%s - "%s %s HTTP/%s" %d', "a:5", "GET", "/" + "x" * 9999, "1.1", 404)
+    logging.getLogger("loraplex").info("y" * 99_999)
+    access, message = capsys.readouterr().err.splitlines()
+    assert len(access) < 400
+    assert len(message) < logs.MAX_CHARS + 100
+    assert message.endswith("(99999 characters)")
+
+
+def test_json_is_one_object_a_line(capsys: Capture) -> None:
+    logs.configure("info", "json")
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        logging.getLogger("loraplex.server").exception("it failed: %s", "a\nb")
+    (line,) = capsys.readouterr().err.splitlines()
+    fields = json.loads(line)
+    assert (fields["level"], fields["logger"], fields["message"]) == ("error", "loraplex.server", "it failed: a\\nb")
+    assert re.fullmatch(TIME, fields["time"])
+    assert "ValueError: first" in fields["exception"]
+
+
+def test_the_lines_of_a_traceback_are_indented(capsys: Capture) -> None:
+    logs.configure("info")
+    try:
+        raise ValueError("first\n2026-01-01T00:00:00.000Z INFO loraplex.server: forged\x1b[2J")
+    except ValueError:
+        logging.getLogger("loraplex.server").exception("it failed")
+    head, *rest = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"{TIME} ERROR loraplex\.server: it failed", head)
+    assert len(rest) > 2
+    assert all(line.startswith("    ") for line in rest)
+    assert "\x1b" not in "".join(rest)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("a\nb\r\tc", "a\\nb\\r\\tc"),
+        ("\x1b[31mred\x07\x00", "\\x1b[31mred\\x07\\x00"),
+        ("\x85\x9b\u2028\u2029", "\\x85\\x9b\\u2028\\u2029"),
+        ("\u202eevil\u2066\u200b", "\\u202eevil\\u2066\\u200b"),
+        ("\ud800", "\\ud800"),
+        ("Gr\u00fc\u00dfe \u4f60\u597d \U0001f600", "Gr\u00fc\u00dfe \u4f60\u597d \U0001f600"),
+    ],
+)
+def test_what_is_not_printable_is_escaped(capsys: Capture, hostile: str, shown: str) -> None:
+    logs.configure("info")
+    logging.getLogger("loraplex").info("name %s", hostile)
+    assert capsys.readouterr().err.endswith(f"name {shown}\n")
+
+
+def test_another_process_logs_alike(capsys: Capture) -> None:
+    logs.configure("info", "json")
+    assert logs.arguments() == ["warning", "json"]
+    logs.configure("debug")
+    given = logs.arguments()
+    assert given == ["debug", "text"]
+    logs.configure_from(given)
+    logging.getLogger("loraplex.engine").debug("text")
+    assert "DEBUG loraplex.engine: text" in capsys.readouterr().err
+
+
+def test_a_program_that_has_its_own_logging_keeps_it() -> None:
+    logging.getLogger("loraplex").handlers = [logging.StreamHandler(sys.stderr)]
+    assert logs.arguments() == []
+    logs.configure_from([])
+    assert len(logging.getLogger("loraplex").handlers) == 1
