@@ -61,29 +61,26 @@ class AdapterRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["adapters"], route_class=StrictRoute)
 
-        def add(method: str, path: str, route: Callable[..., Any], *bodies: type[BaseModel], **answers: Any) -> None:
-            extra = operation(*bodies, errors=OF_ADAPTERS, **answers)
-            is_text = "text_type" in answers
-            response_class = PlainTextResponse if is_text else JSONResponse
+        def add(
+            method: str, path: str, route: Callable[..., Any], body: type[BaseModel] | None = None, *replies: Any
+        ) -> None:
+            text_type = None if replies else "text/plain"
+            extra = operation(*filter(None, [body]), replies=replies, text_type=text_type, errors=OF_ADAPTERS)
+            response_class = JSONResponse if replies else PlainTextResponse
             router.add_api_route(path, route, methods=[method], openapi_extra=extra, response_class=response_class)
 
-        add("POST", "/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest, text_type="text/plain")
-        add(
-            "POST",
-            "/v1/unload_lora_adapter",
-            self.unload_lora_adapter,
-            UnloadLoraAdapterRequest,
-            text_type="text/plain",
-        )
-        add("POST", "/v1/adapters", self.load, LoadAdapterRequest, reply=LoadReply)
-        add("POST", "/v1/adapters/switch", self.switch, SwitchAdapterRequest, reply=SwitchReply)
+        add("POST", "/v1/load_lora_adapter", self.load_lora_adapter, LoadLoraAdapterRequest)
+        add("POST", "/v1/unload_lora_adapter", self.unload_lora_adapter, UnloadLoraAdapterRequest)
+        add("POST", "/v1/adapters", self.load, LoadAdapterRequest, LoadReply)
+        add("POST", "/v1/adapters/switch", self.switch, SwitchAdapterRequest, SwitchReply)
         for verb in (self.pin, self.unpin, self.evict, self.preload):
-            add("POST", f"/v1/adapters/{{name:path}}/{verb.__name__}", verb, reply=ResidencyReply)
-        add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, reply=LoadReply)
-        add("PUT", "/v1/adapters/{name:path}", self.put, PutAdapterRequest, reply=LoadReply, other_status=201)
-        add("GET", "/v1/adapters", self.list_all, reply=AdapterList)
-        add("GET", "/v1/adapters/{name:path}", self.show, reply=AdapterCard)
-        add("DELETE", "/v1/adapters/{name:path}", self.unload, reply=UnloadReply)
+            add("POST", f"/v1/adapters/{{name:path}}/{verb.__name__}", verb, None, ResidencyReply)
+        add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
+        extra = operation(PutAdapterRequest, replies=(LoadReply,), statuses=(200, 201), errors=OF_ADAPTERS)
+        router.add_api_route("/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=extra)
+        add("GET", "/v1/adapters", self.list_all, None, AdapterList[AdapterCard], AdapterList[BriefAdapterCard])
+        add("GET", "/v1/adapters/{name:path}", self.show, None, AdapterCard, BriefAdapterCard)
+        add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
         return router
 
     # ------------------------------------------------------------------------------------------------------ vLLM's routes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 from pydantic import Field, model_validator
@@ -21,6 +21,7 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import RequestModel, any_of, has, lacks
 
 MAX_PATH_CHARS = 4096
+Card = TypeVar("Card")
 TEXT = {"type": "string", "minLength": 1}
 NUMBER = {"type": "integer"}
 
@@ -210,8 +211,8 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
         )
 
 
-class AdapterList(msgspec.Struct, frozen=True):
-    data: list[AdapterCard | BriefAdapterCard]
+class AdapterList(msgspec.Struct, Generic[Card], frozen=True):
+    data: list[Card]
     object: str = "list"
 
 

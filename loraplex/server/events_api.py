@@ -104,7 +104,7 @@ class EventRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["memory"], route_class=StrictRoute)
-        extra = operation(reply=EventPage, text_type=EVENT_STREAM)
+        extra = operation(replies=(EventPage,), text_type=EVENT_STREAM)
         router.add_api_route("/v1/events", self.events, methods=["GET"], openapi_extra=extra)
         return router
 

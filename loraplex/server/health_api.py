@@ -90,11 +90,11 @@ class HealthRoutes:
                 route,
                 methods=["GET"],
                 operation_id=path.removeprefix("/"),
-                openapi_extra=operation(reply=reply, text_type=text_type),
+                openapi_extra=operation(replies=(reply,) if reply else (), text_type=text_type),
                 response_class=JSONResponse if reply else PlainTextResponse,
             )
             router.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
-        extra = operation(reply=Health)
+        extra = operation(replies=(Health,))
         router.add_api_route("/ping", self.health, methods=["POST"], operation_id="post_ping", openapi_extra=extra)
         return router
 

@@ -133,7 +133,9 @@ class MemoryRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["memory"], route_class=StrictRoute)
-        router.add_api_route("/v1/memory", self.memory, methods=["GET"], openapi_extra=operation(reply=MemoryReply))
+        router.add_api_route(
+            "/v1/memory", self.memory, methods=["GET"], openapi_extra=operation(replies=(MemoryReply,))
+        )
         return router
 
     @requires(Access.ADMIN)

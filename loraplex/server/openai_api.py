@@ -49,13 +49,15 @@ class OpenAIRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
-        extra = operation(CompletionRequest, reply=Completion, text_type=EVENT_STREAM, errors=OF_GENERATION)
+        extra = operation(CompletionRequest, replies=(Completion,), text_type=EVENT_STREAM, errors=OF_GENERATION)
         router.add_api_route("/v1/completions", self.complete, methods=["POST"], openapi_extra=extra)
-        extra = operation(ChatCompletionRequest, reply=ChatCompletion, text_type=EVENT_STREAM, errors=OF_GENERATION)
+        extra = operation(
+            ChatCompletionRequest, replies=(ChatCompletion,), text_type=EVENT_STREAM, errors=OF_GENERATION
+        )
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], openapi_extra=extra)
-        extra = operation(reply=ModelList)
+        extra = operation(replies=(ModelList,))
         router.add_api_route("/v1/models", self.list_models, methods=["GET"], openapi_extra=extra)
-        extra = operation(reply=ModelCard, errors=(404,))
+        extra = operation(replies=(ModelCard,), errors=(404,))
         router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"], openapi_extra=extra)
         return router
 

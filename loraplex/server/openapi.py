@@ -47,25 +47,28 @@ _ERROR = {"$ref": "#/components/schemas/Error"}
 @cache
 def operation(
     *bodies: type[BaseModel],
-    reply: Any = None,
-    status: int = 200,
-    other_status: int | None = None,
+    replies: tuple[Any, ...] = (),
     text_type: str | None = None,
+    statuses: tuple[int, ...] = (200,),
     errors: tuple[int, ...] = (),
 ) -> Schema:
-    """`openapi_extra` of a route: its body is one of `bodies`, its answer a `reply` as JSON, or a text of `text_type`."""
+    """`openapi_extra` of a route: its body is one of `bodies`, its answer one of `replies` as JSON, or a text of `text_type`."""
     content: Schema = {}
-    if reply is not None:
-        content["application/json"] = {"schema": _inlined(msgspec.json.schema(reply))}
+    if replies:
+        content["application/json"] = {"schema": _one_of([_inlined(msgspec.json.schema(each)) for each in replies])}
     if text_type is not None:
         content[text_type] = {"schema": _EVENT if text_type == EVENT_STREAM else {"type": "string"}}
-    responses = {str(each): {"description": "Done", "content": content} for each in (status, other_status) if each}
-    described: Schema = {"responses": {**responses, **_errors((*errors, *(OF_BODIES if bodies else ())))}}
+    done = {"description": "Done", "content": content}
+    failed = _errors((*errors, *(OF_BODIES if bodies else ())))
+    described: Schema = {"responses": {**{str(status): done for status in statuses}, **failed}}
     if bodies:
-        schemas = [_inlined(model.model_json_schema()) for model in bodies]
-        schema = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
+        schema = _one_of([_inlined(model.model_json_schema()) for model in bodies])
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return described
+
+
+def _one_of(schemas: list[Schema]) -> Schema:
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 class DescribedApi(FastAPI):

@@ -59,11 +59,11 @@ class ProfileRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["profile"], route_class=StrictRoute)
-        extra = operation(reply=ProfileState)
+        extra = operation(replies=(ProfileState,))
         router.add_api_route("/v1/profile", self.state, methods=["GET"], openapi_extra=extra)
-        extra = operation(StartProfileRequest, reply=ProfileState, errors=(409,))
+        extra = operation(StartProfileRequest, replies=(ProfileState,), errors=(409,))
         router.add_api_route("/v1/profile/start", self.start, methods=["POST"], openapi_extra=extra)
-        extra = operation(reply=LoraPerformanceReport, errors=(409,))
+        extra = operation(replies=(LoraPerformanceReport,), errors=(409,))
         router.add_api_route("/v1/profile/stop", self.stop, methods=["POST"], openapi_extra=extra)
         return router
 

@@ -30,9 +30,9 @@ class TokenizeRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["tokenizer"], route_class=StrictRoute)
-        schema = operation(TokenizeTextRequest, TokenizeChatRequest, reply=Tokenized, errors=(404,))
+        schema = operation(TokenizeTextRequest, TokenizeChatRequest, replies=(Tokenized,), errors=(404,))
         router.add_api_route("/tokenize", self.tokenize, methods=["POST"], openapi_extra=schema)
-        schema = operation(DetokenizeRequest, reply=Detokenized, errors=(404,))
+        schema = operation(DetokenizeRequest, replies=(Detokenized,), errors=(404,))
         router.add_api_route("/detokenize", self.detokenize, methods=["POST"], openapi_extra=schema)
         return router
 
