@@ -18,6 +18,7 @@ GROUPS = (
     "Server",
     "Security",
     "Limits",
+    "Engine process",
     "Logging",
     "Profile",
     "Model files",
