@@ -134,7 +134,11 @@ class EngineCore:
 
         Raises InvalidRequestError for one that no front would send: kernels read what it says without another look.
         """
-        self._check(request)
+        request.check(self.info.vocab_size, self.info.max_model_len)
+        if request.adapter_id is not None and self._adapters is None:
+            raise LoraDisabledError("LoRA is off in this engine")
+        if self._scheduler.has(request.request_id):
+            raise InvalidRequestError(f"request {request.request_id[:40]!r} is known already")
         if self._scheduler.num_waiting >= self._max_waiting_requests:
             error = EngineOverloadedError(f"{self._scheduler.num_waiting} requests wait already; try again later")
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error.to_payload())]
@@ -144,20 +148,6 @@ class EngineCore:
         self._caretaker.arrived(request)
         self._scheduler.add(request)
         return []
-
-    def _check(self, request: Request) -> None:
-        token_ids, vocab_size, max_model_len = request.prompt_token_ids, self.info.vocab_size, self.info.max_model_len
-        if not 0 < len(token_ids) < max_model_len or request.max_tokens < 1:
-            sizes = f"{len(token_ids)} prompt tokens and max_tokens {request.max_tokens}"
-            raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
-        if not -(2**63) <= request.seed < 2**63:
-            raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
-        if request.adapter_id is not None and self._adapters is None:
-            raise LoraDisabledError("LoRA is off in this engine")
-        if self._scheduler.has(request.request_id):
-            raise InvalidRequestError(f"request {request.request_id[:40]!r} is known already")
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End requests; unknown ids are passed over."""
