@@ -10,11 +10,12 @@
 #include "team.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <memory>
+#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -35,6 +36,7 @@ constexpr double kWaitSpinS = 50e-6;         // then the caller's core is free, 
 constexpr double kMemoryS = 50e-3;           // of what was measured
 constexpr double kEvidenceS = 5e-3;
 constexpr double kWorth = 1.1;               // a thread is left out when all are worth less than so many times one fewer
+constexpr double kWaitingShare = .1;         // where the caller waited as much, cores were taken
 constexpr double kLeastPauseS = 10e-3, kMostPauseS = 1;
 constexpr double kProvedPauses = 4;          // a thread that stayed as many pauses begins with the least one when it has to go
 
@@ -68,28 +70,33 @@ class Judge {
     if (left_out_ > 0 && now() >= try_at_) {
       left_out_--;
       began_ = now(), try_at_ = began_ + kLeastPauseS;
-      alone_ = taken_ = 0;
+      alone_ = taken_ = waited_ = 0;
     }
     return std::max(1L, wanted - left_out_);
   }
 
-  // The caller did `own` of `parts` in `busy` seconds and waited for the rest; true: a thread is left out from now on.
-  bool see(double busy, double waited, long own, long parts, long threads) {
-    const double seconds = busy + waited, kept = std::max(0., 1 - seconds / kMemoryS);
-    alone_ = alone_ * kept + std::min(busy * double(parts) / double(std::max(own, 1L)), seconds * double(threads));
+  // The caller did `own` of `parts` in `computed` seconds and waited for the rest.
+  void see(double computed, double waited, long own, long parts, long threads) {
+    const double seconds = computed + waited, kept = std::max(0., 1 - seconds / kMemoryS);
+    alone_ = alone_ * kept + std::min(computed * double(parts) / double(std::max(own, 1L)), seconds * double(threads));
     taken_ = taken_ * kept + seconds;
-    if (taken_ < kEvidenceS || alone_ > kWorth * double(threads - 1) * taken_) return false;
+    waited_ = waited_ * kept + waited;
+    if (taken_ < kEvidenceS || alone_ > kWorth * double(threads - 1) * taken_) return;
     const double at = now();
     pause_ = at - began_ > kProvedPauses * pause_ ? kLeastPauseS : std::min(2 * pause_, kMostPauseS);
     left_out_++;
     try_at_ = at + pause_;
-    alone_ = taken_ = 0;
-    return true;
+    is_core_taken_ = waited_ > kWaitingShare * taken_;
+    alone_ = taken_ = waited_ = 0;
   }
+
+  // Threads that would be used if no other process had their cores; 0 where regions are too short for them.
+  long missing() const { return is_core_taken_ ? left_out_ : 0; }
 
  private:
   long left_out_ = 0;
-  double alone_ = 0, taken_ = 0;  // seconds, sums that fade
+  bool is_core_taken_ = false;
+  double alone_ = 0, taken_ = 0, waited_ = 0;  // seconds, sums that fade
   double pause_ = kLeastPauseS, try_at_ = 0, began_ = 0;
 };
 
@@ -100,15 +107,19 @@ struct alignas(64) Share {
 class Team {
  public:
   void run(long shares, long parts, Part part, const void* context) {
-    const long threads = shares > 1 && !is_busy_.exchange(true, std::memory_order_acquire) ? ready(shares) : 0;
-    if (threads > 1) run_together(threads, shares, parts, part, context);
-    else
+    if (shares <= 1 || shares > kMaxShares || is_busy_.exchange(true, std::memory_order_acquire)) {
       for (long share = 0; share < shares; share++)
         for (long p = 0; p < parts; p++) part(context, share, p);
-    if (threads > 0) is_busy_.store(false, std::memory_order_release);
+      return;
+    }
+    run_together(ready(shares), shares, parts, part, context);
+    is_busy_.store(false, std::memory_order_release);
   }
 
-  TeamStats stats() const { return stats_; }
+  TeamStats stats() {
+    const std::lock_guard lock(stats_mutex_);
+    return stats_;
+  }
 
  private:
   struct alignas(64) Sleep {
@@ -117,17 +128,13 @@ class Team {
 
   // How many threads there are for a region of so many shares: those that are left, and as many as could be started.
   long ready(long shares) {
-    const long wanted = judge_.active(std::min(shares, kMaxShares));
-    while (started_ < wanted) {
-      try {
-        std::thread([this, self = started_] { work(self); }).detach();
-      } catch (const std::system_error&) {
-        break;
-      }
-      started_++;
+    const long wanted = judge_.active(shares);
+    try {
+      for (; started_ < std::min(wanted, can_start_); started_++) std::thread([this, self = started_] { work(self); }).detach();
+    } catch (const std::system_error&) {
+      can_start_ = started_;
     }
-    stats_.active = (int)std::min(wanted, started_);
-    return stats_.active;
+    return std::min(wanted, started_);
   }
 
   void run_together(long threads, long shares, long parts, Part part, const void* context) {
@@ -150,8 +157,11 @@ class Team {
         while ((left = unfinished_.load(std::memory_order_acquire)) != 0) unfinished_.wait(left, std::memory_order_acquire);
       waited = now() - done;
     }
-    stats_.busy += done - began, stats_.waited += waited, stats_.parts += shares * parts;
-    stats_.retired += judge_.see(done - began, waited, own, shares * parts, threads);
+    if (threads > 1) judge_.see(done - began, waited, own, shares * parts, threads);
+    const std::lock_guard lock(stats_mutex_);
+    stats_.computed += done - began, stats_.waited += waited;
+    stats_.left_out += (done - began) * double(std::min(judge_.missing(), shares - threads));
+    stats_.threads = shares, stats_.active = threads;
   }
 
   // Does parts until none is left; returns how many.
@@ -173,6 +183,12 @@ class Team {
   }
 
   [[noreturn]] void work(long self) {
+    sigset_t all;  // signals are for the threads that Python knows
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "loraplex-cpu");
+#endif
     for (uint64_t epoch = 0;;) {
       epoch = next(epoch, self);
       const long count = help(epoch, self);
@@ -199,9 +215,10 @@ class Team {
     }
   }
 
-  std::atomic<bool> is_busy_{false};  // what follows up to stats_ is that caller's
-  long started_ = 1;
+  std::atomic<bool> is_busy_{false};  // what follows, up to the epoch, is that caller's
+  long started_ = 1, can_start_ = kMaxShares;
   Judge judge_;
+  std::mutex stats_mutex_;
   TeamStats stats_{};
   Part part_ = nullptr;
   const void* context_ = nullptr;
@@ -224,6 +241,10 @@ std::atomic<Team*>& team() {
 
 }  // namespace
 
-void run_shares(long shares, long parts, Part part, const void* context) { team().load(std::memory_order_acquire)->run(shares, parts, part, context); }
+void run_shares(long shares, long parts, Part part, const void* context) {
+  team().load(std::memory_order_acquire)->run(shares, parts, part, context);
+}
 
 }  // namespace loraplex
+
+LORAPLEX_API void loraplex_team_stats(loraplex::TeamStats* stats) { *stats = loraplex::team().load(std::memory_order_acquire)->stats(); }

@@ -3,15 +3,6 @@
 
 namespace loraplex {
 
-// What a team has seen since it began; seconds.
-struct TeamStats {
-  double busy;        // calling threads computed in parallel regions
-  double waited;      // calling threads waited for parts of other threads
-  long parts, helped; // parts of work; those of other threads' shares
-  long retired;       // times that a thread was left out because its core was taken
-  int active;         // threads that the next region would use, of those that the last one asked for
-};
-
 using Part = void (*)(const void* context, long share, long part);
 void run_shares(long shares, long parts, Part part, const void* context);
 

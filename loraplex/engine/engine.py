@@ -6,7 +6,8 @@ Nothing here knows of names, files or sockets: requests are token ids, adapters 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
+from loraplex.cpu import CpuMeter, cpu_limit
 from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.caretaker import Caretaker, make_caretaker
 from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
@@ -71,8 +73,11 @@ class EngineCore:
         events: EventLog,
         caretaker: Caretaker,
         look_ahead: bool = False,
+        torch_threads: int | None = None,
     ) -> None:
         self.info = info
+        self._torch_threads = torch_threads
+        self._cpu = CpuMeter()
         self.is_stalled = False
         self._scheduler = scheduler
         self._runner = runner
@@ -87,6 +92,10 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before it added."""
+        with _torch_on(self._torch_threads):
+            return self._step()
+
+    def _step(self) -> list[TokenOutput]:
         had_flights = len(self._flights) > 0
         outputs = self._flights.commit_all() if had_flights and self._is_commit_due() else []
         with self._profiler.part("schedule"):
@@ -289,6 +298,20 @@ def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> E
     )
 
 
+@contextmanager
+def _torch_on(num_threads: int | None) -> Iterator[None]:
+    """Within the block torch has so many threads; None: as many as it has. It takes half a microsecond."""
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 # ------------------------------------------------------------------------------------------------------------- building
 
 
@@ -300,8 +323,7 @@ def build_engine(
     progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler, kernels are
     measured one by one.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    _choose_threads(config.num_threads)
     device = _device(config.device)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
@@ -342,8 +364,31 @@ def build_engine(
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests
     return EngineCore(
-        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
+        info,
+        scheduler,
+        runner,
+        blocks,
+        adapters,
+        waiting,
+        profiler,
+        events,
+        caretaker,
+        look_ahead=look_ahead,
+        # Threads of torch spin for milliseconds after each operation, on the cores of the kernels' own.
+        torch_threads=1 if backend.name == "native" else None,
     )
+
+
+def _choose_threads(wanted: int | None) -> None:
+    """As many as the setting says; else torch's number (OMP_NUM_THREADS), but no more than may run at the same time."""
+    limit = cpu_limit()
+    if wanted is None and limit.num_threads < torch.get_num_threads():
+        logger.info("%d threads: %s", limit.num_threads, limit.bound)
+        torch.set_num_threads(limit.num_threads)
+    elif wanted is not None:
+        if wanted > limit.num_threads:
+            logger.warning("num_threads is %d, but there is only this much processor: %s", wanted, limit.bound)
+        torch.set_num_threads(wanted)
 
 
 def _make_ready(

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Of csrc/about.cpp; a library of another version is not used."""
 
 ISA_VARIABLE = "LORAPLEX_ISA"
@@ -61,6 +61,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_log_sum_exp": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
     "loraplex_ranks": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_checksums": (_POINTER, _POINTER, _LONG, _POINTER),
+    "loraplex_team_stats": (_POINTER,),
 }  # fmt: skip
 """Arguments of every function of csrc/; all return nothing and release the interpreter's lock."""
 
