@@ -84,9 +84,13 @@ def measure(llm: LLM, batch: int, output_len: int, runs: int, core: int | None) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     new = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    new.add_argument("--size", choices=SIZES, default="s", help="fixture, made if it is not there (default: %(default)s)")
+    new.add_argument(
+        "--size", choices=SIZES, default="s", help="fixture, made if it is not there (default: %(default)s)"
+    )
     new.add_argument("--model", help="folder of a model instead")
-    new.add_argument("--batches", type=positive, nargs="+", default=[1, 4, 16], help="requests at a time (default: 1 4 16)")
+    new.add_argument(
+        "--batches", type=positive, nargs="+", default=[1, 4, 16], help="requests at a time (default: 1 4 16)"
+    )
     new.add_argument("--output-len", type=positive, default=24, help="tokens of a request (default: %(default)s)")
     new.add_argument("--runs", type=positive, default=3, help="default: %(default)s")
     new.add_argument("--threads", type=positive, default=os.cpu_count(), help="default: all cores")
@@ -94,10 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     new.add_argument("--json", type=Path, help="file for the figures")
     args = new.parse_args(arguments)
     model = args.model or str(fixture(args.size, 1).base)
-    llm = LLM(model, num_threads=args.threads, enable_lora=False, kv_cache_memory_bytes=1 << 28, enable_prefix_caching=False)
+    llm = LLM(
+        model, num_threads=args.threads, enable_lora=False, kv_cache_memory_bytes=1 << 28, enable_prefix_caching=False
+    )
     core = None if args.free else max(os.sched_getaffinity(0))
     outcomes = [measure(llm, batch, args.output_len, args.runs, core) for batch in args.batches]
-    table = Table(title=f"{Path(model).parent.name}, {args.threads} threads, median of {args.runs}", title_justify="left")
+    table = Table(
+        title=f"{Path(model).parent.name}, {args.threads} threads, median of {args.runs}", title_justify="left"
+    )
     for heading in ("batch", "quiet tok/s", "busy tok/s", "busy / quiet", "busy, all"):
         table.add_column(heading, justify="right")
     for each in outcomes:

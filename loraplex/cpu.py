@@ -42,7 +42,7 @@ def cpu_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> CpuLimit:
 def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
     """Cores that each control group around this process may use, where it has a quota."""
     for line in _lines(proc / "self/cgroup"):
-        number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if number == "0":
             yield from _quotas_of(cgroups, path, "cpu.max")
             yield from _quotas_of(cgroups / "unified", path, "cpu.max")
@@ -72,40 +72,50 @@ def _lines(path: Path) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Sums over the threads that compute, since they began. wait_s: ready to run, while others had the cores.
+class CpuUse:
+    """What the threads that compute got of the processor since they began; seconds are sums over them.
 
-    num_preemptions: times that a thread lost its core before it was done (involuntary context switches).
+    wait_s: ready to run, while others had the cores. left_out_s: of threads that were not used because their cores were taken.
+    num_preemptions: times that a thread lost its core before it was done (involuntary context switches). num_threads, num_active: what
+    the last operator asked for, and what it got.
     """
 
     cpu_s: float = 0.0
     wait_s: float = 0.0
+    left_out_s: float = 0.0
     num_preemptions: int = 0
+    num_threads: int = 0
+    num_active: int = 0
 
-    def since(self, before: CpuTimes) -> CpuTimes:
-        """What was added; nothing negative where a thread has ended."""
-        return CpuTimes(
-            max(0.0, self.cpu_s - before.cpu_s),
+    def since(self, before: CpuUse) -> CpuUse:
+        """What was added; all of it where the process began again."""
+        if self.cpu_s < before.cpu_s:
+            return self
+        return CpuUse(
+            self.cpu_s - before.cpu_s,
             max(0.0, self.wait_s - before.wait_s),
+            max(0.0, self.left_out_s - before.left_out_s),
             max(0, self.num_preemptions - before.num_preemptions),
+            self.num_threads,
+            self.num_active,
         )
 
     @property
-    def wait_share(self) -> float:
-        """Of the time in which threads wanted to run, 0 to 1."""
-        wanted_s = self.cpu_s + self.wait_s
-        return self.wait_s / wanted_s if wanted_s > 0 else 0.0
+    def missing_share(self) -> float:
+        """Of the processor time that was wanted, what others had: 0 to 1."""
+        missing_s = self.wait_s + self.left_out_s
+        return missing_s / (self.cpu_s + missing_s) if missing_s > 0 else 0.0
 
 
 class CpuMeter:
-    """Reads the times of the thread that made it, and of all threads that Python did not start: those of the kernels."""
+    """Reads the use of the thread that made it, and of all threads that Python did not start: those of the kernels."""
 
     def __init__(self, proc: Path = PROC) -> None:
         self._tasks = proc / "self/task"
         self._own_id = threading.get_native_id()
 
-    def read(self) -> CpuTimes:
-        """All 0 on a system that does not tell."""
+    def read(self) -> CpuUse:
+        """Seconds and preemptions; all 0 on a system that does not tell."""
         of_python = {thread.native_id for thread in threading.enumerate()} - {self._own_id}
         cpu_ns = wait_ns = num_preemptions = 0
         for task in self._task_ids() - of_python:
@@ -117,7 +127,7 @@ class CpuMeter:
                 for line in _lines(self._tasks / f"{task}/status")
                 if line.startswith("nonvoluntary_ctxt_switches")
             )
-        return CpuTimes(cpu_ns / 1e9, wait_ns / 1e9, num_preemptions)
+        return CpuUse(cpu_ns / 1e9, wait_ns / 1e9, num_preemptions=num_preemptions)
 
     def _task_ids(self) -> set[int]:
         try:

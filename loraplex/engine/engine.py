@@ -15,7 +15,7 @@ import torch
 
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
-from loraplex.cpu import CpuMeter, cpu_limit
+from loraplex.cpu import cpu_limit
 from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.caretaker import Caretaker, make_caretaker
 from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
@@ -77,7 +77,6 @@ class EngineCore:
     ) -> None:
         self.info = info
         self._torch_threads = torch_threads
-        self._cpu = CpuMeter()
         self.is_stalled = False
         self._scheduler = scheduler
         self._runner = runner
@@ -218,6 +217,7 @@ class EngineCore:
             step_times=self._step_times(),
             graph_steps={} if graphs is None else graphs.graph_steps,
             eager_steps={} if graphs is None else graphs.eager_steps,
+            cpu=self._runner.cpu_use(),
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 

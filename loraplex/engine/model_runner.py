@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
+from loraplex.cpu import CpuMeter, CpuUse
 from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
@@ -115,6 +116,7 @@ class ModelRunner:
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
         self._adapters = adapters
         self.graphs = graphs
+        self._cpu = CpuMeter()
 
     @property
     def kv_block_bytes(self) -> int:
@@ -127,6 +129,10 @@ class ModelRunner:
     @property
     def kernel_fallbacks(self) -> Mapping[str, int]:
         return self._model.kernel_fallbacks
+
+    def cpu_use(self) -> CpuUse:
+        """What the threads of the kernels, and the one that made the runner, got of the processor."""
+        return self._model.cpu_use(self._cpu.read())
 
     def release_workspace(self) -> int:
         """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""

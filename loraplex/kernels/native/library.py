@@ -66,6 +66,15 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
 """Arguments of every function of csrc/; all return nothing and release the interpreter's lock."""
 
 
+class TeamStats(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("computed", "waited", "left_out")),
+        *((name, ctypes.c_int64) for name in ("threads", "active")),
+    )
+
+
 @dataclass(frozen=True)
 class NativeLibrary:
     """An opened library. `functions` has the functions by name, with their argument types set."""
@@ -75,6 +84,12 @@ class NativeLibrary:
     functions: ctypes.CDLL
     note: str = ""
     """Why this is not the best instruction set of the machine; empty when it is."""
+
+    def team_stats(self) -> TeamStats:
+        """What the threads of all calls have seen."""
+        stats = TeamStats()
+        self.functions.loraplex_team_stats(ctypes.byref(stats))
+        return stats
 
 
 @dataclass(frozen=True, slots=True)
