@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -37,6 +40,18 @@ def cpu_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> CpuLimit:
     if quota < limit.num_threads:
         limit = CpuLimit(max(1, math.ceil(quota)), f"quota of {quota:g} cores in the control group")
     return limit
+
+
+def chosen_threads(wanted: int | None, usual: int) -> int:
+    """As many as the setting says; without one `usual`, but no more than can run at the same time."""
+    limit = cpu_limit()
+    if wanted is None:
+        if limit.num_threads < usual:
+            logger.info("%d threads: %s", limit.num_threads, limit.bound)
+        return min(usual, limit.num_threads)
+    if wanted > limit.num_threads:
+        logger.warning("num_threads is %d, but no more than %d can run: %s", wanted, limit.num_threads, limit.bound)
+    return wanted
 
 
 def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:

@@ -14,7 +14,7 @@ from loraplex.adapters.inspect import AdapterReport, inspect_adapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
-from loraplex.cpu import cpu_limit
+from loraplex.cpu import chosen_threads, cpu_limit
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
 FOR_SERVING = ("fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client", "cyclopts", "rich")
@@ -83,11 +83,11 @@ def _threads() -> str:
     """How many an engine would use, and what bounds them; torch has as many from now on."""
     import torch
 
-    limit, num_threads = cpu_limit(), torch.get_num_threads()
-    if limit.num_threads < num_threads:
-        torch.set_num_threads(limit.num_threads)
-    bound = limit.bound if limit.num_threads <= num_threads else "OMP_NUM_THREADS, or torch's choice"
-    return f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} ({bound})"
+    limit, usual = cpu_limit(), torch.get_num_threads()
+    num_threads = chosen_threads(None, usual)
+    torch.set_num_threads(num_threads)
+    bound = limit.bound if num_threads == limit.num_threads else "OMP_NUM_THREADS, or torch's choice"
+    return f"{num_threads} thread{'s' if num_threads > 1 else ''} ({bound})"
 
 
 def _flash_attention(capability: tuple[int, int]) -> list[str]:

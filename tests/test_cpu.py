@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.cpu import CpuLimit, CpuMeter, CpuUse, cpu_limit
+from loraplex.cpu import CpuLimit, CpuMeter, CpuUse, chosen_threads, cpu_limit
 
 
 class Machine:
@@ -89,6 +89,13 @@ def test_a_file_that_is_not_understood_bounds_nothing(machine: Machine, text: st
     machine.process_in("0::/../../etc", "nonsense", "::", "0::/app")
     machine.group("app/cpu.max", text)
     assert machine.limit().num_threads == 16
+
+
+def test_threads_are_chosen_by_setting_and_bounds(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    assert (chosen_threads(None, 8), chosen_threads(None, 32), chosen_threads(3, 8)) == (8, 16, 3)
+    assert caplog.text == ""
+    assert chosen_threads(17, 8) == 17, "a setting is obeyed"
+    assert "num_threads is 17, but no more than 16 can run: 16 cores" in caplog.text
 
 
 def test_this_machine_has_a_limit() -> None:

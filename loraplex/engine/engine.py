@@ -6,8 +6,7 @@ Nothing here knows of names, files or sockets: requests are token ids, adapters 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
-from loraplex.cpu import cpu_limit
+from loraplex.cpu import chosen_threads
 from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.caretaker import Caretaker, make_caretaker
 from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
@@ -73,10 +72,8 @@ class EngineCore:
         events: EventLog,
         caretaker: Caretaker,
         look_ahead: bool = False,
-        torch_threads: int | None = None,
     ) -> None:
         self.info = info
-        self._torch_threads = torch_threads
         self.is_stalled = False
         self._scheduler = scheduler
         self._runner = runner
@@ -91,7 +88,7 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before it added."""
-        with _torch_on(self._torch_threads):
+        with self._runner.threads():
             return self._step()
 
     def _step(self) -> list[TokenOutput]:
@@ -298,20 +295,6 @@ def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> E
     )
 
 
-@contextmanager
-def _torch_on(num_threads: int | None) -> Iterator[None]:
-    """Within the block torch has so many threads; None: as many as it has. It takes half a microsecond."""
-    before = torch.get_num_threads()
-    if num_threads is None or num_threads == before:
-        yield
-        return
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ------------------------------------------------------------------------------------------------------------- building
 
 
@@ -323,7 +306,7 @@ def build_engine(
     progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler, kernels are
     measured one by one.
     """
-    _choose_threads(config.num_threads)
+    torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
     device = _device(config.device)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
@@ -364,31 +347,8 @@ def build_engine(
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests
     return EngineCore(
-        info,
-        scheduler,
-        runner,
-        blocks,
-        adapters,
-        waiting,
-        profiler,
-        events,
-        caretaker,
-        look_ahead=look_ahead,
-        # Threads of torch spin for milliseconds after each operation, on the cores of the kernels' own.
-        torch_threads=1 if backend.name == "native" else None,
+        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
     )
-
-
-def _choose_threads(wanted: int | None) -> None:
-    """As many as the setting says; else torch's number (OMP_NUM_THREADS), but no more than may run at the same time."""
-    limit = cpu_limit()
-    if wanted is None and limit.num_threads < torch.get_num_threads():
-        logger.info("%d threads: %s", limit.num_threads, limit.bound)
-        torch.set_num_threads(limit.num_threads)
-    elif wanted is not None:
-        if wanted > limit.num_threads:
-            logger.warning("num_threads is %d, but there is only this much processor: %s", wanted, limit.bound)
-        torch.set_num_threads(wanted)
 
 
 def _make_ready(

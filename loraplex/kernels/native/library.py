@@ -212,6 +212,6 @@ def _find(file_name: str) -> Path:
         if (folder / file_name).is_file():
             return folder / file_name
     raise OSError(
-        f"{file_name} is not installed: there was no C++ compiler with OpenMP when loraplex was installed; "
-        "install g++ (or clang with libomp) and then loraplex again"
+        f"{file_name} is not installed: there was no C++ compiler when loraplex was installed; "
+        "install g++ (or clang) and then loraplex again"
     )
