@@ -4,9 +4,10 @@
 // epoch is another one, so a thread that slept through a region cannot take a part of the next one for one of its own. The caller leaves
 // when all parts are done, whoever did them. Bits do not depend on it: a part is computed the same way by every thread.
 //
-// HOW MANY THREADS. The caller measures what the others are worth: the time that its own pace would have taken alone, over the time that
-// the region took with waiting. Where a thread's core is taken by another process, or where regions are too short for it, that is no more
-// than one thread fewer would give. Then one is left out, for a pause that doubles as long as this is so, and is tried again.
+// HOW MANY THREADS. The caller measures how long it waits for parts that others have in hand, and what they are worth: the time that its
+// own pace would have taken alone, over the time of the region. A thread whose core another process has costs all of them its absence: more
+// than it gives, from one nth of the time on. So one is left out then, or where regions are so short that threads are of little use, for a
+// pause that doubles as long as this is so; then it is tried again.
 #include "team.h"
 
 #include <pthread.h>
@@ -35,8 +36,10 @@ constexpr double kSpinS = 100e-6;            // longer than what lies between th
 constexpr double kWaitSpinS = 50e-6;         // then the caller's core is free, and the thread that is waited for may move there
 constexpr double kMemoryS = 50e-3;           // of what was measured
 constexpr double kEvidenceS = 5e-3;
-constexpr double kWorth = 1.1;               // a thread is left out when all are worth less than so many times one fewer
-constexpr double kWaitingShare = .1;         // where the caller waited as much, cores were taken
+constexpr double kLateS = 200e-6;            // a part takes less: a thread that is waited for so long has lost its core
+constexpr double kAbsence = .8;              // of one nth of the time, which is what a thread gives
+constexpr double kUse = .55;                 // of n threads: 1.1 for two
+constexpr double kShortS = 30e-6;            // of a region: threads that are of little use in longer ones have no cores
 constexpr double kLeastPauseS = 10e-3, kMostPauseS = 1;
 constexpr double kProvedPauses = 4;          // a thread that stayed as many pauses begins with the least one when it has to go
 
@@ -70,24 +73,26 @@ class Judge {
     if (left_out_ > 0 && now() >= try_at_) {
       left_out_--;
       began_ = now(), try_at_ = began_ + kLeastPauseS;
-      alone_ = taken_ = waited_ = 0;
+      alone_ = taken_ = late_ = regions_ = 0;
     }
     return std::max(1L, wanted - left_out_);
   }
 
   // The caller did `own` of `parts` in `computed` seconds and waited for the rest.
   void see(double computed, double waited, long own, long parts, long threads) {
-    const double seconds = computed + waited, kept = std::max(0., 1 - seconds / kMemoryS);
-    alone_ = alone_ * kept + std::min(computed * double(parts) / double(std::max(own, 1L)), seconds * double(threads));
+    const double seconds = computed + waited, kept = std::max(0., 1 - seconds / kMemoryS), n = double(threads);
+    alone_ = alone_ * kept + std::min(computed * double(parts) / double(std::max(own, 1L)), seconds * n);
     taken_ = taken_ * kept + seconds;
-    waited_ = waited_ * kept + waited;
-    if (taken_ < kEvidenceS || alone_ > kWorth * double(threads - 1) * taken_) return;
+    late_ = late_ * kept + (waited > kLateS ? waited : 0);
+    regions_ = regions_ * kept + 1;
+    const bool is_late = late_ * n > kAbsence * taken_;
+    if (taken_ < kEvidenceS || !(is_late || alone_ < kUse * n * taken_)) return;
     const double at = now();
     pause_ = at - began_ > kProvedPauses * pause_ ? kLeastPauseS : std::min(2 * pause_, kMostPauseS);
     left_out_++;
     try_at_ = at + pause_;
-    is_core_taken_ = waited_ > kWaitingShare * taken_;
-    alone_ = taken_ = waited_ = 0;
+    is_core_taken_ = is_late || taken_ > kShortS * regions_;
+    alone_ = taken_ = late_ = regions_ = 0;
   }
 
   // Threads that would be used if no other process had their cores; 0 where regions are too short for them.
@@ -96,7 +101,7 @@ class Judge {
  private:
   long left_out_ = 0;
   bool is_core_taken_ = false;
-  double alone_ = 0, taken_ = 0, waited_ = 0;  // seconds, sums that fade
+  double alone_ = 0, taken_ = 0, late_ = 0, regions_ = 0;  // sums that fade; seconds but for the last
   double pause_ = kLeastPauseS, try_at_ = 0, began_ = 0;
 };
 
