@@ -129,10 +129,9 @@ def _attention(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
             _draw(tokens + 1, kv_heads, head_dim),
         )
         kv_layer = torch.zeros(5, 2, kv_heads, block_size, head_dim, dtype=dtype)
-        # Any numbers do as angles; torch's cosine has other bits at another alignment.
-        cos, sin = _draw(tokens, head_dim), _draw(head_dim, tokens).view(tokens, head_dim)
+        angles = _draw(tokens, head_dim)
         plan = _one_prompt(tokens, block_size)
-        q = rotary_write_kv(library, q, k, v[1:], cos, sin, kv_layer, plan.kv_slot_mapping, 1)
+        q = rotary_write_kv(library, q, k, v[1:], angles.cos(), angles.sin(), kv_layer, plan.kv_slot_mapping, 1)
         outputs += [q, kv_layer, paged_attention(library, q, kv_layer, plan, head_dim**-0.5, 50, 1)]
     return tuple(outputs)
 
