@@ -7,19 +7,19 @@
 //   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); sum_lanes(l) at the end
 //   output    o = o c, then one chain over the block's keys of p v
 // A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block that has only hidden keys may as well be skipped.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "api.h"
 #include "attention_tile.h"
+#include "team.h"
 
 namespace loraplex {
 namespace {
 
 constexpr long kItemRows = 48;       // rows that go over the keys together, so that a block is read from memory once
 constexpr long kParallelCost = 400000;  // of all items (Item::cost), about 20 us: less work stays on the calling thread
+constexpr long kPartCost = 1000000, kMostParts = 64;
 
 // Rows [row, row + rows) of one sequence and KV head. Row r is query r / group of the step and head kv_head * group + r % group.
 struct Item {
@@ -229,19 +229,18 @@ void attention(const Call& call) {
   static thread_local std::vector<Item> own;
   const long total = make_items(call, own);
   const std::vector<Item>& items = own;  // the calling thread's, in every thread
-  const long wanted = total < kParallelCost ? 1 : std::min<long>(call.step.threads, items.size());
-  if (wanted <= 1) return attend_items<Kv>(call, items.data(), items.data() + items.size());
-#pragma omp parallel num_threads(wanted)
-  {
-    const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    // A static split: an item belongs to the thread in whose share of the cost its middle lies.
-    auto first_of = [&](long t) {
-      return std::partition_point(items.begin(), items.end(), [&](const Item& item) {
-               return (item.cost_before + item.cost / 2) * threads < total * t;
-             }) - items.begin();
-    };
-    attend_items<Kv>(call, items.data() + first_of(thread), items.data() + first_of(thread + 1));
-  }
+  const long shares = total < kParallelCost ? 1 : std::clamp<long>(items.size(), 1, call.step.threads);
+  const long parts = std::clamp<long>(std::min<long>(total / kPartCost, items.size()) / shares, 1, kMostParts), all = shares * parts;
+  // An item belongs to the part in whose piece of the cost its middle lies.
+  auto first_of = [&](long part) {
+    return std::partition_point(items.begin(), items.end(), [&](const Item& item) {
+             return (item.cost_before + item.cost / 2) * all < total * part;
+           }) - items.begin();
+  };
+  in_shares(shares, parts, [&](long share, long part) {
+    const long i = share * parts + part;
+    attend_items<Kv>(call, items.data() + first_of(i), items.data() + first_of(i + 1));
+  });
 }
 
 }  // namespace

@@ -2,14 +2,14 @@
 //
 // BATCH INVARIANCE. Every element of y is one chain of fused multiply-adds over k in order from 0, and then its bias. Its bits depend
 // on its own row of x and column of W alone: not on T, the tile, the chunk of k, the number of threads or the width of a vector.
-#include <omp.h>
-
 #include <algorithm>
+#include <chrono>
 #include <vector>
 
 #include "lora.h"
 #include "operators.h"
 #include "quantize.h"
+#include "rows.h"
 #include "tile.h"
 
 namespace loraplex {
@@ -18,6 +18,7 @@ namespace {
 constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
 constexpr long kMostRowsAside = 32;        // with more, a product takes long enough for memory; so few are one slab
 constexpr int64_t kAsideShare = 2;         // adapters of half the weight's bytes are worth reading during the product (fewer: no gain)
+constexpr int64_t kWorthThreads = 1 << 18;   // weights times (rows + 4): about 5 us
 constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
 
 // How the steps of a product are cut; bits do not depend on it.
@@ -81,38 +82,6 @@ void panel_group(const typename Math::Input* x, const typename Math::Input* x_pa
   }
 }
 
-// In a parallel region: f(first panel, count) for this thread's share in balanced groups of at most `limit` panels. The split is
-// static: with a dynamic one the prefetch of the next group went to the other core.
-template <class F>
-void for_own_panels(long out, long limit, F f) {
-  const long panels = panels_of(out), thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  const long begin = panels * thread / threads, end = panels * (thread + 1) / threads;
-  const long groups = (end - begin + limit - 1) / limit;
-  for (long g = 0; g < groups; g++) {
-    const long first = begin + (end - begin) * g / groups, last = begin + (end - begin) * (g + 1) / groups;
-    f(first, last - first);
-  }
-}
-
-// This thread's part of y = x W^T, in slabs of rows; finish(row, rows, first column, columns) does the rest of each element.
-template <class Math, class Finish>
-void own_share(const typename Math::Input* x, long T, long x_stride, const typename Math::Weight* w, long steps, long out, float* y,
-               LoraStream aside, Finish finish) {
-  const long in_l2 = std::max<long>(8 * kMaxRows, kRowsBytes / (steps * Math::kPerStep * sizeof(*x)));
-  const long slabs = (T + in_l2 - 1) / in_l2;
-  const auto* x_packed = aside.is_empty() ? nullptr : pack_rows(x, T, x_stride, Chunks<Math>(steps, false));
-  for (long slab = 0; slab < slabs; slab++) {
-    const long t0 = T * slab / slabs, rows = T * (slab + 1) / slabs - t0;
-    const long blocks = (rows + kMaxRows - 1) / kMaxRows;
-    for_own_panels(out, max_panels((rows + blocks - 1) / blocks), [&](long first, long count) {
-      const long n0 = first * kPanel;
-      panel_group<Math>(x + t0 * x_stride, x_packed, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
-                        out - n0, aside);
-      finish(t0, rows, n0, std::min(out - n0, count * kPanel));
-    });
-  }
-}
-
 void add_bias(const float* bias, float* y, long out, long row, long rows, long column, long columns) {
   for (long t = row; t < row + rows; t++)
     for (long n = column; n < column + columns; n += kPanel) {
@@ -121,35 +90,84 @@ void add_bias(const float* bias, float* y, long out, long row, long rows, long c
     }
 }
 
-// In a parallel region: this thread's part of a delta once its part of the product is done; `product` gets what to prefetch meanwhile.
-template <class F>
-void with_delta(const LoraDelta* delta, long T, int64_t weight_bytes, double* lora_seconds, F product) {
-  const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-  const bool is_aside = delta != nullptr && T <= kMostRowsAside && delta->bytes() * kAsideShare > weight_bytes;
-  product(is_aside ? LoraStream(*delta, thread, threads) : LoraStream());
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+long most_panels(long rows) {
+  const long blocks = (rows + kMaxRows - 1) / kMaxRows;
+  return max_panels((rows + blocks - 1) / blocks);
+}
+
+// y = x W^T in parts: slabs of rows, so that they stay in the cache, times balanced groups of panels. A share of them is neighbours: with
+// another order the prefetch of the next group went to the other core. finish(row, rows, first column, columns) does the rest of each
+// element.
+template <class Math, class Finish>
+struct Product {
+  const typename Math::Input* x;
+  long T, x_stride;
+  const typename Math::Weight* w;
+  long steps, out;
+  float* y;
+  long shares;
+  Finish finish;
+  const LoraDelta* aside = nullptr;  // what to prefetch meanwhile; x_packed then
+  const typename Math::Input* x_packed = nullptr;
+  long slabs = 1, groups = 1;        // groups of a share
+
+  void cut() {
+    const long in_l2 = std::max<long>(8 * kMaxRows, kRowsBytes / (steps * Math::kPerStep * sizeof(*x)));
+    slabs = (T + in_l2 - 1) / in_l2;
+    const long limit = std::min(most_panels(T / slabs), most_panels((T + slabs - 1) / slabs));
+    groups = ((panels_of(out) + shares - 1) / shares + limit - 1) / limit;
+  }
+  long parts() const { return slabs * groups; }
+  void run(long share, long part) const {
+    const long slab = part / groups, group = share * groups + part % groups, panels = panels_of(out), all = shares * groups;
+    const long t0 = T * slab / slabs, rows = T * (slab + 1) / slabs - t0;
+    const long first = panels * group / all, count = panels * (group + 1) / all - first, n0 = first * kPanel;
+    if (count == 0) return;
+    LoraStream stream = aside == nullptr ? LoraStream() : LoraStream(*aside, group, all);
+    panel_group<Math>(x + t0 * x_stride, x_packed, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
+                      out - n0, stream);
+    finish(t0, rows, n0, std::min(out - n0, count * kPanel));
+  }
+};
+
+// A product and the delta that is added to it: its first phase beside the product, the other one when all of both is there. With
+// `lora_seconds` it is not beside it, so that it can be timed.
+template <class Math, class Finish>
+void run_product(Product<Math, Finish> product, const LoraDelta* delta, double* lora_seconds) {
+  const long shares = product.shares;
+  const int64_t weight_bytes = product.out * product.steps * Math::kPerStep * sizeof(typename Math::Weight);
+  if (delta != nullptr && product.T <= kMostRowsAside && delta->bytes() * kAsideShare > weight_bytes) {
+    product.aside = delta;
+    product.x_packed = pack_rows(product.x, product.T, product.x_stride, Chunks<Math>(product.steps, false));
+  }
+  product.cut();
+  const long parts = product.parts(), shrinks = delta == nullptr || lora_seconds != nullptr ? 0 : delta->shrink_parts(shares);
+  in_shares(shares, parts + shrinks, [&](long share, long part) {
+    if (part < parts) product.run(share, part);
+    else delta->shrink_piece(share * shrinks + part - parts, shares * shrinks);
+  });
   if (delta == nullptr) return;
-  const double began = omp_get_wtime();
-  delta->shrink(thread, threads);
-#pragma omp barrier
-  delta->expand(thread, threads);
-  if (lora_seconds != nullptr && thread == 0) *lora_seconds += omp_get_wtime() - began;
+  const double began = lora_seconds == nullptr ? 0 : seconds();
+  if (shrinks == 0) delta->shrink(shares);
+  delta->expand(shares);
+  if (lora_seconds != nullptr) *lora_seconds += seconds() - began;
 }
 
 template <class Math>
 void float_linear(const float* x, long x_stride, long T, long in, const void* w, long out, const float* bias, float* y,
-                  const LoraDelta* delta, double* lora_seconds, int threads) {
-#pragma omp parallel num_threads(threads)
-  with_delta(delta, T, out * in * sizeof(typename Math::Weight), lora_seconds, [&](LoraStream aside) {
-    own_share<Math>(x, T, x_stride, (const typename Math::Weight*)w, in, out, y, aside,
-                    [&](long row, long rows, long column, long columns) {
-                      if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
-                    });
-  });
+                  const LoraDelta* delta, double* lora_seconds, long shares) {
+  auto finish = [&](long row, long rows, long column, long columns) {
+    if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
+  };
+  Product<Math, decltype(finish)> product = {x, T, x_stride, (const typename Math::Weight*)w, in, out, y, shares, finish};
+  run_product(product, delta, lora_seconds);
 }
 
 // y[t, n] = sum of integers * (x_scale[t] * w_scale[n]) + bias[n].
 void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w, const float* w_scale, long out, const float* bias,
-                 float* y, const LoraDelta* delta, double* lora_seconds, int threads) {
+                 float* y, const LoraDelta* delta, double* lora_seconds, long shares) {
   const long steps = (in + 1) / 2, q_stride = (in + kPanel - 1) / kPanel * kPanel;
   static thread_local std::vector<int16_t> q_buffer;  // the calling thread's, kept for its next call
   static thread_local std::vector<float> scale_buffer;
@@ -157,24 +175,19 @@ void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w
   scale_buffer.resize(T);
   int16_t* q = q_buffer.data();
   float* x_scale = scale_buffer.data();
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for
-    for (long t = 0; t < T; t++) x_scale[t] = quantize_row(x + t * x_stride, in, q + t * q_stride);
-    auto finish = [&](long row, long rows, long column, long columns) {
-      for (long t = row; t < row + rows; t++) {
-        const Vec16 of_row = set1(x_scale[t]);
-        for (long n = column; n < column + columns; n += kPanel) {
-          const long count = column + columns - n;
-          const Vec16 scaled = mul(load_first(y + t * out + n, count), mul(of_row, load_first(w_scale + n, count)));
-          store_first(y + t * out + n, bias == nullptr ? scaled : add(scaled, load_first(bias + n, count)), count);
-        }
+  for_rows(T, 8 * T * in, (int)shares, [&](long t) { x_scale[t] = quantize_row(x + t * x_stride, in, q + t * q_stride); });
+  auto finish = [&](long row, long rows, long column, long columns) {
+    for (long t = row; t < row + rows; t++) {
+      const Vec16 of_row = set1(x_scale[t]);
+      for (long n = column; n < column + columns; n += kPanel) {
+        const long count = column + columns - n;
+        const Vec16 scaled = mul(load_first(y + t * out + n, count), mul(of_row, load_first(w_scale + n, count)));
+        store_first(y + t * out + n, bias == nullptr ? scaled : add(scaled, load_first(bias + n, count)), count);
       }
-    };
-    with_delta(delta, T, out * in, lora_seconds, [&](LoraStream aside) {
-      own_share<Int8>(q, T, q_stride, w, steps, out, y, aside, finish);
-    });
-  }
+    }
+  };
+  Product<Int8, decltype(finish)> product = {q, T, q_stride, w, steps, out, y, shares, finish};
+  run_product(product, delta, lora_seconds);
 }
 
 }  // namespace
@@ -187,12 +200,14 @@ namespace {
 
 void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight, const float* weight_scale,
             int64_t out, const float* bias, float* y, const LoraDelta* delta, double* lora_seconds, int32_t threads) {
+  if (rows == 0) return;
+  const long shares = in * out * (rows + 4) + (delta == nullptr ? 0 : delta->cost()) < kWorthThreads ? 1 : threads;
   switch (format) {
-    case kF32: return float_linear<F32>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, threads);
-    case kF16: return float_linear<F16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, threads);
-    case kBF16: return float_linear<BF16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, threads);
+    case kF32: return float_linear<F32>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, shares);
+    case kF16: return float_linear<F16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, shares);
+    case kBF16: return float_linear<BF16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, shares);
     case kInt8:
-      return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, delta, lora_seconds, threads);
+      return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, delta, lora_seconds, shares);
   }
 }
 

@@ -4,14 +4,13 @@
 // y = fma(weight * scale, d, y) and y = fma(weight, bias, y). A row that is in several segments gets them in their order. So its bits
 // depend on its own x, y and adapters: not on other rows or segments, on how rows are cut into segments, or on the number of threads.
 //
-// Two phases: shrink (h = x A^T) of all segments, a barrier, expand (y += h B^T).
-#include <omp.h>
-
+// Two phases: shrink (h = x A^T) of all segments, then expand (y += h B^T).
 #include <vector>
 
 #include "lora.h"
 #include "lora_tile.h"
 #include "operators.h"
+#include "team.h"
 
 namespace loraplex {
 namespace {
@@ -22,15 +21,16 @@ std::vector<LoraWork>& own_work() {
 }
 
 constexpr int64_t kWorthThreads = 1 << 20;  // of cost, see below: about 25 us
+constexpr int64_t kPartCost = 1 << 19, kMostParts = 16;
 
 // Cost of a product: weights times (rows + 4), because reading a weight takes as long as multiplying some rows by it.
 int64_t cost_of(int64_t weights, long rows) { return weights * (rows + 4); }
 
-// The units (rows or vectors of columns) of an item that are a thread's, when all items lie end to end on a line as long as their
-// cost and each thread takes an equal piece of it.
-class Share {
+// The units (rows or vectors of columns) of an item that are in a piece, when all items lie end to end on a line as long as their
+// cost and that is cut into equal pieces.
+class Piece {
  public:
-  Share(int64_t total, long thread, long threads) : begin_(total * thread / threads), end_(total * (thread + 1) / threads) {}
+  Piece(int64_t total, long piece, long pieces) : begin_(total * piece / pieces), end_(total * (piece + 1) / pieces) {}
   template <class F>
   void take(int64_t cost, long units, F f) {  // f(first unit, unit behind the last)
     auto cut = [&](int64_t at) { return long(std::clamp(double(at - before_) / double(cost), 0., 1.) * double(units) + .5); };
@@ -110,7 +110,7 @@ void for_slices(const LoraDelta& delta, const LoraWork& w, F f) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------------ shares of threads
+// ------------------------------------------------------------------------------------------------------------------ pieces
 
 // Segments of one row and one vector of columns of A, until there are enough to run at the same time.
 class Narrow {
@@ -139,17 +139,17 @@ class Narrow {
   int count_ = 0;
 };
 
-// Few rows are cut by columns, so that each thread reads weights of its own; many by rows.
-void shrink_share(const LoraDelta& delta, long thread, long threads) {
+// Few rows are cut by columns, so that each piece reads weights of its own; many by rows.
+void shrink_piece(const LoraDelta& delta, long piece, long pieces) {
   const std::vector<LoraWork>& work = delta.work;
-  Share share(delta.shrink_cost, thread, threads);
+  Piece own(delta.shrink_cost, piece, pieces);
   Narrow narrow(delta);
   for (size_t i = 0; i < work.size(); i++) {
     const LoraWork& w = work[i];
     if (w.a_columns == 0) continue;
     const long vectors = vectors_of(w.a_columns);
     const bool by_columns = vectors > 1 && w.rows <= kMaxRows;
-    share.take(w.shrink_cost, by_columns ? vectors : w.rows, [&](long first, long last) {
+    own.take(w.shrink_cost, by_columns ? vectors : w.rows, [&](long first, long last) {
       if (vectors == 1 && w.rows == 1) {
         if (i + kNarrow < work.size()) prefetch_start(work[i + kNarrow].a, kLoraAheadBytes / kNarrow);
         return narrow.add(w);
@@ -161,14 +161,14 @@ void shrink_share(const LoraDelta& delta, long thread, long threads) {
   }
 }
 
-void expand_share(const LoraDelta& delta, long thread, long threads) {
-  Share share(delta.expand_cost, thread, threads);
+void expand_piece(const LoraDelta& delta, long piece, long pieces) {
+  Piece own(delta.expand_cost, piece, pieces);
   for (size_t i = 0; i < delta.work.size(); i++) {
     const LoraWork& w = delta.work[i];
     for_slices(delta, w, [&](long slice, long h_column, int64_t cost) {
       const long vectors = vectors_of(delta.table.out[slice]);
       const bool by_columns = w.rows <= 4 * kMaxRows;
-      share.take(cost, by_columns ? vectors : w.rows, [&](long first, long last) {
+      own.take(cost, by_columns ? vectors : w.rows, [&](long first, long last) {
         if (slice + 1 == delta.table.num_slices && i + 1 < delta.work.size()) prefetch_start(delta.work[i + 1].b);
         if (by_columns) expand(delta, w, slice, h_column, 0, w.rows, first, last);
         else expand(delta, w, slice, h_column, first, last, 0, vectors);
@@ -177,14 +177,17 @@ void expand_share(const LoraDelta& delta, long thread, long threads) {
   }
 }
 
-// Each thread has the same columns in all segments, and takes the segments in their order.
-void expand_overlapping_share(const LoraDelta& delta, long thread, long threads) {
+// A piece has the same columns in all segments, and takes the segments in their order.
+void expand_overlapping_piece(const LoraDelta& delta, long piece, long pieces) {
   for (const LoraWork& w : delta.work)
     for_slices(delta, w, [&](long slice, long h_column, int64_t) {
       const long vectors = vectors_of(delta.table.out[slice]);
-      expand(delta, w, slice, h_column, 0, w.rows, vectors * thread / threads, vectors * (thread + 1) / threads);
+      expand(delta, w, slice, h_column, 0, w.rows, vectors * piece / pieces, vectors * (piece + 1) / pieces);
     });
 }
+
+// Of a share.
+long parts_of(int64_t cost, long shares) { return shares == 1 ? 1 : std::clamp<int64_t>(cost / (shares * kPartCost), 1, kMostParts); }
 
 }  // namespace
 
@@ -230,17 +233,27 @@ int64_t LoraDelta::bytes() const {
   return total;
 }
 
-void LoraDelta::shrink(long thread, long threads) const { shrink_share(*this, thread, threads); }
+long LoraDelta::shrink_parts(long shares) const { return parts_of(shrink_cost, shares); }
 
-void LoraDelta::expand(long thread, long threads) const {
-  if (overlaps) expand_overlapping_share(*this, thread, threads);
-  else expand_share(*this, thread, threads);
+void LoraDelta::shrink_piece(long piece, long pieces) const { loraplex::shrink_piece(*this, piece, pieces); }
+
+void LoraDelta::shrink(long shares) const {
+  const long parts = shrink_parts(shares);
+  in_shares(shares, parts, [&](long share, long part) { shrink_piece(share * parts + part, shares * parts); });
 }
 
-LoraStream::LoraStream(const LoraDelta& delta, long thread, long threads) : work_(&delta.work) {
+void LoraDelta::expand(long shares) const {
+  const long parts = parts_of(expand_cost, shares);
+  in_shares(shares, parts, [&](long share, long part) {
+    if (overlaps) expand_overlapping_piece(*this, share * parts + part, shares * parts);
+    else expand_piece(*this, share * parts + part, shares * parts);
+  });
+}
+
+LoraStream::LoraStream(const LoraDelta& delta, long piece, long pieces) : work_(&delta.work) {
   const int64_t total = delta.bytes();
-  int64_t before = total * thread / threads;
-  left_ = total * (thread + 1) / threads - before;
+  int64_t before = total * piece / pieces;
+  left_ = total * (piece + 1) / pieces - before;
   for (; index_ < work_->size(); index_++) {  // to the block where the share begins
     const LoraWork& w = (*work_)[index_];
     at_ = (const char*)w.a + before, end_ = w.end;
@@ -265,15 +278,7 @@ LORAPLEX_API void loraplex_add_lora(const LoraTable* table, const LoraSegments* 
                                     int64_t y_stride, int32_t threads) {
   const LoraDelta delta(*table, *segments, x, x_stride, y, y_stride);
   if (delta.work.empty()) return;
-  if (threads == 1 || delta.cost() < kWorthThreads) {
-    delta.shrink(0, 1);
-    return delta.expand(0, 1);
-  }
-#pragma omp parallel num_threads(threads)  // all or one: OpenMP ends the threads that a smaller team has no use for
-  {
-    const long thread = omp_get_thread_num(), team = omp_get_num_threads();
-    delta.shrink(thread, team);
-#pragma omp barrier
-    delta.expand(thread, team);
-  }
+  const long shares = delta.cost() < kWorthThreads ? 1 : threads;
+  delta.shrink(shares);
+  delta.expand(shares);
 }

@@ -1,4 +1,4 @@
-// The LoRA delta of one linear for all segments of a step (lora.cpp), as the threads of a parallel region go through it.
+// The LoRA delta of one linear for all segments of a step (lora.cpp), in parts that threads share.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,9 +26,11 @@ struct LoraWork {
 struct LoraDelta {
   LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y, long y_stride);
 
-  // This thread's part: h = x A^T; then, once all threads are there, y += h B^T.
-  void shrink(long thread, long threads) const;
-  void expand(long thread, long threads) const;
+  // h = x A^T; then y += h B^T. On so many shares; or a piece of the first, of which a share has so many parts.
+  void shrink(long shares) const;
+  void expand(long shares) const;
+  void shrink_piece(long piece, long pieces) const;
+  long shrink_parts(long shares) const;
   int64_t bytes() const;  // of all blocks
   int64_t cost() const { return shrink_cost + expand_cost; }
 
@@ -44,11 +46,11 @@ struct LoraDelta {
   long entry(const LoraWork& w, long slice) const { return slice * table.capacity + w.slot; }
 };
 
-// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: the share of one thread, in order.
+// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: a piece of them, in order.
 class LoraStream {
  public:
   LoraStream() = default;  // of nothing
-  LoraStream(const LoraDelta& delta, long thread, long threads);
+  LoraStream(const LoraDelta& delta, long piece, long pieces);
   bool is_empty() const { return left_ <= 0; }
   // Where the next bytes are; so many, or as many as a block has left.
   const char* take(int64_t bytes);

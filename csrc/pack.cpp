@@ -1,32 +1,29 @@
 // From a row-major weight [out, in] into panels (panels.h).
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "api.h"
 #include "panels.h"
+#include "rows.h"
 
 namespace loraplex {
 namespace {
 
 template <class Element>
 void pack_columns(const Element* w, long out, long in, Element* panels, bool in_pairs, int threads) {
-#pragma omp parallel for num_threads(threads)
-  for (long p = 0; p < panels_of(out); p++) {
+  for_rows(panels_of(out), out * in, threads, [&](long p) {
     Element* panel = panels + p * in * kPanel;
     for (long c = 0; c < kPanel; c++) {
       const long n = p * kPanel + c, position = in_pairs ? c % 8 * 2 + c / 8 : c;
       for (long k = 0; k < in; k++) panel[k * kPanel + position] = n < out ? w[n * in + k] : Element(0);
     }
-  }
+  });
 }
 
 void pack_int8(const float* w, long out, long in, int8_t* panels, float* scale, int threads) {
   const long panel_size = (in + 1) / 2 * 2 * kPanel;
-#pragma omp parallel for num_threads(threads)
-  for (long p = 0; p < panels_of(out); p++) {
+  for_rows(panels_of(out), out * in, threads, [&](long p) {
     int8_t* panel = panels + p * panel_size;
     memset(panel, 0, panel_size);
     for (long c = 0; c < std::min(kPanel, out - p * kPanel); c++) {
@@ -36,7 +33,7 @@ void pack_int8(const float* w, long out, long in, int8_t* panels, float* scale, 
       scale[p * kPanel + c] = largest / 127;
       for (long k = 0; k < in; k++) panel[k / 2 * 2 * kPanel + 2 * c + k % 2] = (int8_t)std::lrint(row[k] * (127 / largest));
     }
-  }
+  });
 }
 
 }  // namespace

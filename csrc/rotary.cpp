@@ -2,10 +2,9 @@
 //
 // For the halves a, b of a head: a' = a cos - b sin, b' = b cos + a sin. The product with cos is rounded, the other one is fused with the
 // sum, in every instruction set: fma(-b, sin, a cos), fma(a, sin, b cos).
-#include <omp.h>
-
 #include "api.h"
 #include "attention.h"
+#include "rows.h"
 
 namespace loraplex {
 namespace {
@@ -54,15 +53,15 @@ void prefetch_keys(const RotaryCall& call, long t) {
 template <class Kv>
 void rotary_write_kv(const RotaryCall& call) {
   const long elements = call.tokens * (call.heads + 2 * call.kv_heads) * call.head_dim;
-#pragma omp parallel for num_threads(call.threads) if (elements > kParallelElements)
-  for (long t = 0; t < call.tokens; t++) {
+  auto token = [&](long t) {
     prefetch_keys<Kv>(call, t);
     for (long h = 0; h < call.heads; h++) {
       float* head = call.q + t * call.q_stride + h * call.head_dim;
       rotate(head, call.cos + t * call.head_dim, call.sin + t * call.head_dim, call.head_dim, head);
     }
     write_token<Kv>(call, t);
-  }
+  };
+  for_rows(call.tokens, elements, call.threads, token, kParallelElements);
 }
 
 }  // namespace

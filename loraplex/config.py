@@ -270,7 +270,9 @@ class EngineSettings:
     relaxed_pressure: float = setting(0.70, "share below which low-memory mode ends")
     long_idle_s: float = setting(300.0, "seconds without use after which an adapter counts as long idle")
     max_fragmentation: float = setting(0.25, "share of holes in the adapters' memory above which it is compacted")
-    num_threads: int | None = setting(None, "CPU threads of the engine (default: all cores)", group="Kernels")
+    num_threads: int | None = setting(
+        None, "CPU threads of the engine (default: cores of affinity and quota)", group="Kernels"
+    )
 
     def __post_init__(self) -> None:
         _require(self.dtype in ("auto", *DTYPES), f"dtype must be auto or one of {DTYPES}, got {self.dtype!r}")

@@ -14,6 +14,7 @@ from loraplex.adapters.inspect import AdapterReport, inspect_adapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
+from loraplex.cpu import chosen_threads, cpu_limit
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
 FOR_SERVING = ("fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client", "cyclopts", "rich")
@@ -66,8 +67,7 @@ def _hardware() -> list[str]:
 
     from loraplex.kernels.ops import get_backend
 
-    threads = torch.get_num_threads()
-    lines = [f"CPU: {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, torch uses {threads} threads"]
+    lines = [f"CPU: {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {_threads()}"]
     lines += _cpu_kernels()
     if torch.cuda.is_available():
         backend = get_backend("auto", torch.device("cuda"))
@@ -77,6 +77,17 @@ def _hardware() -> list[str]:
     else:
         lines.append("GPU: none that torch can use")
     return lines
+
+
+def _threads() -> str:
+    """How many an engine would use, and what bounds them; torch has as many from now on."""
+    import torch
+
+    limit, usual = cpu_limit(), torch.get_num_threads()
+    num_threads = chosen_threads(None, usual)
+    torch.set_num_threads(num_threads)
+    bound = limit.bound if num_threads == limit.num_threads else "OMP_NUM_THREADS, or torch's choice"
+    return f"{num_threads} thread{'s' if num_threads > 1 else ''} ({bound})"
 
 
 def _flash_attention(capability: tuple[int, int]) -> list[str]:

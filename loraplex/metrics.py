@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from loraplex.cpu import CpuUse
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -63,6 +65,7 @@ class EngineStats:
     step_times: StepTimes = field(default_factory=StepTimes)
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     eager_steps: Mapping[str, int] = field(default_factory=dict)
+    cpu: CpuUse = field(default_factory=CpuUse)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -22,6 +22,7 @@ ORDER = (
     "config",
     "sampling_params",
     "core",
+    "cpu",
     "events",
     "metrics",
     "profiler",

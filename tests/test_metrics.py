@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
+from loraplex.cpu import CpuUse
 from loraplex.metrics import EngineStats, StepTimes
 
 
@@ -40,7 +41,9 @@ def test_every_field_crosses_the_process_border() -> None:
 def test_an_engine_that_did_nothing_has_counted_nothing() -> None:
     stats = EngineStats()
     assert stats.step_times == StepTimes(0, {})
-    assert not any(getattr(stats, field.name) for field in dataclasses.fields(stats) if field.name != "step_times")
+    assert stats.cpu == CpuUse()
+    names = {field.name for field in dataclasses.fields(stats)} - {"step_times", "cpu"}
+    assert not any(getattr(stats, name) for name in names)
 
 
 def test_a_snapshot_does_not_change() -> None:

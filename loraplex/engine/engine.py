@@ -14,6 +14,7 @@ import torch
 
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
+from loraplex.cpu import chosen_threads
 from loraplex.engine.adapter_memory import build_manager
 from loraplex.engine.caretaker import Caretaker, make_caretaker
 from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
@@ -87,6 +88,10 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput]:
         """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before it added."""
+        with self._runner.threads():
+            return self._step()
+
+    def _step(self) -> list[TokenOutput]:
         had_flights = len(self._flights) > 0
         outputs = self._flights.commit_all() if had_flights and self._is_commit_due() else []
         with self._profiler.part("schedule"):
@@ -199,6 +204,7 @@ class EngineCore:
             step_times=self._step_times(),
             graph_steps={} if graphs is None else graphs.graph_steps,
             eager_steps={} if graphs is None else graphs.eager_steps,
+            cpu=self._runner.cpu_use(),
         )
         return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 
@@ -290,8 +296,7 @@ def build_engine(
     progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler, kernels are
     measured one by one.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
     device = _device(config.device)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
+from loraplex.cpu import CpuMeter, CpuUse
 from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
@@ -115,6 +117,8 @@ class ModelRunner:
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
         self._adapters = adapters
         self.graphs = graphs
+        self._cpu = CpuMeter()
+        self._has_own_threads = model.cpu_use(CpuUse()).num_threads > 0
 
     @property
     def kv_block_bytes(self) -> int:
@@ -127,6 +131,20 @@ class ModelRunner:
     @property
     def kernel_fallbacks(self) -> Mapping[str, int]:
         return self._model.kernel_fallbacks
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Within the block torch has one thread where kernels have their own: torch's spin for milliseconds after each operation."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if self._has_own_threads else before)  # half a microsecond
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def cpu_use(self) -> CpuUse:
+        """What the threads of the kernels, and the one that made the runner, got of the processor."""
+        return self._model.cpu_use(self._cpu.read())
 
     def release_workspace(self) -> int:
         """Give scratch memory back; returns its bytes. None is while there are graphs, which would write to it."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from loraplex.core import LoraSlice
+from loraplex.cpu import CpuUse
 from loraplex.errors import ConfigError
 from loraplex.kernels.missing_triton import TorchWithoutTriton
 from loraplex.kernels.native.backend import NativeBackend
@@ -101,6 +102,10 @@ class KernelBackend(Protocol):
         ...
 
     # ---------------------------------------------------------------------------------------------------------- layers
+
+    def cpu_use(self, use: CpuUse) -> CpuUse:
+        """`use` with what kernels that run on threads of their own know of them."""
+        ...
 
     def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
         """`forward`, or the same run with less overhead: captured at first, replayed later. It may use only these operators and views.

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
+from loraplex.cpu import CpuUse
 from loraplex.kernels.checksum import checksums
 from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import (
@@ -160,6 +161,9 @@ class StockWeights:
 
     def reserve_workspace(self, num_rows: int) -> None:
         """Nothing is kept between steps."""
+
+    def cpu_use(self, use: CpuUse) -> CpuUse:
+        return use
 
     @property
     def workspace_nbytes(self) -> int:

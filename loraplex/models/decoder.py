@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loraplex.core import LoraTarget, Shard
+from loraplex.cpu import CpuUse
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
@@ -193,6 +194,10 @@ class Decoder:
     def kernel_fallbacks(self) -> Mapping[str, int]:
         """Calls of operators that stock torch ran because no kernel covered them, by operator and reason."""
         return dict(self._ops.fallbacks)
+
+    def cpu_use(self, use: CpuUse) -> CpuUse:
+        """`use` with what the kernels know of their threads."""
+        return self._ops.cpu_use(use)
 
     def release_workspace(self) -> int:
         """Give it back, between steps; the next step makes what it needs. Returns the bytes."""

@@ -18,6 +18,7 @@ NOTABLE_TAIL = 4.0
 SLOW_ADAPTER = 5.0
 GOOD_SERVICE = 0.99
 IDLE_DEVICE = 0.5
+NOTABLE_CONTENTION = 0.1
 
 
 def find(report: LoraPerformanceReport) -> tuple[Finding, ...]:
@@ -69,7 +70,28 @@ def _service(report: LoraPerformanceReport) -> Iterator[Finding]:
     is_first_worse = requests.share_in_first_token < requests.share_in_inter_token
     first = "First tokens wait: see what requests waited for, or raise max_num_seqs, or add servers."
     between = "Steps are long: lower max_num_seqs or max_num_batched_tokens, or use int8 weights."
+    if _is_contended(report):
+        first = between = "Steps are long because cores are taken; smaller batches would not help."
     yield Finding("service", severity, text, "" if severity == "info" else first if is_first_worse else between)
+
+
+def _contention(report: LoraPerformanceReport) -> Iterator[Finding]:
+    cpu = report.cpu
+    if _is_contended(report):
+        text = (
+            f"The engine's threads had no core in {_percent(cpu.missing_share)} of the time that they wanted one: {cpu.cpu_s:.1f} s of "
+            f"processor time, {cpu.wait_s:.1f} s of waiting for a core, {cpu.left_out_s:.1f} s of threads that were left out, "
+            f"{cpu.num_preemptions} involuntary context switches."
+        )
+        remedy = (
+            "Other processes use the cores: give the engine cores of its own (taskset, a cpuset), move what runs beside it, or lower "
+            "num_threads to the cores that are free."
+        )
+        yield Finding("cpu_contention", "warning", text, remedy)
+
+
+def _is_contended(report: LoraPerformanceReport) -> bool:
+    return report.cpu.missing_share > NOTABLE_CONTENTION
 
 
 def _waiting(report: LoraPerformanceReport) -> Iterator[Finding]:
@@ -155,7 +177,11 @@ def _steps(report: LoraPerformanceReport) -> Iterator[Finding]:
     between = report.requests.inter_token
     if between.p50_s and between.p99_s > NOTABLE_TAIL * between.p50_s and report.num_prefill_tokens:
         text = f"The slowest 1 % of tokens came after {_ms(between.p99_s)}, {between.p99_s / between.p50_s:.0f} times the median."
-        yield Finding("tail", "advice", text, "Prompts run between them: lower max_num_batched_tokens.")
+        prompts, cores = (
+            "Prompts run between them: lower max_num_batched_tokens.",
+            "Threads wait for cores: see cpu_contention.",
+        )
+        yield Finding("tail", "advice", text, cores if _is_contended(report) else prompts)
     if report.device_share < IDLE_DEVICE:
         text = f"The device computed {_percent(report.device_share)} of the time."
         yield Finding("idle", "info", text, "There was room for more load, or requests waited for something else.")
@@ -196,6 +222,7 @@ def _times(count: int) -> str:
 Rule = Callable[[LoraPerformanceReport], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (
     _faults,
+    _contention,
     _service,
     _waiting,
     _churn,

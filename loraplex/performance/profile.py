@@ -114,6 +114,7 @@ class LoraProfile:
             device_share=(parts.get("forward", 0.0) + parts.get("sample", 0.0)) / steps.seconds
             if steps.seconds
             else 0.0,
+            cpu=after.stats.cpu.since(self._before.stats.cpu),
             mixes=mixes(steps),
             slowdown=slowdown([each for each in steps.sums if each.kind.num_adapters], steps.sums),
             timeline=steps.timeline,

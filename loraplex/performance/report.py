@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from loraplex.cpu import CpuUse
 from loraplex.metrics import MemoryReport
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.requests import ServiceTargets
@@ -79,6 +80,7 @@ class SwitchCost:
 class LoraPerformanceReport:
     """admitted: requests by what of their adapter they had to wait for; served_from: the tier where a request found its adapter;
     evictions and loads: by cause; part_seconds: of the steps (loraplex/profiler.py); device_share: of the time, in forward and sampling;
+    cpu: what the engine's threads got of the processor;
     operator_seconds: of forward, empty when the backend cannot tell; slowdown: of decode steps with adapters against those without.
     """
 
@@ -105,6 +107,7 @@ class LoraPerformanceReport:
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     operator_seconds: Mapping[str, float] = field(default_factory=dict)
     device_share: float = 0.0
+    cpu: CpuUse = field(default_factory=CpuUse)
     mixes: tuple[MixPerformance, ...] = ()
     slowdown: float | None = None
     timeline: Timeline = field(default_factory=Timeline)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from loraplex.adapters.registry import LoRARef
+from loraplex.cpu import CpuUse
 from loraplex.metrics import EngineStats, MemoryMode, MemoryReport
 from loraplex.server.connections import Connections
 from loraplex.server.latency import LABELS, LatencyHistograms
@@ -95,6 +96,18 @@ class MetricsPage:
         yield self._counters("loraplex:graph_steps", text, "kind", stats.graph_steps)
         text = "Steps that ran kernel by kernel beside CUDA graphs, by reason."
         yield self._counters("loraplex:eager_steps", text, "reason", stats.eager_steps)
+        yield from self._cpu_families(stats.cpu)
+
+    def _cpu_families(self, cpu: CpuUse) -> Iterator[Metric]:
+        yield self._counter("loraplex:cpu_seconds", "Processor time of the threads that compute.", cpu.cpu_s)
+        text = "Seconds that threads of the engine were ready to compute while others had the cores."
+        yield self._counter("loraplex:cpu_wait_seconds", text, cpu.wait_s)
+        text = "Seconds of threads that were left out because their cores were taken."
+        yield self._counter("loraplex:cpu_left_out_seconds", text, cpu.left_out_s)
+        text = "Times that a thread of the engine lost its core before it was done."
+        yield self._counter("loraplex:cpu_preemptions", text, cpu.num_preemptions)
+        yield self._gauge("loraplex:threads", "Threads that the kernels may use.", cpu.num_threads)
+        yield self._gauge("loraplex:active_threads", "Threads that the last kernel used.", cpu.num_active)
 
     def _adapter_families(self, stats: EngineStats, memory: MemoryReport) -> Iterator[Metric]:
         text = "Adapters loaded to host memory, by what asked for them."

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.cpu import CpuUse
 from loraplex.metrics import MemoryMode, MemoryReport
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Quantiles
@@ -73,6 +74,14 @@ def test_nothing_stands_out() -> None:
         ({"slowdown": 1.5}, "slowdown", "advice", "1.50 times", "ranks"),
         ({"slowdown": 1.1}, "slowdown", "info", "1.10 times", ""),
         ({"part_seconds": {"build": 3.0, "forward": 7.0}}, "build", "advice", "30 %", "max_num_seqs"),
+        (
+            {"cpu": CpuUse(10.0, 3.0, 2.0, 412, 2, 1)},
+            *("cpu_contention", "warning", "no core in 33 % of the time", "taskset"),
+        ),
+        (
+            {"cpu": CpuUse(10.0, 3.0, 2.0, 412, 2, 1)},
+            *("cpu_contention", "warning", "412 involuntary context switches", "num_threads"),
+        ),
         ({"device_share": 0.2}, "idle", "info", "20 %", "room for more load"),
         ({"requests": replace(GOOD_REQUESTS, num_failed=2)}, "failed", "warning", "2 of 100", "log"),
         ({"requests": replace(GOOD_REQUESTS, num_finished=3)}, "few_requests", "info", "Only 3", "longer"),
@@ -112,3 +121,23 @@ def test_warnings_come_first() -> None:
     order = [each.severity for each in find(replace(GOOD, num_load_failures=1, slowdown=2.0))]
     assert order == sorted(order, key=["warning", "advice", "info"].index)
     assert "nothing" not in findings(slowdown=2.0)
+
+
+def test_contention_is_named_instead_of_smaller_batches() -> None:
+    """Long steps and a tail have another reason then."""
+    bad = replace(
+        GOOD_REQUESTS,
+        share_in_both=0.5,
+        share_in_inter_token=0.5,
+        inter_token=Quantiles(900, 0.02, 0.02, 0.03, 0.3, 0.5),
+    )
+    alone, beside = findings(requests=bad), findings(requests=bad, cpu=CpuUse(10.0, 8.0, 0.0, 900, 2, 2))
+    for name in ("service", "tail"):
+        assert "max_num_batched_tokens" in alone[name].remedy
+        assert "max_num" not in beside[name].remedy
+        assert "cores" in beside[name].remedy
+    assert "cpu_contention" not in alone
+
+
+def test_a_core_that_is_rarely_missed_is_no_finding() -> None:
+    assert "cpu_contention" not in findings(cpu=CpuUse(10.0, 0.5, 0.2, 40, 2, 2))

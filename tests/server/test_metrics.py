@@ -7,6 +7,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+from loraplex.cpu import CpuUse
 from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import EngineStats, StepTimes
 from loraplex.server.metrics_page import MetricsPage
@@ -104,6 +105,12 @@ async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: Fa
         ("loraplex:kernel_fallbacks_total", {"operator": "add_lora: no such dtype"}, 17),
         ("loraplex:graph_steps_total", {"kind": "lora"}, 15),
         ("loraplex:eager_steps_total", {"reason": "prefill"}, 16),
+        ("loraplex:cpu_seconds_total", None, 17.5),
+        ("loraplex:cpu_wait_seconds_total", None, 2.5),
+        ("loraplex:cpu_left_out_seconds_total", None, 1.5),
+        ("loraplex:cpu_preemptions_total", None, 18),
+        ("loraplex:threads", None, 4),
+        ("loraplex:active_threads", None, 3),
     ],
 )
 def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expected: float) -> None:
@@ -133,6 +140,7 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         step_times=StepTimes(100, {"schedule": 0.5, "forward": 2.5, "commit": 0.5}),
         graph_steps={"lora": 15},
         eager_steps={"prefill": 16},
+        cpu=CpuUse(17.5, 2.5, 1.5, 18, 4, 3),
     )
     found = parse(MetricsPage("base").render(stats, {}).decode())[name]
     expected_labels = {"model_name": "base", "engine": "0", **(label or {})}

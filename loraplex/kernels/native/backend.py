@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from loraplex.core import LoraSlice
+from loraplex.cpu import CpuUse
 from loraplex.kernels.native import checksum, lora, sampling
 from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
@@ -58,6 +60,11 @@ class NativeBackend(TorchBackend):
 
     def release_workspace(self) -> int:
         return sum(program.release() for program in self._programs)
+
+    def cpu_use(self, use: CpuUse) -> CpuUse:
+        team = self.library.team_stats()
+        num_active = self.num_threads - max(0, team.threads - team.active)
+        return replace(use, left_out_s=team.left_out, num_threads=self.num_threads, num_active=num_active)
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """Of csrc/about.cpp; a library of another version is not used."""
 
 ISA_VARIABLE = "LORAPLEX_ISA"
@@ -61,8 +61,18 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_log_sum_exp": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
     "loraplex_ranks": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "loraplex_checksums": (_POINTER, _POINTER, _LONG, _POINTER),
+    "loraplex_team_stats": (_POINTER,),
 }  # fmt: skip
 """Arguments of every function of csrc/; all return nothing and release the interpreter's lock."""
+
+
+class TeamStats(ctypes.Structure):
+    """As in csrc/api.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("computed", "waited", "left_out")),
+        *((name, ctypes.c_int64) for name in ("threads", "active")),
+    )
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,12 @@ class NativeLibrary:
     functions: ctypes.CDLL
     note: str = ""
     """Why this is not the best instruction set of the machine; empty when it is."""
+
+    def team_stats(self) -> TeamStats:
+        """What the threads of all calls have seen."""
+        stats = TeamStats()
+        self.functions.loraplex_team_stats(ctypes.byref(stats))
+        return stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +212,6 @@ def _find(file_name: str) -> Path:
         if (folder / file_name).is_file():
             return folder / file_name
     raise OSError(
-        f"{file_name} is not installed: there was no C++ compiler with OpenMP when loraplex was installed; "
-        "install g++ (or clang with libomp) and then loraplex again"
+        f"{file_name} is not installed: there was no C++ compiler when loraplex was installed; "
+        "install g++ (or clang) and then loraplex again"
     )

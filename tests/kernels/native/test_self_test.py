@@ -41,7 +41,8 @@ def test_every_function_has_a_case(native: NativeBackend) -> None:
     library = tampered(native.library, record)
     for case in CASES.values():
         assert len(case(library)) > 0
-    assert called == set(SIGNATURES), f"without a case in self_test.py: {set(SIGNATURES) - called}"
+    computing = set(SIGNATURES) - {"loraplex_team_stats"}
+    assert called == computing, f"without a case in self_test.py: {computing - called}"
 
 
 def test_a_library_is_like_itself(native: NativeBackend) -> None:
