@@ -500,7 +500,7 @@ def to_bin(path: Path, change: Callable[[dict[str, Any]], Any] = lambda tensors:
         Call(torch.zeros, 2**30),
         Call(__import__, "antigravity"),
     ],
-    ids=lambda evil: str(evil.call[0]),
+    ids=lambda evil: evil.call[0].__name__,
 )
 def test_pickles_that_call_are_refused_before_they_are_loaded(
     adapter: Path, evil: Call, monkeypatch: pytest.MonkeyPatch
