@@ -246,7 +246,8 @@ class EngineClient:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         silence = f"nothing was heard of it for {heartbeat.silence_s:.0f} s (--engine-timeout-s)"
-        self._die(EngineDeadError(f"the engine process no longer responds: {silence}"))
+        if not self._is_stopping:
+            self._die(EngineDeadError(f"the engine process no longer responds: {silence}"))
 
     def _take(self, data: bytes) -> None:
         """Nothing that one message does may keep the next ones from being read."""

@@ -40,7 +40,11 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
         engine = await within(AsyncEngine.start(config, served_model_name="base", supervision=supervision))
         await within(engine.load_adapter("upper", str(adapter_path("upper")), is_pinned=True))
         yield engine
-        await within(engine.shutdown())
+        num_faults = engine.events.counts["fault"]
+        with stopped(engine):  # the end of a hung engine is no death: nothing is started after it
+            await within(engine.shutdown())
+        await asyncio.sleep(0.1)
+        assert engine.events.counts["fault"] == num_faults
         assert list(folder.iterdir()) == []
     children = psutil.Process().children(recursive=True)
     assert [child.cmdline() for child in children if is_running(child.pid) and "python" in child.name()] == []
