@@ -20,6 +20,7 @@ from tests.server.conftest import client_of
 LOOK_ALIKES = {
     "ligature": "\ufb01lter",
     "full width": "\uff53\uff51\uff4c",
+    "full-width digit": "sql@\uff11",
     "circled": "\u24e2ql",
     "superscript": "sql\u00b2",
     "decomposed": "cafe\u0301",
