@@ -366,7 +366,8 @@ class ChatMessage(RequestModel):
         is_silent = "content" not in self.model_fields_set
         if is_silent and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
             raise ApiError(
-                f"a message with role {self.role!r} has no content: send a string, which may be empty", param="messages"
+                f"a message with role {clipped(self.role)!r} has no content: send a string, which may be empty",
+                param="messages",
             )
         return self
 
