@@ -30,7 +30,7 @@ from loraplex.server.adapter_schemas import (
     UnloadLoraAdapterRequest,
     UnloadReply,
 )
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
@@ -94,9 +94,9 @@ class AdapterRoutes:
             raise _invalid_input(
                 "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
             )
-        registry = self._registry(f"adapter {body.lora_name!r} was to be loaded")
+        registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be loaded")
         duplicate = _invalid_input(
-            f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place, "
+            f"The lora adapter '{clipped(body.lora_name)}' has already been loaded. If you want to load the adapter in place, "
             "set 'load_inplace' to True.",
             "lora_name",
         )
@@ -120,13 +120,13 @@ class AdapterRoutes:
         name_adapters(request, body.lora_name)
         if not body.lora_name:
             raise _invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
-        registry = self._registry(f"adapter {body.lora_name!r} was to be unloaded")
+        registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be unloaded")
         ref = registry.refs().get(body.lora_name)
         if ref is None and has_adapter(registry, body.lora_name):  # a version by its address: refused, and told how
             await self._engine.unload_adapter(body.lora_name)
         if ref is None:
             raise ApiError(
-                f"The lora adapter '{body.lora_name}' cannot be found.",
+                f"The lora adapter '{clipped(body.lora_name)}' cannot be found.",
                 status=404,
                 kind="NotFoundError",
                 code="adapter_not_found",
@@ -134,7 +134,8 @@ class AdapterRoutes:
             )
         if body.lora_int_id not in (None, ref.lora_int_id):
             raise _invalid_input(
-                f"The lora adapter '{body.lora_name}' has not lora_int_id {body.lora_int_id}.", "lora_int_id"
+                f"The lora adapter '{clipped(body.lora_name)}' does not have lora_int_id {body.lora_int_id}.",
+                "lora_int_id",
             )
         await self._engine.unload_adapter(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
@@ -149,7 +150,7 @@ class AdapterRoutes:
 
     @requires(Access.KEY)
     async def show(self, name: str, request: Request) -> Response:
-        self._registry(f"adapter {name!r} was asked for")
+        self._registry(f"adapter {clipped(name)!r} was asked for")
         return _json(_card_for(request)(await self._engine.describe_adapter(name)))
 
     @requires(Access.LOADING)
@@ -157,7 +158,7 @@ class AdapterRoutes:
         """Load an adapter under a name; a known name with the same path is a no-op that says so."""
         body = await self._context.bodies.read(request, LoadAdapterRequest)
         name_adapters(request, body.name)
-        registry = self._registry(f"adapter {body.name!r} was to be loaded")
+        registry = self._registry(f"adapter {clipped(body.name)!r} was to be loaded")
         check_clients_name(body.name, registry.names())
         await self._check_path(body.path)
         result = await self._engine.load_adapter(
@@ -169,7 +170,7 @@ class AdapterRoutes:
     async def put(self, name: str, request: Request) -> Response:
         """Say what an adapter is to be; sent twice, it changes nothing. 201 when the name is new."""
         body = await self._context.bodies.read(request, PutAdapterRequest)
-        registry = self._registry(f"adapter {name!r} was to be changed")
+        registry = self._registry(f"adapter {clipped(name)!r} was to be changed")
         if body.path is not None:
             check_clients_name(name, registry.names())
             await self._check_path(body.path)
@@ -199,13 +200,13 @@ class AdapterRoutes:
     @requires(Access.LOADING)
     async def rollback(self, name: str) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
-        self._registry(f"adapter {name!r} was named")
+        self._registry(f"adapter {clipped(name)!r} was named")
         return _json(LoadReply.of(await self._engine.move_adapter(name)))
 
     @requires(Access.LOADING)
     async def unload(self, name: str, query: Annotated[UnloadQuery, Query()]) -> Response:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
-        self._registry(f"adapter {name!r} was to be unloaded")
+        self._registry(f"adapter {clipped(name)!r} was to be unloaded")
         return _json(UnloadReply.of(await self._engine.unload_adapter(name, query.deadline_s, query.force)))
 
     @requires(Access.LOADING)
@@ -213,7 +214,7 @@ class AdapterRoutes:
         """Send the requests for `old` to `new`; `old` is evicted after its last one."""
         body = await self._context.bodies.read(request, SwitchAdapterRequest)
         name_adapters(request, body.old, body.new)
-        registry = self._registry(f"adapter {body.old!r} was to be switched")
+        registry = self._registry(f"adapter {clipped(body.old)!r} was to be switched")
         if body.new_path is not None:
             check_clients_name(body.new, registry.names(), param="new")
             await self._check_path(body.new_path, "new_path")
@@ -237,12 +238,12 @@ class AdapterRoutes:
     @requires(Access.VERB)
     async def preload(self, name: str) -> Response:
         """Promote now rather than with the first request."""
-        self._registry(f"adapter {name!r} was named")
+        self._registry(f"adapter {clipped(name)!r} was named")
         outcome = await self._engine.preload_adapter(name)
         return _json(ResidencyReply(name, outcome.is_new, outcome.evicted))
 
     async def _change(self, name: str, verb: Callable[[str], Awaitable[bool]]) -> Response:
-        self._registry(f"adapter {name!r} was named")
+        self._registry(f"adapter {clipped(name)!r} was named")
         return _json(ResidencyReply(name, await verb(name)))
 
     async def _check_path(self, path: str, field: str = "path") -> None:

@@ -37,6 +37,7 @@ class LoadLoraAdapterRequest(RequestModel):
     lora_path: Annotated[str, Field(max_length=MAX_PATH_CHARS)] = ""
     load_inplace: bool = False
 
+    aliases: ClassVar[Mapping[str, str]] = {"name": "lora_name", "path": "lora_path"}
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (has(lora_name=TEXT, lora_path=TEXT),)
 
@@ -47,6 +48,7 @@ class UnloadLoraAdapterRequest(RequestModel):
     lora_name: Annotated[str, Field(max_length=256)] = ""
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
 
+    aliases: ClassVar[Mapping[str, str]] = {"name": "lora_name"}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (has(lora_name=TEXT),)
 
 
@@ -58,6 +60,8 @@ class LoadAdapterRequest(RequestModel):
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     load_inplace: bool = False
     is_pinned: bool = False
+
+    aliases: ClassVar[Mapping[str, str]] = {"lora_name": "name", "lora_path": "path", "pinned": "is_pinned"}
 
 
 class PutAdapterRequest(RequestModel):
@@ -93,6 +97,8 @@ class SwitchAdapterRequest(RequestModel):
     new_path: Path | None = None
     deadline_s: Deadline | None = None
     force: bool = False
+
+    aliases: ClassVar[Mapping[str, str]] = {"old_name": "old", "new_name": "new", "path": "new_path"}
 
 
 class VersionCard(msgspec.Struct, frozen=True):

@@ -62,7 +62,7 @@ class ServerSettings:
     )
     strict_fields: bool = setting(
         False,
-        "refuse fields that cannot change an answer (metadata, store, user, session_id, ...) instead of accepting them",
+        "refusal of fields that cannot change an answer (metadata, store, user, session_id, ...)",
     )
     body_timeout_s: float = setting(
         30.0, "time for a request's body to arrive, unless it comes at --min-transfer-rate; then 408"

@@ -38,7 +38,8 @@ class ModelNames:
         self._require_adapter(lora_path, lora_path, "lora_path")
         if named is not None and named != lora_path:
             raise ApiError(
-                f"model names adapter {named!r} and lora_path {lora_path!r}: send one of them", param="lora_path"
+                f"model names adapter {clipped(named)!r} and lora_path {clipped(lora_path)!r}: send one of them",
+                param="lora_path",
             )
         return lora_path
 
@@ -58,7 +59,7 @@ class ModelNames:
 
     def _require_adapter(self, adapter_name: str, model: str, param: str) -> str:
         if self._engine.registry is None:
-            raise lora_is_off(f"adapter {adapter_name!r} was asked for")
+            raise lora_is_off(f"adapter {clipped(adapter_name)!r} was asked for")
         if not has_adapter(self._engine.registry, adapter_name):
             raise unknown_model(model, param)
         return adapter_name

@@ -33,12 +33,12 @@ DESCRIPTIONS = {
     500: "A mistake of the server; its log has it under the request's id",
     502: "The hub answered with an error",
     503: "Not now; `Retry-After` says when to come again, if that is known",
-    504: "The hub did not answer in time",
+    504: "Not in time: the hub, or the request within its deadline",
 }
 OF_ALL = (400, 403, 408, 431, 500, 503)
 OF_BODIES = (413, 415, 429)
 OF_ADAPTERS = (403, 404, 409, 429, 499, 502, 504)
-OF_GENERATION = (404, 429, 499)
+OF_GENERATION = (404, 429, 499, 504)
 
 _EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("data", "event", "id")}}
 _ERROR = {"$ref": "#/components/schemas/Error"}

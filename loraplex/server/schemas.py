@@ -135,7 +135,7 @@ class SamplingFields(RequestModel):
 
     model: Label | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
-    temperature: Annotated[float, documented(minimum=0)] = 1.0
+    temperature: Annotated[float, documented(minimum=0, maximum=100)] = 1.0
     top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] = 1.0
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     stop: StopField = Field(default_factory=list)
@@ -150,7 +150,7 @@ class SamplingFields(RequestModel):
     user: Label | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] = 0
     min_p: Share = 0.0
-    repetition_penalty: Annotated[float, documented(exclusiveMinimum=0, maximum=10)] = 1.0
+    repetition_penalty: Annotated[float, documented(minimum=0.001, maximum=10)] = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
@@ -366,7 +366,8 @@ class ChatMessage(RequestModel):
         is_silent = "content" not in self.model_fields_set
         if is_silent and not (self.role == "assistant" and (self.tool_calls or self.reasoning_content)):
             raise ApiError(
-                f"a message with role {self.role!r} has no content: send a string, which may be empty", param="messages"
+                f"a message with role {clipped(self.role)!r} has no content: send a string, which may be empty",
+                param="messages",
             )
         return self
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -69,7 +70,7 @@ HOSTILE: dict[str, Callable[[], tuple[str, bytes]]] = {
         COMPLETIONS,
         json.dumps({"model": "base", "prompt": "", "logit_bias": {f"x{i}": 1 for i in range(100_000)}}).encode(),
     ),
-    "many fields": lambda: (COMPLETIONS, json.dumps({f"x{index}": None for index in range(700_000)}).encode()),
+    "many fields": lambda: (COMPLETIONS, json.dumps({f"x{index}": None for index in range(150_000)}).encode()),
     "metadata": lambda: (
         COMPLETIONS,
         json.dumps({"model": "base", "prompt": "hi", "metadata": {f"x{i}": {} for i in range(50_000)}}).encode(),
@@ -119,6 +120,60 @@ def test_nobody_waits_for_a_hostile_body(
     check_reply(reply)
     assert probe.longest_s < MAX_STALL_S
     assert target.peak_bytes < MAX_PEAK_BYTES
+
+
+def test_many_at_a_time_hold_up_nobody(target: HttpTarget, record_property: Callable[[str, object], None]) -> None:
+    """One client sends eight long bodies at once: those that do not fit in its queue are 429, others are answered."""
+    path, body = HOSTILE["ids"]()
+    with HealthProbe(target) as probe, ThreadPoolExecutor(8) as threads:
+        replies = list(threads.map(lambda _: target.send(path, body), range(8)))
+    record_property("longest_s", probe.longest_s)
+    assert {reply.status for reply in replies} <= {400, 429}
+    assert probe.longest_s < MAX_STALL_S
+
+
+SECRET = "a" * 41
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {SECRET: 1},
+        {"model": SECRET},
+        {"model": "base", "lora_path": SECRET},
+        {"model": "base", "prompt": {SECRET: SECRET}},
+        {"model": "base", "temperature": SECRET},
+        {"model": "base", "guided_regex": SECRET},
+        {"model": "base", "guided_json": {SECRET: SECRET}},
+        {"model": "base", "response_format": {"type": SECRET}},
+        {"model": "base", "logit_bias": {SECRET: 1}},
+        {"model": "base", "logit_bias": {SECRET: "x"}},
+        {"model": "base", "stop": [7, SECRET]},
+        {"model": "base", "stream_options": {SECRET: 1}},
+        {"model": "base", "messages": [{"role": SECRET}]},
+        {"model": "base", "messages": [{"role": "user", "content": [{"type": SECRET, "text": ""}]}]},
+        {"model": "base", "messages": [{"role": "user", "content": "", SECRET: ""}]},
+        {"model": "base", "request_id": SECRET + "/"},
+        {"n": int("1" * 4000)},
+        {"metadata": SECRET},
+    ],
+    ids=lambda fields: " ".join(fields),
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+def test_errors_do_not_send_back_what_came(target: HttpTarget, path: str, fields: dict[str, object]) -> None:
+    reply = target.send(path, json.dumps({"prompt": "hi", **fields} if path != CHAT else fields).encode())
+    assert reply.status in (400, 404), reply.body
+    assert SECRET.encode() not in reply.body
+    assert b"1" * 41 not in reply.body
+    assert len(reply.body) < 2000
+
+
+def test_long_urls_and_headers_are_not_sent_back(target: HttpTarget) -> None:
+    for path, method in ((f"/{SECRET}", "GET"), (f"/v1/models/{SECRET}", "GET"), (f"/v1/models?{SECRET}=1", "GET")):
+        assert SECRET.encode() not in target.send(path, method=method).body
+    for header in ("Content-Type", "Content-Encoding"):
+        headers = {"Content-Type": "application/json", header: SECRET}
+        assert SECRET.encode() not in target.send(COMPLETIONS, b"{}", headers=headers).body
 
 
 def main() -> None:

@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.server import ServerConfig, create_app
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest
+from loraplex.testing import FakeAsyncEngine
+from tests.server.conftest import client_of
 
 COMPLETION = {"model": "base", "prompt": "hi"}
 CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
@@ -239,3 +242,53 @@ def test_every_field_is_in_the_docs(model: type[CompletionRequest]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     missing = [name for name in (*model.model_fields, *model.neutral) if f"`{name}`" not in text]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "meant"),
+    [
+        ("/v1/completions", "max_new_tokens", "max_tokens"),
+        ("/v1/completions", "temprature", "temperature"),
+        ("/v1/completions", "adapter_id", "lora_path"),
+        ("/v1/completions", "inputs", "prompt"),
+        ("/v1/completions", "stop_sequences", "stop"),
+        ("/v1/chat/completions", "prompt", "messages"),
+        ("/v1/chat/completions", "message", "messages"),
+        ("/v1/load_lora_adapter", "name", "lora_name"),
+        ("/v1/load_lora_adapter", "path", "lora_path"),
+        ("/v1/load_lora_adapter", "lora_nam", "lora_name"),
+        ("/v1/unload_lora_adapter", "name", "lora_name"),
+        ("/v1/adapters", "lora_name", "name"),
+        ("/v1/adapters", "lora_path", "path"),
+        ("/v1/adapters/switch", "old_name", "old"),
+    ],
+)
+async def test_an_unknown_field_gets_a_suggestion(client: httpx.AsyncClient, url: str, name: str, meant: str) -> None:
+    error = (await client.post(url, json={name: "x"})).json()["error"]
+    assert (error["code"], error["param"]) == ("unknown_field", name)
+    assert error["message"] == f"unknown field {name!r}: did you mean {meant!r}?"
+
+
+async def test_a_field_like_no_other_gets_none(client: httpx.AsyncClient) -> None:
+    error = (await client.post("/v1/completions", json={"xyzzy": 1})).json()["error"]
+    assert error["message"] == "unknown field 'xyzzy': remove it"
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize(
+    ("name", "value"), [("metadata", {"a": "b"}), ("store", True), ("user", "x"), ("chat_id", "x"), ("session_id", "x")]
+)
+async def test_a_strict_server_refuses_hints(url: str, body: dict[str, Any], name: str, value: object) -> None:
+    app = create_app(FakeAsyncEngine(), ServerConfig(strict_fields=True))
+    async with client_of(app) as client:
+        error = (await client.post(url, json={**body, name: value})).json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported_field", name)
+        fine = {**body, "metadata": {}, "store": False, "user": None}
+        assert (await client.post(url, json=fine)).status_code == 200
+
+
+@pytest.mark.parametrize("form", ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+async def test_a_form_is_told_of_the_header(client: httpx.AsyncClient, form: str) -> None:
+    response = await client.post("/v1/completions", content=b"{}", headers={"Content-Type": form})
+    assert response.status_code == 415
+    assert "-H 'Content-Type: application/json'" in response.json()["error"]["message"]

@@ -1,0 +1,83 @@
+"""Long work in threads: clients take turns, none has all threads, and only so much waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from loraplex.server.api_error import ApiError
+from loraplex.server.off_loop import MAX_WAITING_BYTES_OF_A_CLIENT, OffLoop
+
+
+class Bench:
+    """Work that says when it began and ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self._may_end = threading.Semaphore(0)
+
+    def work(self, name: str) -> Callable[[], str]:
+        def run() -> str:
+            self.begun.append(name)
+            assert self._may_end.acquire(timeout=30)
+            return name
+
+        return run
+
+    async def until_begun(self, count: int) -> None:
+        while len(self.begun) < count:
+            await asyncio.sleep(0.001)
+
+    def end(self, count: int = 1) -> None:
+        self._may_end.release(count)
+
+
+async def test_clients_take_turns_and_none_has_all_threads() -> None:
+    bench, off_loop = Bench(), OffLoop(num_threads=2)
+    tasks = [asyncio.ensure_future(off_loop.run("a", bench.work(f"a{index}"), 10)) for index in range(4)]
+    await bench.until_begun(1)
+    assert bench.begun == ["a0"]
+    tasks += [asyncio.ensure_future(off_loop.run("b", bench.work(f"b{index}"), 10)) for index in range(2)]
+    await bench.until_begun(2)
+    assert bench.begun == ["a0", "b0"]
+    bench.end(6)
+    assert await asyncio.gather(*tasks) == ["a0", "a1", "a2", "a3", "b0", "b1"]
+
+
+async def test_only_so_many_bytes_of_a_client_wait() -> None:
+    bench, off_loop = Bench(), OffLoop(num_threads=2)
+    first = asyncio.ensure_future(off_loop.run("a", bench.work("a0"), 10))
+    await bench.until_begun(1)
+    waiting = asyncio.ensure_future(off_loop.run("a", bench.work("a1"), MAX_WAITING_BYTES_OF_A_CLIENT))
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError, match="send fewer at a time") as refused:
+        await off_loop.run("a", bench.work("a2"), 10)
+    assert (refused.value.status, refused.value.code) == (429, "too_many_long_requests")
+    other = asyncio.ensure_future(off_loop.run("b", bench.work("b0"), MAX_WAITING_BYTES_OF_A_CLIENT))
+    bench.end(3)
+    assert await asyncio.gather(first, waiting, other) == ["a0", "a1", "b0"]
+    bench.end()
+    assert await off_loop.run("a", bench.work("a3"), 10) == "a3"
+
+
+async def test_a_cancelled_caller_leaves_the_queue() -> None:
+    bench, off_loop = Bench(), OffLoop(num_threads=2)
+    first = asyncio.ensure_future(off_loop.run("a", bench.work("a0"), 10))
+    await bench.until_begun(1)
+    gone = asyncio.ensure_future(off_loop.run("a", bench.work("a1"), 10))
+    last = asyncio.ensure_future(off_loop.run("a", bench.work("a2"), 10))
+    await asyncio.sleep(0)
+    gone.cancel()
+    bench.end(2)
+    assert await asyncio.gather(first, last) == ["a0", "a2"]
+    assert bench.begun == ["a0", "a2"]
+
+
+async def test_errors_are_the_callers() -> None:
+    off_loop = OffLoop(num_threads=2)
+    with pytest.raises(ZeroDivisionError):
+        await off_loop.run("a", lambda: 1 // 0, 10)
+    assert await off_loop.run("a", lambda: 7, 10) == 7

@@ -1,0 +1,116 @@
+"""/openapi.json against the server that it describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.server import ServerConfig, create_app
+from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest
+from loraplex.testing import FakeAsyncEngine
+
+COMPLETION = {"model": "base", "prompt": "hi", "max_tokens": 100}
+
+
+@pytest.fixture
+async def schema(client: httpx.AsyncClient) -> dict[str, Any]:
+    schema: dict[str, Any] = (await client.get("/openapi.json")).json()
+    return schema
+
+
+def operations(schema: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    return [(method, path, each) for path, methods in schema["paths"].items() for method, each in methods.items()]
+
+
+def body_of(schema: dict[str, Any], path: str, method: str = "post") -> dict[str, Any]:
+    content: dict[str, Any] = schema["paths"][path][method]["requestBody"]["content"]
+    body: dict[str, Any] = content["application/json"]["schema"]
+    return body
+
+
+async def test_every_route_says_what_it_answers(schema: dict[str, Any]) -> None:
+    for method, path, operation in operations(schema):
+        if "html" in str(operation["responses"].get("200")):
+            continue
+        statuses = set(operation["responses"])
+        assert {"200", "400", "500", "503"} <= statuses, (method, path)
+        assert "422" not in statuses
+        if "requestBody" in operation:
+            assert {"413", "415", "429"} <= statuses, (method, path)
+        for status, response in operation["responses"].items():
+            contents = [content["schema"] for content in response["content"].values()]
+            assert contents
+            assert all(contents), f"{method} {path} {status} says nothing about its answer"
+    assert "ValidationError" not in str(schema["components"])
+
+
+async def test_keys_are_in_the_schema_of_a_server_that_has_them(schema: dict[str, Any]) -> None:
+    assert "401" not in schema["paths"]["/v1/models"]["get"]["responses"]
+    guarded = create_app(FakeAsyncEngine(), ServerConfig(api_keys=("k",))).openapi()
+    assert "401" in guarded["paths"]["/v1/models"]["get"]["responses"]
+    assert guarded["paths"]["/v1/models"]["get"]["security"] == [{"key": []}]
+    assert "401" not in guarded["paths"]["/health"]["get"]["responses"]
+
+
+def numbers(properties: dict[str, Any]) -> list[tuple[str, str, Any]]:
+    """Each bounded number of a body, with one of its bounds."""
+    found = []
+    for name, field in properties.items():
+        forms = [field, *field.get("anyOf", ())]
+        bounds = {key: form[key] for form in forms for key in ("minimum", "maximum") if key in form}
+        if any(form.get("type") in ("number", "integer") for form in forms):
+            found += [(name, key, value) for key, value in bounds.items()]
+    return found
+
+
+NUMBERS = numbers(CompletionRequest.model_json_schema()["properties"])
+
+
+def test_there_are_bounds() -> None:
+    names = {name for name, _, _ in NUMBERS}
+    assert {"n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "repetition_penalty", "seed"} <= names
+
+
+@pytest.mark.parametrize(("name", "kind", "bound"), NUMBERS)
+async def test_bounds_are_those_that_the_server_applies(
+    client: httpx.AsyncClient, name: str, kind: str, bound: float
+) -> None:
+    beyond = bound + (1 if kind == "maximum" else -1)
+    extra = {"echo": True} if name == "max_tokens" else {}
+    refused = await client.post("/v1/completions", json={**COMPLETION, **extra, name: beyond})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    accepted = await client.post("/v1/completions", json={**COMPLETION, **extra, name: bound})
+    assert accepted.status_code == 200 or "tokens" in accepted.json()["error"]["message"], accepted.text
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "model"),
+    [
+        ("/v1/completions", COMPLETION, CompletionRequest),
+        (
+            "/v1/chat/completions",
+            {"model": "base", "messages": [{"role": "user", "content": "x"}]},
+            ChatCompletionRequest,
+        ),
+    ],
+)
+async def test_values_that_ask_for_nothing_are_in_the_schema(
+    client: httpx.AsyncClient, schema: dict[str, Any], url: str, body: dict[str, Any], model: type[CompletionRequest]
+) -> None:
+    described = body_of(schema, url)
+    assert described["additionalProperties"] == {"type": "null"}
+    assert set(described["properties"]) == {*model.model_fields, *model.neutral}
+    for name, accepted in model.neutral.items():
+        assert described["properties"][name] == {"enum": [*accepted, None]}
+        for value in described["properties"][name]["enum"]:
+            assert (await client.post(url, json={**body, name: value})).status_code == 200
+    nothing = {name: None for name in described["properties"] if name not in body}
+    assert (await client.post(url, json={**body, **nothing})).status_code == 200
+    assert (await client.post(url, json={**body, "xyzzy": None})).status_code == 200
+
+
+async def test_no_reference_leads_out_of_a_body(schema: dict[str, Any]) -> None:
+    for _, _, operation in operations(schema):
+        assert "$ref" not in str(operation.get("requestBody"))
