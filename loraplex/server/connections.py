@@ -19,7 +19,7 @@ _log = logging.getLogger("loraplex.server")
 
 LOG_EVERY_S = 10.0
 IDLE_AT_LEAST_S = 1.0
-"""A connection may be closed for another one when it has been idle this long: its next request is not on its way."""
+"""A connection may be closed for another one when it has waited this long: its request is not on its way."""
 
 SMALL_BODY_BYTES = 64 * 2**10
 """The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all others."""
@@ -29,6 +29,7 @@ class Refusal(enum.StrEnum):
     """Why a connection was refused or closed by the server."""
 
     CONNECTIONS = "max_connections"
+    ROOM = "closed_for_another"
     ADDRESS = "max_connections_per_ip"
     DESCRIPTORS = "descriptors"
     NOT_HTTP = "not_http"
@@ -62,7 +63,8 @@ class Slot:
 class Connections:
     """The bounds and the counts. Everything happens on the event loop's thread.
 
-    max_open and max_per_address bound the connections; a full server closes the one that has been idle longest for a new one.
+    A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a client that
+    means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
     """
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +74,7 @@ class Connections:
         self._clock = clock
         self._num_open = 0
         self._by_source: Counter[str] = Counter()
-        self._idle: dict[Closable, float] = {}  # since when, longest first
+        self._idle: dict[Closable, float] = {}  # without a whole head since then, longest first
         self._body_bytes = 0
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
@@ -111,7 +113,7 @@ class Connections:
             del self._by_source[source]
 
     def set_idle(self, connection: Closable) -> None:
-        """It waits for a request."""
+        """It waits for a request's head."""
         self._idle.pop(connection, None)
         self._idle[connection] = self._clock()
 
@@ -124,6 +126,7 @@ class Connections:
             return False
         del self._idle[connection]
         connection.close_idle()
+        self.refuse(Refusal.ROOM, f"{self._num_open} are open (--max-connections), and a new one took its place")
         return True
 
     # ---------------------------------------------------------------------------------------------------------------- bodies
@@ -142,7 +145,7 @@ class Connections:
 
     # -------------------------------------------------------------------------------------------------------------- refusals
 
-    def refuse(self, reason: Refusal, text: str) -> None:
+    def refuse(self, reason: Refusal, text: str, address: str = "") -> None:
         """Count a refusal, and log it unless this reason had a line just now."""
         self._refused[reason] += 1
         count, now = self._refused[reason], self._clock()
@@ -151,7 +154,9 @@ class Connections:
             return
         self._logged[reason] = (now, count)
         more = count - logged_count - 1
-        _log.warning("a connection was refused or closed: %s%s", text, f" (and {more} before it)" if more else "")
+        of_client = f" of {address}" if address else ""
+        before = f" (and {more} before it)" if more else ""
+        _log.warning("a connection%s was refused or closed: %s%s", of_client, text, before)
 
 
 def source_of(address: str) -> str:

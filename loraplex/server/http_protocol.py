@@ -89,7 +89,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.slot.release()
 
     def close_idle(self) -> None:
-        self.transport.close()
+        self.transport.abort()  # nothing is unsent, and a client of TLS need not agree
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -139,7 +139,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._is_in_head = self._has_begun = True
-        self.server_connections.set_busy(self)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -165,6 +164,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.headers = []  # trailers come as headers do: they are no part of the request's
 
     def _begin_request(self) -> None:
+        self.server_connections.set_busy(self)
         self._incoming = incoming = _Incoming()
         app: Any = self.app
         self.app = cast(Any, partial(self._run, app, incoming))
@@ -210,7 +210,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not (self.pipeline or self._has_begun or self.transport.is_closing()):
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        """All is answered and sent, and no body comes."""
+        is_answered = self.cycle.response_complete and not self.pipeline
+        if is_answered and self._is_in_head and not (self.flow.write_paused or self.transport.is_closing()):
             self.server_connections.set_idle(self)
 
     def _head_bytes(self) -> int:
@@ -245,7 +250,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
-        self.server_connections.refuse(reason, error.message)
+        self._count_refusal(reason, error.message)
         if self._can_answer():
             self.transport.write(closing_answer(error))
         self._disconnect(self._running)
@@ -253,6 +258,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._close_softly()
+
+    def _count_refusal(self, reason: Refusal, text: str) -> None:
+        self.server_connections.refuse(reason, text, self.client[0] if self.client else "")
 
     def _close_softly(self) -> None:
         """Close, but first read for a moment what the client still sends."""
@@ -323,6 +331,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
+        if self.cycle is not None:
+            self._note_idle()
 
     def _await_reader(self) -> None:
         check = partial(self._check_reader, self.transport.get_write_buffer_size())
@@ -335,7 +345,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._await_reader()
             return
         text = f"its client did not read the answer within {settings.send_timeout_s:g} s"
-        self.server_connections.refuse(Refusal.SEND_TIME, text)
+        self._count_refusal(Refusal.SEND_TIME, text)
         self.transport.abort()
 
     def _is_enough(self, num_bytes: int, seconds: float) -> bool:

@@ -196,9 +196,9 @@ class Listener:
         num_open = self._connections.num_open
         text = {
             Refusal.CONNECTIONS: f"{num_open} are open (--max-connections)",
-            Refusal.ADDRESS: f"{address} has as many as one address may have (--max-connections-per-ip)",
+            Refusal.ADDRESS: "it has as many as one address may have (--max-connections-per-ip)",
         }.get(reason, "no descriptor is left")
-        self._connections.refuse(reason, text)
+        self._connections.refuse(reason, text, address)
         if self._tls is not None:
             sock.close()
             return
