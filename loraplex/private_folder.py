@@ -1,4 +1,4 @@
-"""A folder whose files are trusted: packed weights are mapped and served as they lie there, so nobody else may put any in."""
+"""A folder whose files are trusted, such as packed weights or the journal: no other user may put any in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def private_folder(folder: Path, what: str, remedy: str) -> Path:
         return folder
     if about.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
-            f"{what} {folder} belongs to another user ({about.st_uid}), who could put weights in: {remedy}"
+            f"{what} {folder} belongs to another user ({about.st_uid}), who could change what is in it: {remedy}"
         )
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(about.st_mode)

@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Self
 
 from loraplex.errors import ConfigError
+from loraplex.private_folder import private_folder
 
-DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 
 
@@ -75,15 +75,8 @@ class StateDirectory:
         return folder
 
     def _make(self, folder: Path) -> None:
-        folder.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-        about = folder.stat()
-        if about.st_uid not in (os.geteuid(), 0):
-            raise ConfigError(f"the state directory {folder} belongs to user {about.st_uid}; give one of your own")
-        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(
-                f"the state directory {folder} can be written to by other users (mode {stat.S_IMODE(about.st_mode):o}); "
-                f"run: chmod go-w {folder}"
-            )
+        private_folder(folder, "the state directory", "give another with --state-dir")
+        folder.mkdir(exist_ok=True)  # raises the reason when it could not be made
 
     def _open_own(self, file: Path) -> int:
         """A descriptor of a regular file, made if it is missing. Links are not followed; nothing is read or written."""
