@@ -67,7 +67,7 @@ def _compile_template(source: str) -> jinja2.Template:
 def plain_json(value: Json, name: str) -> Json:
     """A copy made of JSON's own types: no object of ours, and no subclass of a plain type, is within a template's reach."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, ensure_ascii=False))  # escapes would take five times as long
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} of a chat must be plain JSON data: {error}", param=name) from error
 
