@@ -28,7 +28,7 @@ from loraplex.adapters.files import MAX_TENSORS, MIN_TENSORS, Limits, read_shard
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.regular_file import RegularFile
-from loraplex.adapters.tensors import WeightFile
+from loraplex.adapters.tensors import FINITE_PIECE, WeightFile, is_finite
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (
@@ -109,6 +109,26 @@ def test_shards_that_are_one_sparse_file_are_refused(adapter: Path, link: Callab
     write_header(big, b"{" + b" " * MIB)
     with at_most(20 * MIB):
         assert "same file as another shard" in refusal(adapter).message
+
+
+def test_a_sparse_tensor_that_no_base_has_is_not_read(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 GB of nothing in a file of 4 KB took 6 GB and 50 s, to say that a shape is wrong."""
+    name, nbytes = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", 3 * 10**9
+    entry = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}
+    write_header(adapter / WEIGHTS, json.dumps({name: entry}).encode())
+    os.truncate(adapter / WEIGHTS, (adapter / WEIGHTS).stat().st_size + nbytes)
+    monkeypatch.setattr(checked_reader, "read_tensors", lambda *arguments: pytest.fail("it was read"))
+    assert "has shape [750000000]" in refusal(adapter).message
+
+
+def test_the_look_for_nan_copies_a_piece_at_a_time() -> None:
+    numbers = torch.zeros(2**25)
+    with at_most(32 * MIB):
+        assert is_finite(numbers)
+    for index in (0, FINITE_PIECE - 1, FINITE_PIECE, -1):
+        odd = numbers[: FINITE_PIECE + 3].clone()
+        odd[index] = float("nan")
+        assert not is_finite(odd)
 
 
 def test_headers_of_all_shards_have_one_budget(adapter: Path) -> None:
