@@ -4,6 +4,9 @@ A zip may claim anything, so before torch sees it: its directory and its pickle 
 every member is stored, not compressed, and members together are no larger than the file. The pickle names nothing but
 what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Plain pickles (torch
 before 1.6) are refused: they allocate what they claim.
+
+torch reads zips with a reader of its own, which takes the directory from another place and `DATA.PKL` for `data.pkl`. So it
+gets a zip written here of the members that were checked, and never the file.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits | None = N
     with RegularFile.open(path, adapter) as file:
         check_size(file.size, max_bytes, adapter)
         data = file.read_all()
-    _check_zip(data, limits or Limits(), where)
+    size, checked = len(data), _checked_zip(data, limits or Limits(), where)
+    del data  # the file's bytes are in the copy
     try:
-        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = torch.load(checked, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise AdapterFileFormatError(
             f"{where} holds more than tensors and is not loaded: {_first_line(error)}; {REMEDY}"
@@ -54,14 +58,15 @@ def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits | None = N
         AssertionError,
     ) as error:
         raise AdapterFileFormatError(f"{where} is damaged: {_first_line(error)}; {REMEDY}") from error
-    return _check_tensors(loaded, len(data), where)
+    return _check_tensors(loaded, size, where)
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _check_zip(data: bytearray, limits: Limits, where: str) -> None:
+def _checked_zip(data: bytearray, limits: Limits, where: str) -> io.BytesIO:
+    """A zip of the same members, which every reader reads alike."""
     check_no_pointer(data[:8], where)
     if data[:4] != b"PK\x03\x04":
         raise AdapterFileFormatError(f"{where} is not a file of torch.save (a zip); {REMEDY}")
@@ -74,13 +79,26 @@ def _check_zip(data: bytearray, limits: Limits, where: str) -> None:
             is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
             if not is_stored or sum(member.file_size for member in members) > len(data):
                 raise AdapterFileFormatError(f"{where} is a compressed zip; torch.save does not write such; {REMEDY}")
+            names = {member.filename.lower() for member in members}  # torch finds members whatever their case
+            if len(names) < len(members):
+                raise AdapterFileFormatError(f"{where} has two members of one name; {REMEDY}")
             for member in members:
-                if member.filename.endswith(".pkl"):
+                if member.filename.lower().endswith(".pkl"):
                     _check_pickle(archive, member, limits.max_tensors * PICKLE_BYTES_A_TENSOR, where)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError) as error:
+            return _copied(archive, members)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
         raise AdapterTruncatedError(
             f"{where} is truncated or damaged: {_first_line(error)}; copy the file again"
         ) from error
+
+
+def _copied(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> io.BytesIO:
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as target:
+        for member in members:
+            target.writestr(member.filename, archive.read(member))
+    copy.seek(0)
+    return copy
 
 
 def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int, where: str) -> None:

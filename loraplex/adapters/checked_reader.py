@@ -31,6 +31,9 @@ PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lor
 
 BIN_COPIES = 3
 MAX_BLUEPRINTS = 32
+MAX_REFUSED_BYTES = 2**26
+"""Of a larger adapter that is refused already the numbers are not read: NaN would be one more reason, and a sparse file of a few
+kilobytes would cost gigabytes."""
 MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
 
@@ -131,11 +134,14 @@ class CheckedReader:
         if blueprint is None:
             file.check_size(self.lora_config.host_memory_bytes)
             blueprint = _blueprint(file, check)
+        reasons = helper.reasons(self.lora_config)
+        if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
+            check.raise_if_refused(reasons)
         read = read_tensors(file, blueprint.plan, helper.canonical())
         check.reasons.extend(
             f"tensor {name!r} has NaN or Inf; train again or take an earlier checkpoint" for name in read.not_finite
         )
-        check.raise_if_refused(helper.reasons(self.lora_config))
+        check.raise_if_refused(reasons)
         if is_new:
             self._put(key, blueprint)
         return AdapterContent(blueprint, read, (*helper.warnings, *blueprint.warnings))

@@ -31,6 +31,8 @@ ALIGNMENT = 64
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPONENTS = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 INT_OF_SIZE = {4: torch.int32, 2: torch.int16}
+FINITE_PIECE = 2**22
+"""Numbers that are looked at together for NaN and Inf: each look makes a copy of them."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -192,7 +194,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """No NaN, no Inf: no exponent is all ones. In numpy, because torch would start a pool of threads for each loader thread."""
     mask = EXPONENTS[tensor.dtype]
     bits = tensor.contiguous().view(-1).view(INT_OF_SIZE[tensor.element_size()]).numpy()
-    return bits.size == 0 or int(np.bitwise_and(bits, mask).max()) != mask
+    pieces = (bits[start : start + FINITE_PIECE] for start in range(0, bits.size, FINITE_PIECE))
+    return all(int(np.bitwise_and(piece, mask).max()) != mask for piece in pieces)
 
 
 def pack_aligned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

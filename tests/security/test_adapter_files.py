@@ -28,7 +28,7 @@ from loraplex.adapters.files import MAX_TENSORS, MIN_TENSORS, Limits, read_shard
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.regular_file import RegularFile
-from loraplex.adapters.tensors import WeightFile
+from loraplex.adapters.tensors import FINITE_PIECE, WeightFile, is_finite
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (
@@ -109,6 +109,26 @@ def test_shards_that_are_one_sparse_file_are_refused(adapter: Path, link: Callab
     write_header(big, b"{" + b" " * MIB)
     with at_most(20 * MIB):
         assert "same file as another shard" in refusal(adapter).message
+
+
+def test_a_sparse_tensor_that_no_base_has_is_not_read(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 GB of nothing in a file of 4 KB took 6 GB and 50 s, to say that a shape is wrong."""
+    name, nbytes = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", 3 * 10**9
+    entry = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}
+    write_header(adapter / WEIGHTS, json.dumps({name: entry}).encode())
+    os.truncate(adapter / WEIGHTS, (adapter / WEIGHTS).stat().st_size + nbytes)
+    monkeypatch.setattr(checked_reader, "read_tensors", lambda *arguments: pytest.fail("it was read"))
+    assert "has shape [750000000]" in refusal(adapter).message
+
+
+def test_the_look_for_nan_copies_a_piece_at_a_time() -> None:
+    numbers = torch.zeros(2**25)
+    with at_most(32 * MIB):
+        assert is_finite(numbers)
+    for index in (0, FINITE_PIECE - 1, FINITE_PIECE, -1):
+        odd = numbers[: FINITE_PIECE + 3].clone()
+        odd[index] = float("nan")
+        assert not is_finite(odd)
 
 
 def test_headers_of_all_shards_have_one_budget(adapter: Path) -> None:
@@ -513,6 +533,66 @@ def test_pickles_that_call_are_refused_before_they_are_loaded(
     (adapter / BIN).write_bytes(pickle.dumps(evil))
     assert isinstance(refusal(adapter), AdapterFileFormatError)
     assert not (adapter / "must-not-be-made").exists()
+
+
+@pytest.mark.parametrize("name", ["DATA.PKL", "data.PKL", "Data.pkl"])
+def test_a_pickle_that_only_torch_finds_by_its_name(adapter: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's zip reader takes `archive/DATA.PKL` for `archive/data.pkl`: 1 KB of file took any number of gigabytes."""
+    monkeypatch.setattr(torch, "load", lambda *args, **options: pytest.fail("it was loaded"))
+    to_bin(adapter, lambda tensors: {**tensors, "evil": Call(bytearray, 2**36)})
+    members = _members(adapter / BIN)
+    _write_zip(adapter / BIN, {key.replace("data.pkl", name): value for key, value in members.items()})
+    assert "holds more than tensors" in refusal(adapter).message
+
+
+def test_two_pickles_whose_names_differ_in_case_alone(adapter: Path) -> None:
+    to_bin(adapter)
+    members = _members(adapter / BIN)
+    pickled = next(key for key in members if key.endswith("data.pkl"))
+    _write_zip(adapter / BIN, {pickled.upper(): b"}.", **members})
+    assert "two members of one name" in refusal(adapter).message
+
+
+def test_a_zip_with_a_directory_that_only_torch_reads(adapter: Path) -> None:
+    """Python takes the directory that lies before the end record, torch's reader the one at the offset that the record says:
+    what was checked was not what was loaded. Whichever is taken, it is the checked one."""
+    helper = PEFTHelper.from_local_dir(adapter)
+    digest = demo_reader().read(adapter, helper).adapter_digest
+    to_bin(adapter)
+    good = _members(adapter / BIN)
+    evil = {key: pickle.dumps({"x": bytearray(9)}, 2) if key.endswith("data.pkl") else b"" for key in good}
+    (evil_members, evil_directory, _), (members, directory, end) = _zip_parts(evil), _zip_parts(good)
+    evil_members = evil_members.ljust(len(members), b"\0")
+    moved, position = bytearray(directory), 0
+    while position < len(moved):
+        name, extra, comment, offset = struct.unpack_from("<HHH8xI", moved, position + 28)
+        struct.pack_into("<I", moved, position + 42, offset + len(evil_members) - len(members))
+        position += 46 + name + extra + comment
+    fields = bytearray(end)
+    struct.pack_into("<I", fields, 16, len(evil_members))
+    (adapter / BIN).write_bytes(evil_members + evil_directory + members + moved + fields)
+    assert demo_reader().read(adapter, helper).adapter_digest == digest
+
+
+def _members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _write_zip(target: Path | io.BytesIO, members: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(target, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def _zip_parts(members: dict[str, bytes]) -> tuple[bytes, bytes, bytes]:
+    """The members, the directory and the end record of a zip."""
+    file = io.BytesIO()
+    _write_zip(file, members)
+    data = file.getvalue()
+    end = data.rindex(b"PK\5\6")
+    size, offset = struct.unpack_from("<II", data, end + 12)
+    return data[:offset], data[offset : offset + size], data[end:]
 
 
 def test_a_good_bin_is_still_read(adapter: Path) -> None:
