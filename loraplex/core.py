@@ -134,8 +134,9 @@ TokenLogprobs = Mapping[int, Logprob]
 class PackedLogprobs(TokenLogprobs):
     """The candidates of one position, as a mapping that makes a Logprob when it is asked for.
 
-    An answer may have a quarter of a million candidates. As objects of their own they would take twice the memory, and each full
-    collection of garbage would look at all of them, which holds up a server for 100 ms; tuples of numbers it passes over.
+    An answer may have a quarter of a million candidates. As objects of their own they would take twice the memory, and
+    each full collection of garbage would look at all of them, which holds up a server for 100 ms; tuples of numbers it
+    passes over.
     """
 
     __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
