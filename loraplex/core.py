@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, Protocol
 
@@ -128,7 +128,39 @@ class Logprob:
     decoded_token: str | None = None
 
 
-TokenLogprobs = dict[int, Logprob]
+TokenLogprobs = Mapping[int, Logprob]
+
+
+class PackedLogprobs(TokenLogprobs):
+    """The candidates of one position, as a mapping that makes a Logprob when it is asked for.
+
+    An answer may have a quarter of a million candidates. As objects of their own they would take twice the memory, and
+    each full collection of garbage would look at all of them, which holds up a server for 100 ms; tuples of numbers it
+    passes over.
+    """
+
+    __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
+
+    def __init__(self, candidates: TokenLogprobs, text_of: Callable[[int], str | None]) -> None:
+        self._token_ids = tuple(candidates)
+        self._logprobs = tuple(each.logprob for each in candidates.values())
+        self._ranks = tuple(each.rank for each in candidates.values())
+        self._texts = tuple(map(text_of, candidates))
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        if token_id not in self._token_ids:
+            raise KeyError(token_id)
+        index = self._token_ids.index(token_id)
+        return Logprob(self._logprobs[index], self._ranks[index], self._texts[index])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._token_ids)
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 @dataclass(frozen=True, slots=True)

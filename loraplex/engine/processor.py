@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from loraplex.core import (
     CompletionOutput,
     FinishReason,
-    Logprob,
     LoRARequest,
+    PackedLogprobs,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -354,12 +354,7 @@ class OutputProcessor:
         return replace(output, logprobs=tuple(self._named(logprobs) for logprobs in output.logprobs))
 
     def _named(self, logprobs: TokenLogprobs) -> TokenLogprobs:
-        tokenizer = self._tokenizer
-        if tokenizer is None:
-            return logprobs
-        return {
-            token: Logprob(entry.logprob, entry.rank, tokenizer.token_text(token)) for token, entry in logprobs.items()
-        }
+        return logprobs if self._tokenizer is None else PackedLogprobs(logprobs, self._tokenizer.token_text)
 
     def remove(self, request_id: str) -> tuple[str, ...]:
         """Forget a prompt; returns the ids of its requests that the engine may still run."""

@@ -14,7 +14,7 @@ from loraplex.kernels.ops import KernelBackend
 
 def token_logprobs(
     ops: KernelBackend, logits: Tensor, token_ids: Tensor, num_best: Sequence[int]
-) -> list[TokenLogprobs]:
+) -> list[dict[int, Logprob]]:
     """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and of `token_ids` [m] in any case.
 
     Rank: 1 + the number of tokens before this one in the order (value, descending; id, ascending).
@@ -23,7 +23,7 @@ def token_logprobs(
     k = min(max(num_best, default=0), logits.shape[1])
     values, ids = ops.ordered_top_k(logits, k) if k else (logits[:, :0], token_ids[:, None][:, :0])
     best = zip((values - log_mass).tolist(), ids.tolist(), num_best, strict=True)
-    result: list[TokenLogprobs] = []
+    result: list[dict[int, Logprob]] = []
     for row_values, row_ids, count in best:
         ranked = zip(row_ids[:count], row_values[:count], strict=True)
         result.append({i: Logprob(value, rank) for rank, (i, value) in enumerate(ranked, 1)})

@@ -1,8 +1,8 @@
 """Reading a request's body: bounded in bytes, values and depth, strict JSON, every field checked by name.
 
-What a body may cost is known before it is read as JSON: values are counted in its bytes, without making any. A long body
-is counted, decoded and checked in a thread (`off_loop.py`). No single call of that takes longer than some 20 ms, so the
-event loop goes on meanwhile.
+What a body may cost is known before it is read as JSON: values are counted in its bytes, without making any. A long
+body is counted, decoded and checked in a thread (`off_loop.py`). No single call of that takes longer than some 20 ms,
+so the event loop goes on meanwhile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Work that is too long for the event loop: a few threads, in which clients take turns.
 
 A long body takes tens of milliseconds to check and a long text seconds to tokenize. In the event loop every other
-request would stop for that long; in an unbounded pool those of one client would stand before all others. Here each client
-has a queue, the threads take from the queues in rotation, and one client never has all threads at a time. A full queue is
-answered with 429 or 503.
+request would stop for that long; in an unbounded pool those of one client would stand before all others. Here each
+client has a queue, the threads take from the queues in rotation, and one client never has all threads at a time. A full
+queue is answered with 429 or 503.
 """
 
 from __future__ import annotations

@@ -184,9 +184,9 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
     try:
-        yield renderer.chunks(*first)
+        yield await _chunks(renderer, *first)
         async for prompt_index, output in stream:
-            if chunks := renderer.chunks(prompt_index, output):
+            if chunks := await _chunks(renderer, prompt_index, output):
                 yield chunks
         yield renderer.last_chunk()
     except LoraplexError as error:
@@ -195,6 +195,14 @@ async def _events(
         _log.exception("a stream failed")
         yield sse(error_reply(error))
     yield DONE
+
+
+async def _chunks(renderer: Renderer, prompt_index: int, output: RequestOutput) -> bytes:
+    """Those with a prompt's log probabilities are written in a thread: they may be as long as the whole answer."""
+    if len(output.prompt_logprobs or ()) <= MANY_LOGPROBS:
+        await asyncio.sleep(0)  # many outputs may be there already
+        return renderer.chunks(prompt_index, output)
+    return await asyncio.to_thread(renderer.chunks, prompt_index, output)
 
 
 def _json(data: bytes) -> Response:

@@ -1,6 +1,6 @@
-"""/openapi.json: what each route takes and answers. Routes read bodies themselves (`body.py`), so FastAPI is told of them here.
+"""/openapi.json: what each route takes and answers. Routes read bodies themselves, so FastAPI is told of them here.
 
-A route names its bodies, its reply and the errors of its own in `operation`; `described` adds the errors that all routes have.
+A route names its bodies, its replies and errors of its own in `operation`; `DescribedApi` adds those of all routes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def operation(
     statuses: tuple[int, ...] = (200,),
     errors: tuple[int, ...] = (),
 ) -> Schema:
-    """`openapi_extra` of a route: its body is one of `bodies`, its answer one of `replies` as JSON, or a text of `text_type`."""
+    """`openapi_extra` of a route: its body is one of `bodies`, its answer one of `replies`, or a text of `text_type`."""
     content: Schema = {}
     if replies:
         content["application/json"] = {"schema": _one_of([_inlined(msgspec.json.schema(each)) for each in replies])}

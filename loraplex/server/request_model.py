@@ -1,8 +1,8 @@
 """The rule of every request body: a field is honoured or answered with 400 by its name; nothing is accepted and ignored.
 
-`null` means "not set". Fields of other servers that mean nothing at one value (`best_of=1`, `response_format={"type": "text"}`)
-are listed in `neutral`: that value is accepted, any other refused. `hints` are fields that cannot change an answer: accepted,
-unless the server is strict. JSON types are exact: "7" is no number, true is no 1.
+`null` means "not set". Fields of other servers that mean nothing at one value (`best_of=1`) are listed in `neutral`: that
+value is accepted, any other refused. `hints` are fields that cannot change an answer: accepted, unless the server is
+strict. JSON types are exact: "7" is no number, true is no 1.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_HINT_BYTES = 16 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What a body may have. `max_values`: JSON values, names of fields included; `has_token_ids`: a prompt of ids on top."""
+    """`max_values`: JSON values, names of fields included; `has_token_ids`: a prompt of ids comes on top."""
 
     max_bytes: int = 64 * 2**10
     max_values: int = 2**14

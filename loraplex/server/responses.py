@@ -25,7 +25,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class PromptLogprob(msgspec.Struct, frozen=True):
+class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
     """vLLM's form of one candidate of one prompt position, keyed by its token id."""
 
     logprob: float
@@ -68,7 +68,7 @@ class Completion(msgspec.Struct, frozen=True):
     system_fingerprint: str | None = None
 
 
-class TopLogprob(msgspec.Struct, frozen=True):
+class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
     bytes: list[int]

@@ -34,6 +34,9 @@ from loraplex.server.listener import Listener, bind, max_connections, raise_desc
 
 _log = logging.getLogger("loraplex.server")
 
+SWITCH_INTERVAL_S = 0.001
+"""How long a thread that reads a long body or writes a long answer keeps the event loop waiting at a time."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""
@@ -69,6 +72,7 @@ async def serve(engine: EngineSurface, config: ServerConfig, sock: socket.socket
     The engine stays the caller's; one that has given up ends the server with 1.
     """
     server = make_server(engine, config, partial(_announce, sock))
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # what is there now stays: to look at it in every full collection would hold requests up for 100 ms
     with _signals(server.stop):

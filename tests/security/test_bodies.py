@@ -1,7 +1,8 @@
-"""Bodies that cost a server much more than they cost their sender: each is refused soon, and others are answered meanwhile.
+"""Bodies that cost a server much more than their sender: each is refused soon, and others are answered meanwhile.
 
-The stall is measured from outside, against a server in a process of its own. What is promised is 100 ms on a quiet machine;
-the bound here is wide, since a test may run beside others. `python -m tests.security.test_bodies` prints what each body costs.
+The stall is measured from outside, against a server in a process of its own. What is promised is 100 ms on a quiet
+machine; the bound here is wide, since a test may run beside others. `python -m tests.security.test_bodies` prints what
+each body costs.
 """
 
 from __future__ import annotations
