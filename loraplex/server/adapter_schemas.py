@@ -38,6 +38,7 @@ class LoadLoraAdapterRequest(RequestModel):
     load_inplace: bool = False
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_3d_lora_weight": (False,)}
+    aliases: ClassVar[Mapping[str, str]] = {"name": "lora_name", "path": "lora_path"}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (has(lora_name=TEXT, lora_path=TEXT),)
 
 
@@ -47,6 +48,7 @@ class UnloadLoraAdapterRequest(RequestModel):
     lora_name: Annotated[str, Field(max_length=256)] = ""
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
 
+    aliases: ClassVar[Mapping[str, str]] = {"name": "lora_name"}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (has(lora_name=TEXT),)
 
 
@@ -58,6 +60,8 @@ class LoadAdapterRequest(RequestModel):
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
     load_inplace: bool = False
     is_pinned: bool = False
+
+    aliases: ClassVar[Mapping[str, str]] = {"lora_name": "name", "lora_path": "path"}
 
 
 class PutAdapterRequest(RequestModel):
@@ -71,6 +75,7 @@ class PutAdapterRequest(RequestModel):
     is_pinned: bool | None = None
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
 
+    aliases: ClassVar[Mapping[str, str]] = {"lora_path": "path"}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         any_of(lacks("path"), lacks("version")),
         any_of(has(path=TEXT), has(version=NUMBER), has(is_pinned={"type": "boolean"}), has(lora_int_id=NUMBER)),
