@@ -55,7 +55,7 @@ class Audit:
         names = _adapters_of(request)
         key, client = caller_of(request).fingerprint, _client_of(request)
         subject = f" on adapter {', '.join(map(repr, names))}" if names else ""
-        text = f"{request.method} {route}{subject} from {client} with {_shown(key)}: {status}"
+        text = f"{request.method} {route.replace(':path}', '}')}{subject} from {client} with {_shown(key)}: {status}"
         logger.log(logging.WARNING if status == 403 else logging.INFO, "%s", text)
         if status == 403 and not self._is_refusal_due():
             return
