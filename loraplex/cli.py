@@ -158,7 +158,7 @@ def generate(
 
 @app.command
 def demo(*, serve: bool = False, each: int = 2, seed: int = 0, port: int = 8000) -> int:
-    """Answer a mixed batch of eight tasks with one base model and eight adapters, and check every answer.
+    """Answer a mixed batch of nine tasks with one base model and eight adapters, and check every answer.
 
     Parameters
     ----------

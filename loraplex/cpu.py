@@ -116,10 +116,15 @@ class CpuUse:
         )
 
     @property
+    def wanted_s(self) -> float:
+        """The processor time that was wanted, had or not."""
+        return self.cpu_s + self.wait_s + self.left_out_s
+
+    @property
     def missing_share(self) -> float:
         """Of the processor time that was wanted, what others had: 0 to 1."""
         missing_s = self.wait_s + self.left_out_s
-        return missing_s / (self.cpu_s + missing_s) if missing_s > 0 else 0.0
+        return missing_s / self.wanted_s if missing_s > 0 else 0.0
 
 
 class CpuMeter:

@@ -17,7 +17,18 @@ from loraplex.core import LoraTarget
 from loraplex.cpu import chosen_threads, cpu_limit
 
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "jinja2")
-FOR_SERVING = ("fastapi", "uvicorn", "uvloop", "httptools", "pyzmq", "msgspec", "prometheus-client", "cyclopts", "rich")
+FOR_SERVING = (
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "pyzmq",
+    "msgspec",
+    "prometheus-client",
+    "cyclopts",
+    "rich",
+    "sqlalchemy",
+)
 OPTIONAL = ("huggingface-hub", "transformers", "peft", "triton")
 
 

@@ -19,6 +19,8 @@ SLOW_ADAPTER = 5.0
 GOOD_SERVICE = 0.99
 IDLE_DEVICE = 0.5
 NOTABLE_CONTENTION = 0.1
+BUSY = 0.02
+"""Threads that wanted a core for less of the time had nothing to wait for: an idle engine."""
 
 
 def find(report: LoraPerformanceReport) -> tuple[Finding, ...]:
@@ -91,7 +93,7 @@ def _contention(report: LoraPerformanceReport) -> Iterator[Finding]:
 
 
 def _is_contended(report: LoraPerformanceReport) -> bool:
-    return report.cpu.missing_share > NOTABLE_CONTENTION
+    return report.cpu.wanted_s >= BUSY * report.seconds and report.cpu.missing_share > NOTABLE_CONTENTION
 
 
 def _waiting(report: LoraPerformanceReport) -> Iterator[Finding]:
@@ -127,7 +129,7 @@ def _memory(report: LoraPerformanceReport) -> Iterator[Finding]:
     if memory.mode != "normal":
         text = "The engine ended in low-memory mode: admission is throttled."
         yield Finding("low_memory", "warning", text, "Give it more memory, or fewer adapters that are pinned.")
-    if memory.fragmentation > NOTABLE_FRAGMENTATION:
+    if memory.fragmentation > NOTABLE_FRAGMENTATION and memory.chunks_by_owner.get("adapters", 0) > 1:
         text = (
             f"{_percent(memory.fragmentation)} of the adapters' chunks lie in holes "
             f"(at the start {_percent(report.fragmentation_before)})."

@@ -91,7 +91,7 @@ def _check(request: Request, access: Access) -> None:
         )
     if access is Access.LOADING and context.config.disable_dynamic_loading:
         raise _forbidden(
-            f"{route}: this server takes adapters from its command line alone (--disable-dynamic-loading)",
+            f"{route}: no key may load, replace or unload an adapter here (--disable-dynamic-loading)",
             "dynamic_loading_disabled",
         )
 

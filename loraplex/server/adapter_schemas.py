@@ -75,6 +75,7 @@ class PutAdapterRequest(RequestModel):
     is_pinned: bool | None = None
     lora_int_id: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None
 
+    aliases: ClassVar[Mapping[str, str]] = {"lora_path": "path"}
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
         any_of(lacks("path"), lacks("version")),
         any_of(has(path=TEXT), has(version=NUMBER), has(is_pinned={"type": "boolean"}), has(lora_int_id=NUMBER)),

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from loraplex.engine.event_hub import EventHub
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, status_of
-from loraplex.server.auth import caller_of
+from loraplex.server.auth import KEYLESS, caller_of
 
 REFUSAL_INTERVAL_S = 1.0
 """At most one refusal in this time becomes an event: a key that may not do a thing must not wash away the events of those that may."""
@@ -55,7 +55,7 @@ class Audit:
         names = _adapters_of(request)
         key, client = caller_of(request).fingerprint, _client_of(request)
         subject = f" on adapter {', '.join(map(repr, names))}" if names else ""
-        text = f"{request.method} {route}{subject} from {client} with key {key}: {status}"
+        text = f"{request.method} {route.replace(':path}', '}')}{subject} from {client} with {_shown(key)}: {status}"
         logger.log(logging.WARNING if status == 403 else logging.INFO, "%s", text)
         if status == 403 and not self._is_refusal_due():
             return
@@ -80,6 +80,10 @@ class Audit:
 def name_adapters(request: Request, *names: str) -> None:
     """Says which adapters a verb is about whose path does not: they are in its audit record."""
     request.state.adapters = names
+
+
+def _shown(key: str) -> str:
+    return key if key == KEYLESS.fingerprint else f"key {key}"
 
 
 def _adapters_of(request: Request) -> tuple[str, ...]:

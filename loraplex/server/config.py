@@ -36,7 +36,7 @@ class ServerSettings:
     )
     disable_dynamic_loading: bool = setting(
         False,
-        "refusal of requests that load, replace or unload an adapter; adapters come from the command line alone",
+        "refusal of requests that load, replace or unload an adapter; adapters come from the command line and --state-dir alone",
     )
     guard_metrics: bool = setting(False, "API key required for /metrics, where the server has keys")
     cors_allowed_origins: tuple[str, ...] = setting(

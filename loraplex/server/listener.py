@@ -102,8 +102,11 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: password)
     except (OSError, ValueError) as error:
         key = "" if config.ssl_keyfile is None else f" with --ssl-keyfile {config.ssl_keyfile}"
-        hint = f"is it PEM, does the key belong to it, and is {KEY_PASSWORD} set if the key has a password?"
-        raise ConfigError(f"--ssl-certfile {config.ssl_certfile}{key}: {_reason(error)}; {hint}") from error
+        hint = f"; is it PEM, does the key belong to it, and is {KEY_PASSWORD} set if the key has a password?"
+        is_missing = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
+        raise ConfigError(
+            f"--ssl-certfile {config.ssl_certfile}{key}: {_reason(error)}{'' if is_missing else hint}"
+        ) from error
     if config.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(config.ssl_ca_certs)

@@ -134,7 +134,7 @@ class MemoryRoutes:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["memory"], route_class=StrictRoute)
         router.add_api_route(
-            "/v1/memory", self.memory, methods=["GET"], openapi_extra=operation(replies=(MemoryReply,))
+            "/v1/memory", self.memory, methods=["GET"], openapi_extra=operation(replies=(MemoryReply,), errors=(504,))
         )
         return router
 

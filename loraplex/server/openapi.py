@@ -23,7 +23,7 @@ DESCRIPTIONS = {
     401: "No valid API key",
     403: "The server may not do this",
     404: "No such model, adapter or path",
-    408: "The request took too long to arrive, or to be served",
+    408: "The request took too long to arrive",
     409: "Not in the present state",
     413: "The body is too long",
     415: "The body is not declared as JSON",
@@ -33,7 +33,7 @@ DESCRIPTIONS = {
     500: "A mistake of the server; its log has it under the request's id",
     502: "The hub answered with an error",
     503: "Not now; `Retry-After` says when to come again, if that is known",
-    504: "Not in time: the hub, or the request within its deadline",
+    504: "The hub or the engine did not answer in time, or the time of the request has passed",
 }
 OF_ALL = (400, 403, 408, 431, 500, 503)
 OF_BODIES = (413, 415, 429)

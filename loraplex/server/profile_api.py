@@ -61,9 +61,9 @@ class ProfileRoutes:
         router = APIRouter(tags=["profile"], route_class=StrictRoute)
         extra = operation(replies=(ProfileState,))
         router.add_api_route("/v1/profile", self.state, methods=["GET"], openapi_extra=extra)
-        extra = operation(StartProfileRequest, replies=(ProfileState,), errors=(409,))
+        extra = operation(StartProfileRequest, replies=(ProfileState,), errors=(409, 504))
         router.add_api_route("/v1/profile/start", self.start, methods=["POST"], openapi_extra=extra)
-        extra = operation(replies=(LoraPerformanceReport,), errors=(409,))
+        extra = operation(replies=(LoraPerformanceReport,), errors=(409, 504))
         router.add_api_route("/v1/profile/stop", self.stop, methods=["POST"], openapi_extra=extra)
         return router
 

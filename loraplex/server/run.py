@@ -158,7 +158,7 @@ class DrainingServer(uvicorn.Server):
     async def _abort_after_grace(self) -> None:
         grace_s = self._context.config.shutdown_grace_s
         await asyncio.sleep(grace_s)
-        await self._end_requests(f"they ran on after {grace_s:g} s")
+        await self._end_requests(f"the {grace_s:g} s of --shutdown-grace-s are over")
 
     async def _end_requests(self, reason: str) -> None:
         if num_prompts := len(self._context.in_flight):

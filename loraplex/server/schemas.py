@@ -277,7 +277,12 @@ class CompletionRequest(SamplingFields):
     lora_path: NameOrNames | None = None
 
     limits: ClassVar[BodyLimits] = COMPLETION_LIMITS
-    aliases: ClassVar[Mapping[str, str]] = {**SamplingFields.aliases, "inputs": "prompt", "text": "prompt"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.aliases,
+        "inputs": "prompt",
+        "messages": "prompt",
+        "text": "prompt",
+    }
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.neutral,
         "prompt_embeds": (),

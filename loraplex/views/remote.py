@@ -51,14 +51,19 @@ class RemoteServer:
                 raise LoraplexError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from None
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ssl.SSLCertVerificationError):
-                raise
+                raise ConnectionError(_reason(error.reason)) from error
             remedy = "name the file with the certificate of its authority in the variable SSL_CERT_FILE"
             reason = error.reason.verify_message
             raise LoraplexError(f"{self.url}: its certificate is not trusted ({reason}): {remedy}") from None
         except http.client.HTTPException as error:
             hint = "; does it speak https?" if self.url.startswith("http:") else ""
-            raise ConnectionError(f"{self.url}: the answer broke off: {error!r}{hint}") from error
+            raise ConnectionError(f"the answer broke off{hint}") from error
         return answer
+
+
+def _reason(error: str | BaseException) -> str:
+    """In words, without Python's names around them."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _key_of_environment() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex.cpu import CpuUse
-from loraplex.metrics import MemoryMode, MemoryReport
+from loraplex.metrics import ChunkRun, MemoryMode, MemoryReport
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.report import AdapterPerformance, Finding, LoraPerformanceReport, SwitchCost
@@ -63,7 +63,10 @@ def test_nothing_stands_out() -> None:
         ({"num_faults": 2}, "faults", "warning", "2 faults", "events"),
         ({"memory": MemoryReport(quarantined={1: "NaN"})}, "quarantined", "warning", "1 adapters", "/v1/memory"),
         ({"memory": MemoryReport(mode=MemoryMode.LOW_MEMORY)}, "low_memory", "warning", "low-memory", "memory"),
-        ({"memory": MemoryReport(fragmentation=0.5)}, "fragmentation", "advice", "50 %", "Compaction"),
+        (
+            {"memory": MemoryReport(fragmentation=0.5, chunks=(ChunkRun("adapters", 4),))},
+            *("fragmentation", "advice", "50 %", "Compaction"),
+        ),
         ({"num_preemptions": 5}, "preemptions", "advice", "5 requests", "kv_cache_memory_bytes"),
         (
             {"backend": "torch", "backend_description": "stock torch (no g++)"},
@@ -137,6 +140,16 @@ def test_contention_is_named_instead_of_smaller_batches() -> None:
         assert "max_num" not in beside[name].remedy
         assert "cores" in beside[name].remedy
     assert "cpu_contention" not in alone
+
+
+def test_an_idle_engine_is_not_contended() -> None:
+    """The few threads that it wakes may wait for most of their time, and nothing is slower for it."""
+    assert "cpu_contention" not in findings(cpu=CpuUse(0.01, 0.02, 0.0, 10, 2, 2))
+
+
+def test_a_chunk_that_is_not_full_is_no_finding() -> None:
+    """Compaction has nothing to give back."""
+    assert "fragmentation" not in findings(memory=MemoryReport(fragmentation=0.95, chunks=(ChunkRun("adapters", 1),)))
 
 
 def test_a_core_that_is_rarely_missed_is_no_finding() -> None:

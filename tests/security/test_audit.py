@@ -128,7 +128,7 @@ async def test_without_keys_a_verb_is_recorded_as_such() -> None:
         await client.post("/v1/adapters/sql/pin")
         (event,) = (await client.get("/v1/events?stream=false&kind=audit")).json()["data"]
     assert event["details"]["key"] == "no key"
-    assert event["text"] == "POST /v1/adapters/{name:path}/pin on adapter 'sql' from 192.0.2.7 with key no key: 200"
+    assert event["text"] == "POST /v1/adapters/{name}/pin on adapter 'sql' from 192.0.2.7 with no key: 200"
 
 
 @pytest.mark.parametrize(

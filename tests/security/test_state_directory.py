@@ -225,7 +225,9 @@ def test_a_journal_that_others_could_read_is_made_private(state: Path) -> None:
 
 def test_a_directory_that_others_can_write_to_is_refused(state: Path) -> None:
     state.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"can be written to by other users \(mode 777\): chmod 700 it, or give another"):
+    with pytest.raises(
+        ConfigError, match=r"can be written to by other users \(mode 777\): chmod 700 it, or give another"
+    ):
         SqliteJournal(state, BASE)
 
 

@@ -130,6 +130,24 @@ async def test_load_errors_are_distinct_and_not_sticky(
     assert (await client.post(url, json=body)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "meant"),
+    [
+        (LOAD, {"name": "x", "lora_path": "/x"}, "lora_name"),
+        (LOAD, {"lora_name": "x", "path": "/x"}, "lora_path"),
+        (UNLOAD, {"name": "x"}, "lora_name"),
+        ("/v1/adapters", {"lora_name": "x", "path": "/x"}, "name"),
+        ("/v1/adapters", {"name": "x", "lora_path": "/x"}, "path"),
+    ],
+)
+async def test_fields_of_the_other_load_route_are_pointed_at_this_one(
+    client: httpx.AsyncClient, url: str, body: dict[str, Any], meant: str
+) -> None:
+    error = (await client.post(url, json=body)).json()["error"]
+    assert error["message"].endswith(f": did you mean {meant!r}?")
+    assert error["code"] == "unknown_field"
+
+
 async def test_ten_loads_of_one_adapter_at_once(client: httpx.AsyncClient) -> None:
     answers = await asyncio.gather(*(client.post(LOAD, json=NEW) for _ in range(10)))
     assert {answer.status_code for answer in answers} <= {200, 400}

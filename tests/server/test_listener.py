@@ -132,9 +132,9 @@ def test_a_key_with_a_password(files: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("ssl_certfile", "nowhere.pem", r"--ssl-certfile .*nowhere.pem.*No such file"),
+        ("ssl_certfile", "nowhere.pem", r"--ssl-certfile .*nowhere.pem.*: No such file or directory$"),
         ("ssl_certfile", "extension", r"--ssl-certfile .*extension.*is it PEM"),
-        ("ssl_keyfile", "nowhere.pem", r"--ssl-keyfile .*nowhere.pem: No such file"),
+        ("ssl_keyfile", "nowhere.pem", r"--ssl-keyfile .*nowhere.pem: No such file or directory$"),
         ("ssl_keyfile", "other.pem", r"does the key belong to it"),
         ("ssl_ca_certs", "nowhere.pem", r"--ssl-ca-certs .*nowhere.pem: No such file"),
         ("ssl_ca_certs", "extension", r"--ssl-ca-certs .*is it PEM"),

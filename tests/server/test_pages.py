@@ -128,3 +128,14 @@ async def test_a_server_without_keys_asks_for_none(client: httpx.AsyncClient) ->
     schema = (await client.get("/openapi.json")).json()
     assert "securitySchemes" not in schema.get("components", {})
     assert "/" not in schema["paths"]
+
+
+async def test_the_schema_says_that_an_answer_may_not_come_in_time(client: httpx.AsyncClient) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    for method, path in (
+        ("post", "/v1/completions"),
+        ("post", "/v1/chat/completions"),
+        ("get", "/v1/memory"),
+        ("post", "/v1/profile/stop"),
+    ):
+        assert "504" in paths[path][method]["responses"], path

@@ -146,7 +146,7 @@ def test_after_the_grace_a_stream_ends_with_an_error_of_its_own(programs: list[P
     output, errors = program.process.communicate(timeout=60)
     assert (program.process.returncode, output) == (0, "engine is shut down\n")
     assert "the server shuts down: it waits for 1 request, at most 0 s; Ctrl-C again ends what runs\n" in errors
-    assert "1 request ended: they ran on after 0 s\n" in errors
+    assert "1 request ended: the 0 s of --shutdown-grace-s are over\n" in errors
 
 
 def test_a_second_signal_does_not_wait(programs: list[Program]) -> None:
