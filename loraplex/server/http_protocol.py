@@ -176,6 +176,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
+        if self._is_refused:
+            self._disconnect(incoming)  # refused before this task began: there is no way back to the client
         try:
             await app(scope, receive, send)
         finally:

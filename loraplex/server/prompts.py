@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic_core import PydanticCustomError
 
 from loraplex.errors import PromptTooLongError
 from loraplex.server.api_error import ApiError
+from loraplex.server.body import check_num_values
 from loraplex.server.engine_surface import ModelInfoSurface, TokenizerSurface
 from loraplex.server.generation import Prompt
 from loraplex.server.off_loop import OffLoop
+from loraplex.server.request_model import bounded_json
 from loraplex.server.schemas import ChatFields, ChatMessage
 
 T = TypeVar("T")
@@ -72,6 +75,7 @@ class PromptEncoder:
         return max(MAX_COUNTED_IDS, self._model_info.max_model_len)
 
     def _rendered(self, chat: ChatFields, max_ids: int) -> Prompt:
+        _check_arguments(chat)
         text = self._tokenizer.apply_chat_template(
             [_template_message(message) for message in chat.messages],
             chat.tools or None,
@@ -154,12 +158,31 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     return fields
 
 
-def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+def _check_arguments(chat: ChatFields) -> None:
+    """Arguments of tool calls are JSON inside of a JSON text, whose values nobody has counted yet.
+
+    Counted as one: an open string in some of them, which hides what follows, is refused when these are parsed, before the rest.
+    """
+    calls = [call for message in chat.messages for call in message.tool_calls]
+    texts = [text for text in map(_arguments_of, calls) if text is not None]
+    if texts:
+        check_num_values(",".join(texts).encode(), chat.limits.max_values)
+
+
+def _arguments_of(call: dict[str, Any]) -> str | None:
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    return arguments if isinstance(arguments, str) else None
+
+
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    text = _arguments_of(call)
+    if text is None:
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
+        arguments = bounded_json(msgspec.json.decode(text or "{}"))
     except (msgspec.MsgspecError, RecursionError):
         raise ApiError("the arguments of a tool call are not valid JSON", param="messages") from None
-    return {**call, "function": {**function, "arguments": arguments}}
+    except PydanticCustomError as error:
+        raise ApiError(f"the JSON in the arguments of a tool call {error.message()}", param="messages") from None
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -40,6 +40,13 @@ def message(content: str) -> bytes:
     return f'{{"model": "base", "messages": [{{"role": "user", "content": {content}}}]}}'.encode()
 
 
+def arguments(*texts: bytes) -> bytes:
+    """JSON inside of a JSON text: the values in there are none of the body's own."""
+    calls = [{"function": {"name": "f", "arguments": text.decode()}} for text in texts]
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "user", "content": "hi"}]
+    return json.dumps({"model": "base", "messages": messages}).encode()
+
+
 MESSAGE = '{"role": "user", "content": "x"}'
 HOSTILE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "messages of numbers": lambda: chat("messages", "1"),
@@ -51,6 +58,9 @@ HOSTILE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "tools of numbers": lambda: chat("tools", "1"),
     "tools": lambda: chat("tools", '{"a": {"b": [1, 2, 3]}}', 15 * MIB),
     "tools that fit": lambda: chat("tools", '{"a": {"b": [1, 2, 3]}}', 24_000),
+    "arguments of a tool call": lambda: (CHAT, arguments(repeated("[", "[]", "]", 12 * MIB))),
+    "arguments of names": lambda: (CHAT, arguments(json.dumps({f"x{i}": {} for i in range(900_000)}).encode())),
+    "arguments behind an open string": lambda: (CHAT, arguments(b'"', repeated("[", "[]", "]", 12 * MIB))),
     "documents of numbers": lambda: chat("documents", "1"),
     "stop of numbers": lambda: completion("stop", "1"),
     "stop of texts": lambda: completion("stop", '"ab"'),

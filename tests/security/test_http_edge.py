@@ -78,6 +78,7 @@ async def test_a_thousand_requests_at_once_are_refused(connection: Connection) -
     assert connection.transport.is_closed
     assert connection.connections.refused == {"pipeline": 1}
     assert len(connection.app.paths) <= 1
+    assert not connection.transport.written  # nothing can be sent behind the end of a connection
 
 
 async def test_many_upgrades_at_once_are_refused_soon(connection: Connection) -> None:

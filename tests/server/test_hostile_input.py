@@ -202,7 +202,7 @@ async def test_moderate_nesting_is_fine(client: httpx.AsyncClient) -> None:
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
 
 
-@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "NaN"])
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "NaN", "[" * 33 + "]" * 33, f"[{'[],' * 2**16}[]]"])
 async def test_arguments_of_tool_calls(client: httpx.AsyncClient, arguments: str) -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     check_error(await client.post("/v1/chat/completions", json={"model": "base", "messages": [message]}))

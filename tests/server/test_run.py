@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import pytest
 
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig, bind
+from loraplex.server import run as server_run
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
 from tests.server.sse import events
@@ -271,3 +273,27 @@ def test_no_thread_stays() -> None:
     with LiveServer(FakeAsyncEngine()) as server:
         assert httpx.get(server.url + "/health").status_code == 200
     assert threading.active_count() <= before
+
+
+async def test_objects_of_large_answers_are_not_looked_at_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own thresholds stop everybody for seconds while a million log probabilities come together."""
+    found = []
+
+    class Server:
+        exit_code = 0
+
+        async def serve(self, sockets: list[socket.socket]) -> None:
+            found.append(gc.get_threshold())
+
+        def stop(self) -> None: ...
+
+    before = gc.get_threshold()
+    monkeypatch.setattr(server_run, "make_server", lambda *arguments: Server())
+    config = ServerConfig(port=0)
+    try:
+        with bind(config) as sock:
+            await server_run.serve(FakeAsyncEngine(), config, sock)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    assert found == [server_run.GC_THRESHOLDS]
