@@ -17,6 +17,11 @@ MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 2**18
 """Of all tokens of a request's prompts: each has the `prompt_logprobs` best tokens and its own."""
 
+MAX_OUTPUT_LOGPROBS = 2**18
+"""Of all tokens of a request's completions, where there are several: each has the `logprobs` best tokens and its own."""
+UNBOUNDED_OUTPUT = 1024
+"""Tokens that a completion without `max_tokens` counts for in that sum."""
+
 MAX_LOGIT_BIAS = 1024
 MAX_COMPLETIONS = 128
 MAX_WHOLE = 2**31 - 1
@@ -130,6 +135,17 @@ class SamplingParams:
                 f"prompt_logprobs={self.prompt_logprobs} of {num_prompt_tokens} prompt tokens are {num_entries} "
                 f"entries, at most {MAX_PROMPT_LOGPROBS} fit in a request: ask for fewer, or send less",
                 param="prompt_logprobs",
+            )
+
+    def check_logprobs(self, num_completions: int) -> None:
+        """Raises InvalidRequestError when the log probabilities of so many completions are too many for one answer."""
+        num_tokens = UNBOUNDED_OUTPUT if self.max_tokens is None else self.max_tokens
+        num_entries = 0 if self.logprobs is None else num_completions * num_tokens * (self.logprobs + 1)
+        if num_completions > 1 and num_entries > MAX_OUTPUT_LOGPROBS:
+            raise InvalidRequestError(
+                f"logprobs={self.logprobs} of {num_completions} completions of up to {num_tokens} tokens are {num_entries} "
+                f"entries, at most {MAX_OUTPUT_LOGPROBS} fit in a request: ask for fewer, or send several requests",
+                param="logprobs",
             )
 
     @property

@@ -392,7 +392,7 @@ class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
         return weights.mul_(torch.zeros_like(is_kept).scatter_(1, order, is_kept))
 
     def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.double().logsumexp(-1, keepdim=True)
+        return logits.double().contiguous().logsumexp(-1, keepdim=True)  # strides change the order of a sum
 
     def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         _, order = self.ordered_top_k(logits, logits.shape[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from loraplex.errors import (
     error_from_payload,
 )
 from loraplex.memory.stored import StoredAdapter, StoredWeights
+
+_log = logging.getLogger(__name__)
 
 _SOURCE_GONE = (
     AdapterPathNotFoundError,
@@ -133,8 +136,10 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
             f"({error}); bring it back, or unload the adapter"
         )
     if is_reload and isinstance(error, AdapterLoadError):
+        # What the source has now may be anything, a link to another file too: the log is for the operator, the answer for a client.
+        _log.warning("adapter %r: its source is refused now: %s", name, error)
         return AdapterContentChangedError(
-            f"adapter {name!r}: the content of its source has changed since it was loaded ({error}); reload it"
+            f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload it"
         )
     return as_adapter_error(error, name)
 

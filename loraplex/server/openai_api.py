@@ -70,6 +70,7 @@ class OpenAIRoutes:
         params = body.to_sampling_params()
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
+        params.check_logprobs(num_prompts * body.n)
         adapter_names = self._adapters_of(body, num_prompts)
         client = client_of(request)
         prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, client)
@@ -89,6 +90,7 @@ class OpenAIRoutes:
         body = await context.bodies.read(request, ChatCompletionRequest)
         params = body.to_sampling_params()
         self._check_num_sequences(1, body.n)
+        params.check_logprobs(body.n)
         adapter_name = context.names.adapter_of(body.model, body.lora_path)
         prompt = await context.prompts.from_chat(body, client_of(request))
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"

@@ -129,3 +129,25 @@ def test_json_has_no_infinity(value: float) -> None:
     logprobs = completion_logprobs([70], [{70: Logprob(value, 9)}], TokenTexts(TOKENIZER), 5)
     assert logprobs.token_logprobs == [LOWEST_LOGPROB]
     assert logprobs.text_offset == [5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_refused"),
+    [
+        ({"prompt": ["hi"] * 8, "n": 128, "max_tokens": 200, "logprobs": 20, "echo": True}, True),
+        ({"prompt": "hi", "n": 16, "logprobs": 20, "max_tokens": 1024}, True),
+        ({"prompt": "hi", "n": 8, "logprobs": 20, "max_tokens": 16}, False),
+        ({"prompt": "hi", "logprobs": 20, "max_tokens": 100}, False),
+    ],
+)
+async def test_few_bytes_cannot_ask_for_millions_of_log_probabilities(
+    client: httpx.AsyncClient, fields: dict[str, object], is_refused: bool
+) -> None:
+    response = await client.post("/v1/completions", json={"model": "base", **fields})
+    if not is_refused:
+        assert response.status_code == 200
+        return
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
+    chat = {"messages": [{"role": "user", "content": "hi"}], "n": 128, "logprobs": True, "top_logprobs": 20}
+    assert (await client.post("/v1/chat/completions", json={"model": "base", **chat})).status_code == 400
