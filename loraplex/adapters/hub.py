@@ -147,11 +147,11 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
 
 
 def _inside(snapshot: Path, cache: Path, adapter: HubAdapter) -> Path:
-    """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the cache."""
-    real, root = snapshot.resolve(), cache.expanduser().resolve()
+    """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the repository's part of the cache."""
+    real, root = snapshot.resolve(), (cache.expanduser() / f"models--{adapter.repo.replace('/', '--')}").resolve()
     for file in (real, *read_files(real)):
         if real == root or not file.resolve().is_relative_to(root):
-            _log.warning("%s: %s leads outside the hub's cache %s", adapter, file, root)
+            _log.warning("%s: %s leads outside the hub's cache of it, %s", adapter, file, root)
             raise AdapterPathForbiddenError(f"{adapter} is not read: its files do not all lie in the hub's cache")
     return real
 

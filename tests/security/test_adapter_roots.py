@@ -188,6 +188,15 @@ def test_what_the_hub_returns_outside_its_cache_is_not_read(hub: Hub, cache: Pat
         AdapterSource(hub_cache=cache).fetch("hf://org/name")
 
 
+def test_another_repository_in_the_cache_is_not_read(hub: Hub, cache: Path) -> None:
+    """A root of `hf://org` is of that organisation: a reference or a link in its part of the cache leads to no other one."""
+    other = cache / "models--other--secret" / "snapshots" / ("b" * 40)
+    shutil.copytree(hub.snapshot, other, symlinks=False)
+    hub.snapshot = other
+    with pytest.raises(AdapterPathForbiddenError, match="do not all lie in the hub's cache"):
+        AdapterSource(hub_cache=cache).fetch("hf://org/name")
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model-1.safetensors"])
 def test_a_file_of_a_snapshot_that_leaves_the_cache_is_not_read(hub: Hub, cache: Path, name: str) -> None:
     (cache.parent / "secret").write_text('{"token": "hunter2"}')

@@ -15,6 +15,7 @@ import pytest
 from loraplex.adapters.journal import SqliteJournal
 from loraplex.adapters.journal.copies import JournalCopies
 from loraplex.adapters.journal.repair import check_state, repair_state
+from loraplex.adapters.journal.state_directory import StateDirectory
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.cli import app
 from loraplex.errors import ConfigError
@@ -260,6 +261,14 @@ def test_what_is_no_plain_file_is_refused_and_left_alone(tmp_path: Path, name: s
         SqliteJournal(state, BASE)
     assert victim.read_text() == "precious"
     assert not (tmp_path / "made").exists()
+
+
+def test_a_file_in_the_place_of_the_copies_is_refused(tmp_path: Path) -> None:
+    tmp_path.joinpath("copies").write_text("")
+    with pytest.raises(ConfigError, match="copies cannot be used: File exists"):
+        SqliteJournal(tmp_path, BASE)
+    with StateDirectory(tmp_path):
+        pass  # the lock is free
 
 
 def test_a_check_needs_a_directory_that_is_there_and_free(state: Path) -> None:

@@ -71,7 +71,11 @@ class StateDirectory:
         os.close(descriptor)
 
     def make_folder(self, folder: Path) -> Path:
-        self._make(folder)
+        """Raises ConfigError when it cannot be made, or another user can write to it."""
+        try:
+            self._make(folder)
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be used: {error.strerror}") from error
         return folder
 
     def _make(self, folder: Path) -> None:
