@@ -393,7 +393,7 @@ class AsyncEngine(AdapterVerbs):
             await self.call(msg.StartProfile)
         if self.registry is None:
             return
-        await asyncio.get_running_loop().run_in_executor(self._verbs, self.registry.restore)
+        await asyncio.get_running_loop().run_in_executor(self._restores, self.registry.restore)
 
     async def shutdown(self) -> None:
         """End requests with an error, then the engine process."""
@@ -403,7 +403,7 @@ class AsyncEngine(AdapterVerbs):
         self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
         for engine in self._engines:
             await engine.stop()
-        for threads in (self._verbs, self._views):
+        for threads in (self._verbs, self._views, self._restores):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)

@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from loraplex import logs
-from loraplex.core import FinishReason, TokenOutput
+from loraplex.core import FinishReason, Request, TokenOutput
 from loraplex.engine import messages as msg
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
@@ -39,6 +40,9 @@ BEAT_S = 0.5
 NUM_VERB_THREADS = 8
 MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
+
+MAX_BYTES_A_STEP = 2**20
+"""The same for long ones: a prompt of 131,000 ids takes 8 ms to read, and each of its `n` completions brings it."""
 
 
 class EngineProcess:
@@ -56,13 +60,14 @@ class EngineProcess:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._ended: list[TokenOutput] = []
+        self._last_prompt: tuple[int, ...] = ()
         self._sent_s = time.monotonic()
         self._dispatch = msg.TypeBasedDispatcher(self._handlers())
 
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
         engine = self._engine
         return {
-            msg.AddRequest: lambda m: self._ended.extend(engine.add_request(m.request)),
+            msg.AddRequest: lambda m: self._ended.extend(engine.add_request(self._with_known_prompt(m.request))),
             msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
             msg.AddAdapter: lambda m: self._in_background(m, lambda: engine.adapters.add_adapter(m.spec)),
             msg.AttachAdapters: lambda m: self._now(m, lambda: engine.adapters.attach_adapters(m.specs)),
@@ -107,9 +112,18 @@ class EngineProcess:
             self._socket.send(self._replies.get())
         if self._socket in events:
             with contextlib.suppress(zmq.Again):
-                for _ in range(MAX_MESSAGES_A_STEP):
-                    if self._is_running:
-                        self._handle(self._socket.recv(zmq.NOBLOCK))
+                num_messages = num_bytes = 0
+                while self._is_running and num_messages < MAX_MESSAGES_A_STEP and num_bytes < MAX_BYTES_A_STEP:
+                    data = self._socket.recv(zmq.NOBLOCK)
+                    num_messages, num_bytes = num_messages + 1, num_bytes + len(data)
+                    self._handle(data)
+
+    def _with_known_prompt(self, request: Request) -> Request:
+        """Completions of one prompt share its ids: those of 131,000 tokens are 5 MB, and 128 completions may wait."""
+        if request.prompt_token_ids == self._last_prompt:
+            return replace(request, prompt_token_ids=self._last_prompt)
+        self._last_prompt = request.prompt_token_ids
+        return request
 
     def _handle(self, data: bytes) -> None:
         """Nothing that one message says may end the engine."""

@@ -147,7 +147,11 @@ class EngineSupervisor:
             await self.client.stop()
             await asyncio.sleep(pause_s)
             began_s = time.monotonic()
-            self._client = await self._next_client()
+            try:
+                self._client = await self._next_client()
+            except Exception as error:  # no room for its folder, no descriptor: perhaps later
+                self._note(_reason(error), was_killed=False)
+                continue
             try:
                 self.info = await self._client.start(is_watched=True)
                 await self._restore()

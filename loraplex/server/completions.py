@@ -25,6 +25,7 @@ class CompletionRenderer:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer, request.return_tokens_as_token_ids)
         self._cursors: dict[int, Cursor] = {}
+        self._decoded: dict[int, str] = {}
         self._usage = UsageCounter(request.is_echo_only, shows_cached=generation.shows_cached_tokens)
 
     def response(self, outputs: Sequence[RequestOutput]) -> bytes:
@@ -99,7 +100,9 @@ class CompletionRenderer:
         prompt = self._generation.items[prompt_index].prompt
         text = prompt.text
         if text is None:
-            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            text = self._decoded.get(prompt_index)
+        if text is None:  # once for all choices
+            text = self._decoded[prompt_index] = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         echoed = Delta(text, prompt.token_ids, output.prompt_logprobs, is_first=True)
         return echoed if self._request.is_echo_only else echoed.followed_by(delta)
 

@@ -32,6 +32,12 @@ _log = logging.getLogger("loraplex.server")
 MANY_LOGPROBS = 256
 """Tokens with log probabilities from which an answer is written in a thread of its own."""
 
+MAX_REPEATED_TOKENS = 2**18
+"""Of prompts that several choices give back, each choice counted."""
+
+LONG_PROMPTS = 4096
+"""Tokens of prompts from which an answer is written in a thread: to give them back, they may have to become text."""
+
 
 class Renderer(Protocol):
     """Turns outputs of the engine into the bytes of an answer."""
@@ -76,7 +82,10 @@ class OpenAIRoutes:
         prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, client)
         for prompt in prompts:
             context.prompts.check(prompt, params.max_tokens)
-        params.check_prompt_logprobs(sum(len(prompt.token_ids) for prompt in prompts))
+        num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
+        params.check_prompt_logprobs(num_written)
+        if body.n > 1 and (body.echo or body.return_token_ids) and num_written > MAX_REPEATED_TOKENS:
+            raise _too_many_repeated(body, num_written)
         generation = self._generation("cmpl", request, body, params, prompts, adapter_names, arrived_s)
         return await self._respond(
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
@@ -165,7 +174,8 @@ class OpenAIRoutes:
         generator = self._context.generator
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
-            is_long = sum(map(_num_logprobs, outputs)) > MANY_LOGPROBS
+            num_prompt_tokens = sum(len(output.prompt_token_ids) * len(output.outputs) for output in outputs)
+            is_long = sum(map(_num_logprobs, outputs)) > MANY_LOGPROBS or num_prompt_tokens > LONG_PROMPTS
             return _json(await asyncio.to_thread(renderer.response, outputs) if is_long else renderer.response(outputs))
         stream = generator.run(generation)
         try:
@@ -174,6 +184,15 @@ class OpenAIRoutes:
             await stream.aclose()
             raise
         return EventStream(_events(first, stream, renderer), stream)
+
+
+def _too_many_repeated(body: CompletionRequest, num_written: int) -> ApiError:
+    field = "echo" if body.echo else "return_token_ids"
+    return ApiError(
+        f"{field} with n={body.n} gives {num_written} tokens of prompts back, at most {MAX_REPEATED_TOKENS} fit in an answer: "
+        "send n=1, or less",
+        param=field,
+    )
 
 
 def _num_logprobs(output: RequestOutput) -> int:

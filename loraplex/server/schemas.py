@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError
 
 from loraplex.sampling_params import (
     MAX_COMPLETIONS,
@@ -105,6 +106,13 @@ StopField = Annotated[
 ]
 
 
+def _few_biases(value: Any) -> Any:
+    """Counted first: pydantic would check them all, and write a reason for each, before it looks at how many there are."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise PydanticCustomError("too_long", "has more than {limit} entries", {"limit": MAX_LOGIT_BIAS})
+    return value
+
+
 NameOrNames = Annotated[
     Annotated[Label, Tag("<name>")]
     | Annotated[list[Label | None], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<names>")],
@@ -145,6 +153,7 @@ class SamplingFields(RequestModel):
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[
         dict[str, Annotated[float, documented(minimum=-100, maximum=100)]],
+        BeforeValidator(_few_biases),
         Field(max_length=MAX_LOGIT_BIAS, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,10}$"}}),
     ] = Field(default_factory=dict)
     user: Label | None = None

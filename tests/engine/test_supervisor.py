@@ -333,3 +333,22 @@ async def test_a_death_and_the_return_are_events(stage: Stage) -> None:
     assert fault.details == {"what": "process", "num_deaths": 1}
     assert (restart.kind, restart.details) == (EventKind.RESTART, {"seconds": 2.5})
     assert passed_on is load
+
+
+async def test_a_process_that_cannot_even_be_made_is_a_failure_and_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room for the socket's folder, or no descriptor: the revival went away without a word, and nothing was served ever again."""
+    errors = [OSError(28, "No space left on device"), OSError(24, "Too many open files")]
+
+    def make_client(*arguments: Any, **options: Any) -> PlayedClient:
+        if errors:
+            raise errors.pop(0)
+        return stage._make_client(*arguments, **options)
+
+    monkeypatch.setattr(supervisor_module, "EngineClient", make_client)
+    stage.clients[0].die()
+    await stage.settle()
+    assert stage.supervisor.death is None
+    assert not errors
+    assert stage.pauses == [0.0, 1.0, 2.0]

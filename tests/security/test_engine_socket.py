@@ -219,3 +219,25 @@ async def test_the_socket_is_its_users_alone_and_gone_when_both_are_there(tmp_pa
     finally:
         os.umask(old)
         tempfile.tempdir = before
+
+
+def test_long_messages_do_not_hold_up_a_step(wire: Wire) -> None:
+    """Each of n completions brings its prompt: 128 of 131,000 ids were read between two steps, for a second."""
+    for index in range(16):
+        wire.send(bad(request_id=f"long-{index}", prompt_token_ids=(100,) * 2**18))
+    wire.process._read(0)
+    assert wire.process._socket.poll(0), "all were read at once"
+    for _ in range(16):
+        wire.step()
+    assert all(f"long-{index}" in wire.errors for index in range(16))
+
+
+def test_completions_of_one_prompt_share_its_ids(wire: Wire) -> None:
+    """Ids of their own were 5 MB for each of 128 completions that wait."""
+    prompt = tuple(range(300, 400))
+    first, second = (
+        wire.process._with_known_prompt(msg.decode_to_engine(bad(request_id=name, prompt_token_ids=prompt)).request)
+        for name in ("one", "two")
+    )
+    assert second.request_id == "two"
+    assert second.prompt_token_ids is first.prompt_token_ids

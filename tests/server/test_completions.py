@@ -236,3 +236,10 @@ async def test_the_servers_own_limit_is_named() -> None:
     async with client_of(create_app(FakeAsyncEngine(), ServerConfig(max_sequences_per_request=4))) as client:
         error = (await client.post("/v1/completions", json={"model": "base", "prompt": ["a"] * 5})).json()["error"]
         assert "at most 4 fit in a request (--max-sequences-per-request)" in error["message"]
+
+
+@pytest.mark.parametrize("field", ["echo", "return_token_ids"])
+async def test_prompts_that_many_choices_give_back_are_bounded(client: httpx.AsyncClient, field: str) -> None:
+    body = {"model": "base", "prompt": ["x" * 300] * 8, "max_tokens": 1, "n": 128, field: True}
+    reply = await client.post("/v1/completions", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)

@@ -151,3 +151,11 @@ async def test_few_bytes_cannot_ask_for_millions_of_log_probabilities(
     assert response.json()["error"]["param"] == "logprobs"
     chat = {"messages": [{"role": "user", "content": "hi"}], "n": 128, "logprobs": True, "top_logprobs": 20}
     assert (await client.post("/v1/chat/completions", json={"model": "base", **chat})).status_code == 400
+
+
+async def test_what_every_choice_says_of_its_prompt_is_bounded_with_n(client: httpx.AsyncClient) -> None:
+    """A choice repeats its prompt's log probabilities: 2**18 of them, checked for one, became 2**25 with n=128."""
+    body = {"model": "base", "prompt": ["x" * 100] * 8, "max_tokens": 1, "n": 128}
+    for fields in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "max_tokens": 1}):
+        reply = await client.post("/v1/completions", json={**body, **fields})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")
