@@ -2,8 +2,10 @@
 
 A zip may claim anything, so before torch sees it: its directory and its pickle are no longer than those of an adapter,
 every member is stored, not compressed, and members together are no larger than the file. The pickle names nothing but
-what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Plain pickles (torch
-before 1.6) are refused: they allocate what they claim.
+what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Tuples in it are nested
+no deeper than those of a tensor: the hash of a deep one, as a key, overflows the stack of the process, and that of
+`t = (t, t)`, written sixty times, takes for ever. Plain pickles (torch before 1.6) are refused: they allocate what they
+claim.
 
 torch reads zips with a reader of its own, which takes the directory from another place and `DATA.PKL` for `data.pkl`. So it
 gets a zip written here of the members that were checked, and never the file.
@@ -27,10 +29,18 @@ from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
 MEMBERS_A_TENSOR = 2
 PICKLE_BYTES_A_TENSOR = 512
+MAX_TUPLE_DEPTH = 4
+"""Arguments of a parameter, those of its tensor, and its shape; one to spare."""
 SPARE_MEMBERS = 64
 _ENTRY = b"PK\x01\x02"
 _NAMES_IN_PICKLES = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 _STORAGE = re.compile(r"torch \w+Storage")
+_CONSTANTS = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINSTRING"}
+_PUSHES = _CONSTANTS | {"GLOBAL", "BINUNICODE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
+_TAKES = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
+_TAKES_TO_MARK = frozenset({"APPENDS", "SETITEMS"})
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_CALLS = {"REDUCE": 2, "BINPERSID": 1}
 
 
 def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> dict[str, torch.Tensor]:
@@ -107,17 +117,75 @@ def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: 
         raise AdapterFileFormatError(
             f"{where} has a pickle of {member.file_size} bytes, at most {max_bytes} are read; {REMEDY}"
         )
+    depths = _TupleDepths(where)
     for opcode, argument, _ in pickletools.genops(archive.read(member)):
         is_known = argument in _NAMES_IN_PICKLES or (isinstance(argument, str) and _STORAGE.fullmatch(argument))
         if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not is_known:
             raise AdapterFileFormatError(
                 f"{where} holds more than tensors and is not loaded: it names {shown(argument)}; {REMEDY}"
             )
+        depths.follow(opcode.name, argument)
+
+
+class _TupleDepths:
+    """Follows a pickle without building anything: of each value on the stack, how deep it is nested in tuples.
+
+    Raises AdapterFileFormatError for a deep tuple and for what torch.save does not write, IndexError for an empty stack.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._stack: list[int] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, int] = {}
+
+    def follow(self, opcode: str, argument: object) -> None:
+        stack = self._stack
+        if opcode in _PUSHES:
+            stack.append(0)
+        elif opcode == "MARK":
+            self._marks.append(len(stack))
+        elif opcode == "TUPLE":
+            self._push_tuple(self._take(len(stack) - self._marks.pop()))
+        elif opcode in _TUPLES:
+            self._push_tuple(self._take(_TUPLES[opcode]))
+        elif opcode in _CALLS:  # a storage, a tensor or a dict: none is hashed by what it holds
+            self._take(_CALLS[opcode])
+            stack.append(0)
+        elif opcode in _TAKES:
+            self._take(_TAKES[opcode])
+        elif opcode in _TAKES_TO_MARK:
+            self._take(len(stack) - self._marks.pop())
+        elif opcode in ("BINPUT", "LONG_BINPUT") and isinstance(argument, int):
+            self._memo[argument] = stack[-1]
+        elif opcode in ("BINGET", "LONG_BINGET") and isinstance(argument, int):
+            stack.append(self._memo[argument])
+        elif opcode not in ("PROTO", "STOP"):
+            raise AdapterFileFormatError(
+                f"{self._where} holds more than tensors and is not loaded: {opcode} in its pickle; {REMEDY}"
+            )
+
+    def _take(self, count: int) -> list[int]:
+        if not 0 <= count <= len(self._stack):
+            raise IndexError("its pickle takes more than it has")
+        first = len(self._stack) - count
+        taken = self._stack[first:]
+        del self._stack[first:]
+        return taken
+
+    def _push_tuple(self, taken: list[int]) -> None:
+        depth = 1 + max(taken, default=0)
+        if depth > MAX_TUPLE_DEPTH:
+            raise AdapterFileFormatError(
+                f"{self._where} holds more than tensors and is not loaded: tuples nested deeper than {MAX_TUPLE_DEPTH}; {REMEDY}"
+            )
+        self._stack.append(depth)
 
 
 def _check_tensors(loaded: object, size: int, where: str) -> dict[str, torch.Tensor]:
     if not isinstance(loaded, dict):
         raise AdapterFileFormatError(f"{where} holds a {type(loaded).__name__}, not a dict of tensors")
+    loaded = dict(dict.items(loaded))  # an OrderedDict's own attributes, which a pickle sets, may hide its methods
     for name, tensor in loaded.items():
         is_plain = isinstance(name, str) and isinstance(tensor, torch.Tensor)
         if (

@@ -345,7 +345,7 @@ def _entry(name: str, fields: Any, shard: int, data_start: int, where: str) -> T
         raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     is_fine = _are_sizes(shape) and len(shape) <= 8 and _are_sizes(offsets) and len(offsets) == 2
-    if not is_fine or not isinstance(dtype, str) or len(dtype) > MAX_DTYPE_CHARS:
+    if not is_fine or not isinstance(dtype, str) or len(dtype) > MAX_DTYPE_CHARS or not dtype.isascii():
         raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} has a wrong dtype, shape or offset")
     begin, end = offsets
     expected = math.prod(shape) * DTYPE_BYTES.get(dtype, 0)

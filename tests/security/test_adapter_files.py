@@ -10,6 +10,8 @@ import pickletools
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import tracemalloc
 import zipfile
@@ -640,3 +642,38 @@ def test_pickles_that_are_cut_or_patched(adapter: Path) -> None:
     for offset in range(1, len(content), max(1, len(content) // 40)):
         (adapter / BIN).write_bytes(data[: start + offset] + b"\x80" + data[start + offset + 1 :])
         refusal(adapter)
+
+
+ORDERED_DICT = b"ccollections\nOrderedDict\n"
+PICKLES = {
+    "a key that overflows the stack": b"\x80\x02})" + b"\x85" * 1_000_000 + b"K\x01s.",
+    "a key whose hash never ends": b"\x80\x02}))\x86" + b"q\x00h\x00\x86" * 64 + b"K\x01s.",
+    "hidden methods": b"\x80\x02" + ORDERED_DICT + b")R}X\x05\x00\x00\x00itemsK\x01sb.",
+}
+
+
+@pytest.mark.parametrize("pickled", PICKLES.values(), ids=PICKLES)
+def test_a_pickle_of_odd_keys_is_refused_and_the_process_lives(adapter: Path, pickled: bytes) -> None:
+    """In a process of its own, since the hash of a deep tuple ended the server and that of a shared one held it up."""
+    (adapter / WEIGHTS).unlink()
+    with zipfile.ZipFile(adapter / BIN, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+    code = """
+import sys
+from pathlib import Path
+from loraplex.errors import AdapterError
+from tests.security.test_adapter_files import refusal
+assert isinstance(refusal(Path(sys.argv[1])), AdapterError)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(adapter)], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_dtype_that_no_encoding_has_is_refused_in_words(adapter: Path) -> None:
+    """Half of a surrogate pair in the text of an error made the answer a 500."""
+    data = (adapter / WEIGHTS).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].replace(b'"F32"', b'"\\ud800"', 1).replace(b'"BF16"', b'"\\ud800"', 1)
+    (adapter / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    refusal(adapter).message.encode()
