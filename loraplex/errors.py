@@ -103,7 +103,7 @@ class LoraplexError(Exception):
 
     def to_payload(self) -> dict[str, Any]:
         """A plain dict that `error_from_payload` turns into an equal error in another process."""
-        payload = {"error": type(self).__name__, "message": _sendable(self.message)}
+        payload = {"error": type(self).__name__, "message": sendable(self.message)}
         return payload if self.param is None else {**payload, "param": self.param}
 
 
@@ -230,7 +230,7 @@ class AdapterValidationError(AdapterLoadError):
         return cls(f"adapter {adapter!r} is refused:{lines}", tuple(kept))
 
     def to_payload(self) -> dict[str, Any]:
-        return {**super().to_payload(), "reasons": list(map(_sendable, self.reasons))}
+        return {**super().to_payload(), "reasons": list(map(sendable, self.reasons))}
 
 
 class AdapterMemoryError(AdapterError):
@@ -325,7 +325,7 @@ class RequestTimeoutError(LoraplexError):
     kind = "timeout_error"
 
 
-def _sendable(text: str) -> str:
+def sendable(text: str) -> str:
     """Half a character, of a file's name say, cannot be sent: it is escaped."""
     return text.encode(errors="backslashreplace").decode()
 

@@ -25,6 +25,7 @@ from loraplex.errors import (
     LoraplexError,
     PromptTooLongError,
     RequestTimeoutError,
+    sendable,
 )
 
 INTERNAL_MESSAGE = "the server made a mistake; its log has the details under this request's id"
@@ -90,8 +91,8 @@ def error_reply(error: Exception) -> bytes:
 
 
 def _body(error: LoraplexError, kind: str, code: str | None) -> ErrorBody:
-    param = None if error.param is None else clipped(error.param)
-    return ErrorBody(clipped(error.message, MAX_MESSAGE_CHARS), kind, param, code)
+    param = None if error.param is None else sendable(clipped(error.param))
+    return ErrorBody(sendable(clipped(error.message, MAX_MESSAGE_CHARS)), kind, param, code)
 
 
 def clipped(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:

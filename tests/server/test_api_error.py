@@ -52,3 +52,10 @@ def test_the_field_of_an_error_comes_through_from_another_process(error: Loraple
 def test_the_code_names_the_error() -> None:
     body = json.loads(error_response(AdapterFaultError("adapter 'a' is quarantined")).body)
     assert (body["error"]["code"], body["error"]["type"]) == ("adapter_fault", "unavailable_error")
+
+
+def test_half_a_character_in_a_message_is_escaped() -> None:
+    """A file of an adapter may have one where a message names it."""
+    response = error_response(AdapterConflictError("adapter 'a\ud800' is taken", param="\udfff"))
+    assert response.status_code == 400
+    assert json.loads(response.body)["error"]["message"] == "adapter 'a\\ud800' is taken"
