@@ -64,7 +64,11 @@ def test_what_could_harm_is_refused_by_name_and_shortly(name: str, value: Any) -
     ids=str,
 )
 def test_what_clients_of_the_peers_send_is_accepted(params: dict[str, Any]) -> None:
-    SamplingParams(**params)
+    accepted = SamplingParams(**params)
+    assert {name: getattr(accepted, name) for name in params} == {
+        **params,
+        **({"top_k": 0} if "top_k" in params else {}),
+    }
 
 
 # ---------------------------------------------------------------- the sampler

@@ -33,8 +33,8 @@ def test_too_much_is_refused(stop: list[str] | str) -> None:
 
 
 def test_as_much_as_may_be() -> None:
-    SamplingParams(stop=[HALF, HALF])
-    SamplingParams(stop=["abc"] * MAX_STOP_STRINGS)
+    assert SamplingParams(stop=[HALF, HALF]).stop == (HALF, HALF)
+    assert SamplingParams(stop=["abc"] * MAX_STOP_STRINGS).stop == ("abc",) * MAX_STOP_STRINGS
 
 
 def test_a_table_is_made_once_for_all_completions(monkeypatch: pytest.MonkeyPatch) -> None:
