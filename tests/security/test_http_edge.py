@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from loraplex.server.http_protocol import MAX_PIPELINED
@@ -31,14 +29,6 @@ REFUSED = {
     "no path": b"GET http://a HTTP/1.1\r\nHost: a\r\n\r\n",
     "a TLS hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
 }
-
-
-@pytest.fixture
-async def connection() -> AsyncIterator[Connection]:
-    connection = Connection()
-    yield connection
-    connection.protocol.connection_lost(None)
-    await connection.settle()
 
 
 @pytest.mark.parametrize("head", REFUSED.values(), ids=REFUSED.keys())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from tests.server.raw_connection import Connection
@@ -48,14 +46,6 @@ UPGRADES = {
     "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13\r\n",
     "both": b"Upgrade: h2c\r\nConnection: upgrade\r\nUpgrade: websocket\r\n",
 }
-
-
-@pytest.fixture
-async def connection() -> AsyncIterator[Connection]:
-    connection = Connection()
-    yield connection
-    connection.protocol.connection_lost(None)
-    await connection.settle()
 
 
 @pytest.mark.parametrize("message", REFUSED.values(), ids=REFUSED.keys())
