@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.arguments import positive
 from benchmarks.fixture import SIZES, fixture
 from loraplex.core import SamplingParams
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 PROMPT_LEN = 16
 LONGEST_S = 200

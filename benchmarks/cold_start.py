@@ -41,7 +41,7 @@ from benchmarks.loaded_engine import (
 from benchmarks.open_loop import Arrival, Lengths, Record, Spread, run, schedule
 from benchmarks.report import wide_console
 from loraplex.core import LoRARequest
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 RESIDENT, HOST, DISK, SOURCE = "resident", "host", "disk", "source"
 TIER_OF = {RESIDENT: "device", HOST: "host", DISK: "disk", SOURCE: "source"}

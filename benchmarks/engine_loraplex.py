@@ -11,7 +11,7 @@ from benchmarks.protocol import Job, serve
 from loraplex import __version__
 from loraplex.config import DEFAULT_ADAPTER_BYTES, DEFAULT_HOST_BYTES
 from loraplex.core import LoRARequest, SamplingParams
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 PACKED_PER_FILE = 2.25
 """Packed bytes for a byte of a file, at most: 16-bit adapters that stock torch widens, and alignment."""

@@ -38,7 +38,7 @@ from benchmarks.loaded_engine import (
 from benchmarks.many_adapters import Counters
 from benchmarks.open_loop import Arrival, Lengths, Record, Spread, Summary, arrival_times, run, schedule
 from benchmarks.report import wide_console
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 MAX_COLLAPSE = 1.3
 MAX_TAIL = 2.0

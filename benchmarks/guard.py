@@ -39,7 +39,7 @@ from benchmarks.timing import Call, best_of
 from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
 from loraplex.demo.tasks import assets_path
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import get_backend
 

@@ -22,7 +22,7 @@ from benchmarks.fixture import SIZES, Fixture, fixture, fixture_of
 from benchmarks.machine import cpu_name, isa_in_use
 from benchmarks.open_loop import Lengths, run, saturated_rate, schedule
 from loraplex.core import LoRARequest
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 T = TypeVar("T")
 

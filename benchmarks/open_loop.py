@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.arguments import positive
 from loraplex.bench import FIRST_TOKEN_ID
 from loraplex.core import LoRARequest, SamplingParams
-from loraplex.engine.llm import LLM
 from loraplex.errors import LoraplexError
+from loraplex.frontend.llm import LLM
 
 STALLED_WAIT_S = 0.05
 CUT_OFF = "cut off at the time limit"

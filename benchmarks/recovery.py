@@ -37,7 +37,7 @@ IDLE_PERIOD_S = 0.05
 SETTLE_S = 8.0
 """Between the start of a server and the kill: a spare engine process has been made by then."""
 
-ENGINE_MODULE = "loraplex.engine.process"
+ENGINE_MODULE = "loraplex.frontend.process"
 BODY = json.dumps({"model": "demo", "prompt": "banana=", "max_tokens": 1, "temperature": 0}).encode()
 
 

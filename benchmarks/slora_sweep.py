@@ -39,7 +39,7 @@ from benchmarks.many_adapters import Counters
 from benchmarks.open_loop import Arrival, Lengths, Record, Summary, arrival_times, power_law, run, schedule
 from benchmarks.report import wide_console
 from loraplex.core import LoRARequest
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 FEW = 5
 OVERLOAD = 1.1

@@ -34,7 +34,7 @@ from benchmarks.open_loop import Spread
 from benchmarks.report import wide_console
 from loraplex.bench import Workload
 from loraplex.core import LoRARequest, SamplingParams
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 BLOCK = 8
 MAX_ALTERNATING_MS = 1.0

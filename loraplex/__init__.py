@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from loraplex.config import EngineConfig, LoRAConfig
     from loraplex.core import CompletionOutput, LoRARequest, RequestOutput, SamplingParams
-    from loraplex.engine.async_engine import AsyncEngine
-    from loraplex.engine.llm import LLM
     from loraplex.errors import LoraplexError
+    from loraplex.frontend.async_engine import AsyncEngine
+    from loraplex.frontend.llm import LLM
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "LLM": "loraplex.engine.llm",
-    "AsyncEngine": "loraplex.engine.async_engine",
+    "LLM": "loraplex.frontend.llm",
+    "AsyncEngine": "loraplex.frontend.async_engine",
     "SamplingParams": "loraplex.core",
     "LoRARequest": "loraplex.core",
     "RequestOutput": "loraplex.core",

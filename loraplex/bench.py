@@ -21,8 +21,8 @@ from rich.table import Table
 
 from loraplex.config import EngineConfig
 from loraplex.core import LoRARequest, SamplingParams
-from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
+from loraplex.frontend.llm import LLM
 
 PATTERNS = ("base", "identical", "distinct", "uniform", "skewed")
 ZIPF_ALL = "zipf_all"

@@ -27,7 +27,7 @@ from loraplex.views.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
     from loraplex.adapters.registry import LoRARef
-    from loraplex.engine.async_engine import AsyncEngine
+    from loraplex.frontend.async_engine import AsyncEngine
 
 _log = logging.getLogger("loraplex.server")
 
@@ -145,7 +145,7 @@ def generate(
         Support for adapters; off: they are refused.
     """
     from loraplex.core import LoRARequest, SamplingParams
-    from loraplex.engine.llm import LLM
+    from loraplex.frontend.llm import LLM
 
     config = _engine_config(model, engine, lora, enable_lora)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=config.seed)
@@ -398,8 +398,8 @@ def _engine_config(
 
 async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:
     """Start the engine and load the operator's adapters, with a progress bar where a person looks on."""
-    from loraplex.engine.async_engine import AsyncEngine
-    from loraplex.engine.supervisor import Supervision
+    from loraplex.frontend.async_engine import AsyncEngine
+    from loraplex.frontend.supervisor import Supervision
     from loraplex.progress import StartProgress
 
     roots = server.local_adapter_roots

@@ -14,8 +14,8 @@ from rich.table import Table
 from loraplex.bench import Workload, lora_requests
 from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
-from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
+from loraplex.frontend.llm import LLM
 from loraplex.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
 from loraplex.views.live_profile import give_report
 from loraplex.views.profile_settings import ProfileSettings

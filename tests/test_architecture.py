@@ -30,11 +30,13 @@ ORDER = (
     "distributed",
     "kernels",
     "adapters",
+    "text",
     "memory",
     "kvcache",
     "layers",
     "models",
     "engine",
+    "frontend",
     "server",
     "testing",
     "demo",
@@ -59,9 +61,9 @@ TORCH_FREE = (
     "loraplex.adapters.registry",
     "loraplex.kvcache.allocator",
     "loraplex.engine.scheduler",
-    "loraplex.engine.messages",
-    "loraplex.engine.client",
-    "loraplex.engine.async_engine",
+    "loraplex.frontend.messages",
+    "loraplex.frontend.client",
+    "loraplex.frontend.async_engine",
     "loraplex.server.config",
     "loraplex.views.live_profile",
     "loraplex.views.top",
@@ -93,7 +95,7 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def part_of(module: str) -> str | None:
-    """`loraplex.memory.arena` -> `memory`; the package itself has no part."""
+    """`loraplex.memory.space.arena` -> `memory`; the package itself has no part."""
     names = module.split(".")
     return names[1] if len(names) > 1 else None
 

@@ -34,9 +34,9 @@ from loraplex.cli_help import GROUPS, command_paths, group_fields, shown_default
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, setting
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
-from loraplex.engine.async_engine import AsyncEngine
-from loraplex.engine.supervisor import Supervision
 from loraplex.errors import ConfigError, ModelNotFoundError
+from loraplex.frontend.async_engine import AsyncEngine
+from loraplex.frontend.supervisor import Supervision
 from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
 from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run

@@ -31,8 +31,8 @@ def loggers() -> Iterator[None]:
 
 def test_a_line_has_time_level_and_logger(capsys: Capture) -> None:
     logs.configure("info")
-    logging.getLogger("loraplex.engine.client").info("%d adapters", 3)
-    logging.getLogger("loraplex.engine.client").debug("not shown")
+    logging.getLogger("loraplex.frontend.client").info("%d adapters", 3)
+    logging.getLogger("loraplex.frontend.client").debug("not shown")
     captured = capsys.readouterr()
     assert re.fullmatch(rf"{TIME} INFO loraplex\.engine\.client: 3 adapters\n", captured.err)
     assert captured.out == ""

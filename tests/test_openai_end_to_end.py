@@ -26,7 +26,7 @@ import pytest
 
 import loraplex
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
-from tests.engine.processes import MAX_MODEL_LEN, stretched_base
+from tests.frontend.processes import MAX_MODEL_LEN, stretched_base
 
 PATIENCE_S = 120.0
 REPOSITORY = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ class Server:
     @property
     def engine_processes(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if "loraplex.engine.process" in child.cmdline()]
+        return [child for child in children if "loraplex.frontend.process" in child.cmdline()]
 
     def sdk(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=api_key, max_retries=0, timeout=PATIENCE_S)

@@ -9,8 +9,8 @@ import pytest
 from loraplex.bench import Workload
 from loraplex.config import EngineConfig
 from loraplex.demo.tasks import adapter_path, assets_path
-from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
+from loraplex.frontend.llm import LLM
 from loraplex.profile import PARTS, Profile, StepProfiler, profile, run_profile
 
 BASE = str(assets_path() / "base")

@@ -31,8 +31,8 @@ from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, 
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, SHAPES, TINY, Shape
 from benchmarks.gpu.timing import Ceilings, measure_ceilings
 from loraplex.core import LoRARequest
-from loraplex.engine.llm import LLM
 from loraplex.errors import LoraplexError
+from loraplex.frontend.llm import LLM
 from loraplex.metrics import EngineStats
 
 RANK = 16

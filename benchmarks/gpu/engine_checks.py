@@ -19,8 +19,8 @@ from benchmarks.gpu.exact import poisoned_allocations
 from benchmarks.gpu.kernel_checks import Finding, fallen_back
 from benchmarks.gpu.place import Place
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
-from loraplex.engine.llm import LLM
 from loraplex.engine.sampler import Sampler, SamplingRow
+from loraplex.frontend.llm import LLM
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import EngineStats
 from tests.fixtures import ADAPTER_OPTIONS, NUM_TOKENS, GreedyCase, ModelZoo

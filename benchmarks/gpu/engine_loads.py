@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from loraplex.core import LoRARequest, SamplingParams, Tier
-from loraplex.engine.llm import LLM
 from loraplex.errors import error_from_payload
+from loraplex.frontend.llm import LLM
 
 STALLED_WAIT_S = 0.05
 FIRST_TOKEN_ID = 3

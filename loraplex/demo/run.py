@@ -12,7 +12,7 @@ from rich.table import Table
 
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
 from loraplex.demo.tasks import TASKS, Task, adapter_path, assets_path, prompt_of, word_phrases
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 
 MAX_TOKENS = 64
 PLAIN_WIDTH = 132  # of a pipe or file, so that no cell is folded

@@ -1,1 +1,1 @@
-"""One engine: scheduler, batch, model runner, sampler, and the text on either side of it."""
+"""One step on a device: scheduler, batch, model runner, sampler, and what is due between steps."""

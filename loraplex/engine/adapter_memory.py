@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 
 from loraplex.adapters.checked_reader import CheckedReader
+from loraplex.adapters.opener import read_spec
 from loraplex.config import LoRAConfig
-from loraplex.engine.adapter_opener import read_spec
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kvcache.allocator import KVBlockAllocator
-from loraplex.memory.arena import Arena
-from loraplex.memory.copies import CopyEngine, copies_for
-from loraplex.memory.disk_cache import DiskCache
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.packing import Packer
+from loraplex.memory.space.arena import Arena
+from loraplex.memory.weights.copies import CopyEngine, copies_for
+from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.memory.weights.packing import Packer
 from loraplex.models.decoder import Decoder
 from loraplex.models.packed_cache import default_folder
 from loraplex.private_folder import private_folder

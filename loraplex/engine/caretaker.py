@@ -33,10 +33,10 @@ from loraplex.errors import (
 )
 from loraplex.events import EventLog
 from loraplex.kvcache.allocator import KVBlockAllocator
-from loraplex.memory.damage import damage_error
+from loraplex.memory.care.damage import damage_error
+from loraplex.memory.care.monitor import MemoryMonitor, Thresholds
+from loraplex.memory.care.system_memory import system_pressure
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.monitor import MemoryMonitor, Thresholds
-from loraplex.memory.system_memory import system_pressure
 
 SCRUB_INTERVAL_S = 1.0
 FORECAST_INTERVAL_S = 1.0

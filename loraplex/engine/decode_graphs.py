@@ -44,7 +44,7 @@ from loraplex.engine.schedule_plan import SchedulePlan
 from loraplex.engine.step_buffers import StepShape, make_step_buffers
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import LoraPlan, SlotTable, StepBatch
-from loraplex.memory.loading import is_device_lost
+from loraplex.memory.weights.loading import is_device_lost
 from loraplex.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)

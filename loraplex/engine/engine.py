@@ -33,8 +33,8 @@ from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
-from loraplex.memory.arena import KVShare
 from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.space.arena import KVShare
 from loraplex.memory.stats import MemoryStats
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.models.config import ModelConfig

@@ -9,8 +9,8 @@ from typing import Protocol
 from loraplex.engine.forecast import Forecast
 from loraplex.engine.scheduler import Scheduler
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.memory.care.monitor import MemoryLook
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.monitor import MemoryLook
 from loraplex.memory.stats import TierStats
 
 COMPACT_BYTES = 64 << 20

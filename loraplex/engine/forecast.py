@@ -1,4 +1,4 @@
-"""Which adapters the arrivals so far say will be asked for soon (memory/prediction.py), by adapter id."""
+"""Which adapters the arrivals so far say will be asked for soon (memory/care/prediction.py), by adapter id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from loraplex.core import Request
-from loraplex.memory.prediction import MAX_KEYS, ArrivalPredictor
+from loraplex.memory.care.prediction import MAX_KEYS, ArrivalPredictor
 
 HORIZON_S = 5.0
 """A load from disk takes milliseconds and one from a slow source seconds: earlier is only longer in memory."""

@@ -28,7 +28,7 @@ from loraplex.config import (
 )
 from loraplex.engine.device_memory import DeviceMemory, shareable_bytes
 from loraplex.errors import ConfigError
-from loraplex.memory.arena import Arena, Limits, Owner
+from loraplex.memory.space.arena import Arena, Limits, Owner
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 

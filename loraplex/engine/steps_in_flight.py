@@ -20,8 +20,8 @@ from loraplex.engine.schedule_plan import RequestStatus, SampledToken, ScheduleP
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_recorder import StepRecorder
 from loraplex.errors import DeviceLostError, EngineError
-from loraplex.memory.loading import is_device_lost, is_out_of_memory
 from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.weights.loading import is_device_lost, is_out_of_memory
 from loraplex.profiler import STEP_PARTS, Profiler
 
 logger = logging.getLogger(__name__)

@@ -23,28 +23,28 @@ from loraplex.config import LoRAConfig
 from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
-from loraplex.memory.adapter_records import AdapterRecords
-from loraplex.memory.arena import Arena
-from loraplex.memory.compaction import CompactionResult, Compactor
-from loraplex.memory.copies import CopyEngine
-from loraplex.memory.damage import DamageControl
-from loraplex.memory.disk_cache import DiskCache
-from loraplex.memory.health import AdapterHealth
-from loraplex.memory.housekeeping import Housekeeping
-from loraplex.memory.integrity import check_integrity
-from loraplex.memory.jobs import LoadJobs
-from loraplex.memory.loading import Loader, LoaderThreads
-from loraplex.memory.packing import BaseBias, Packer
-from loraplex.memory.pressure import reclaim_chunks
+from loraplex.memory.care.compaction import CompactionResult, Compactor
+from loraplex.memory.care.damage import DamageControl
+from loraplex.memory.care.health import AdapterHealth
+from loraplex.memory.care.housekeeping import Housekeeping
+from loraplex.memory.care.integrity import check_integrity
+from loraplex.memory.care.pressure import reclaim_chunks
 from loraplex.memory.protocols import AdapterMapping, HasAdapterId
 from loraplex.memory.report import memory_report
+from loraplex.memory.residency.adapter_records import AdapterRecords
+from loraplex.memory.residency.jobs import LoadJobs
+from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter, StoredWeights
+from loraplex.memory.residency.store import WeightStore
+from loraplex.memory.residency.tiers import build_tiers, compressed_copies
+from loraplex.memory.residency.transfers import Transfers
+from loraplex.memory.space.arena import Arena
 from loraplex.memory.stats import MemoryStats
 from loraplex.memory.steps import StepPreparation
-from loraplex.memory.stored import Demand, LoadJob, StoredAdapter, StoredWeights
-from loraplex.memory.tiers import build_tiers, compressed_copies
-from loraplex.memory.transfers import Transfers
-from loraplex.memory.weight_reader import WeightReader
-from loraplex.memory.weight_store import WeightStore
+from loraplex.memory.weights.copies import CopyEngine
+from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.memory.weights.loading import Loader, LoaderThreads
+from loraplex.memory.weights.packing import BaseBias, Packer
+from loraplex.memory.weights.weight_reader import WeightReader
 from loraplex.metrics import MemoryReport
 
 

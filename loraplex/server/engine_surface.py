@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
 from loraplex.core import AddOutcome, RequestOutput, SamplingParams
-from loraplex.engine.event_hub import EventHub
 from loraplex.errors import InvalidRequestError
+from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets

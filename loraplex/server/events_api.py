@@ -11,8 +11,8 @@ from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from loraplex.engine.event_hub import EventBatch, NumberedEvent
 from loraplex.events import Detail, EventKind
+from loraplex.frontend.event_hub import EventBatch, NumberedEvent
 from loraplex.server.access import Access, requires
 from loraplex.server.context import ServerContext
 from loraplex.server.event_streams import EventStreams

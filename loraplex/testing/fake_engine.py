@@ -20,8 +20,6 @@ from loraplex.adapters.registry import (
     UnloadResult,
 )
 from loraplex.core import AddOutcome, LoRARequest, RequestOutput, SamplingParams
-from loraplex.engine.event_hub import EventHub
-from loraplex.engine.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -31,6 +29,8 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.events import EngineEvent
+from loraplex.frontend.event_hub import EventHub
+from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.performance.profile import EngineState, Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport

@@ -354,7 +354,7 @@ def test_after_the_end_nothing_is_promised(lives: Callable[[], Life]) -> None:
 
 def test_nobody_pays_for_sqlalchemy_without_a_state_directory() -> None:
     code = (
-        "import sys, loraplex.cli, loraplex.server.run, loraplex.engine.async_engine, loraplex.engine.llm\n"
+        "import sys, loraplex.cli, loraplex.server.run, loraplex.frontend.async_engine, loraplex.frontend.llm\n"
         "assert 'sqlalchemy' not in sys.modules\n"
         "import loraplex.adapters.journal\n"
         "assert 'sqlalchemy' in sys.modules and 'torch' not in sys.modules.keys() - before\n"

@@ -24,8 +24,8 @@ from benchmarks.open_loop import (
     schedule,
 )
 from loraplex.core import CompletionOutput, LoRARequest, RequestOutput, SamplingParams
-from loraplex.engine.llm import LLM
 from loraplex.errors import EngineError, EngineOverloadedError
+from loraplex.frontend.llm import LLM
 
 ADAPTER = LoRARequest("one", 1, "/somewhere")
 

@@ -19,11 +19,11 @@ from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.engine import EngineCore, build_engine
-from loraplex.engine.front import adapter_ref, make_front
-from loraplex.engine.in_process_store import InProcessStore
-from loraplex.engine.processor import PreparedRequest
 from loraplex.errors import LoraplexError, RequestAbortedError
+from loraplex.frontend.frontend import adapter_ref, make_front
+from loraplex.frontend.in_process_store import InProcessStore
 from loraplex.metrics import EngineStats
+from loraplex.text.processor import PreparedRequest
 
 MAX_STALLS = 400  # of 50 ms each
 

@@ -29,7 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from loraplex.kernels.triton import backend
 from loraplex.kernels.triton.launch import H100
-from loraplex.memory import arena, damage, manager
+from loraplex.memory import manager
+from loraplex.memory.care import damage
+from loraplex.memory.space import arena
 from tests.engine.fake_streams import Host
 
 GPU = torch.device("cuda", 0)

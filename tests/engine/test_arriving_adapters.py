@@ -13,7 +13,7 @@ from loraplex.config import LoRAConfig
 from loraplex.engine import adapter_memory, decode_graphs
 from loraplex.engine import engine as engine_module
 from loraplex.errors import AdapterUnavailableError
-from loraplex.memory.arena import Arena
+from loraplex.memory.space.arena import Arena
 from tests.engine.driver import Driver
 from tests.engine.graph_tape import MaskedBackend, TapeDevice
 from tests.engine.rules_bench import Asked, Bench, OpenDriver, loaded

@@ -40,7 +40,7 @@ from loraplex.errors import (
     AdapterUnavailableError,
     RequestAbortedError,
 )
-from loraplex.memory.arena import Owner
+from loraplex.memory.space.arena import Owner
 from tests.engine.driver import Driver, packed_nbytes
 from tests.fixtures import MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 

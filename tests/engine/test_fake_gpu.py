@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loraplex.kernels.device_copies import Download, upload
-from loraplex.memory.arena import Arena
+from loraplex.memory.space.arena import Arena
 from tests.engine.fake_gpu import GPU, FakeGpu, fake_gpu
 
 

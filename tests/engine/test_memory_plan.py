@@ -17,7 +17,7 @@ from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.engine.memory_plan import MemoryPlan
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import get_backend
-from loraplex.memory.arena import Arena, Owner
+from loraplex.memory.space.arena import Arena, Owner
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from loraplex import LLM, LoRARequest, RequestOutput, SamplingParams
 from loraplex.adapters.fields import HONOURED
 from loraplex.engine import memory_plan
-from loraplex.memory.arena import Owner
+from loraplex.memory.space.arena import Owner
 from tests.fixtures import ADAPTER_OPTIONS, FAMILIES, MIN_DISTINCT, MIN_GAP, NUM_TOKENS, GreedyCase, ModelZoo, Oracle
 
 BLOCK_SIZE = 16

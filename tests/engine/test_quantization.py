@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from loraplex.demo.run import ask, base_path, questions
-from loraplex.engine.llm import LLM
 from loraplex.errors import ConfigError
+from loraplex.frontend.llm import LLM
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import get_backend
 from loraplex.models.config import ModelConfig

@@ -1,7 +1,7 @@
 """The rules of adapters in use, each one test or a few named after it, on a whole engine in this process.
 
 Rule 2 (all loads of one adapter are one load) is mostly the registry's and the memory's: tests/adapters/test_registry_concurrency.py,
-tests/memory/test_loads.py. Rule 11 is checked after every test here: whatever was taken has returned.
+tests/memory/weights/test_loads.py. Rule 11 is checked after every test here: whatever was taken has returned.
 """
 
 from __future__ import annotations

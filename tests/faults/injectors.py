@@ -16,10 +16,10 @@ from typing import Any
 from unittest import mock
 
 from loraplex.core import Tier
-from loraplex.memory import copies, weight_reader
-from loraplex.memory.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.pool import LoRAMemoryPool
+from loraplex.memory.space.arena import POISON, Arena, Extent, Owner
+from loraplex.memory.space.pool import LoRAMemoryPool
+from loraplex.memory.weights import copies, weight_reader
 
 # ------------------------------------------------------------------------------------------------------ bytes of weights
 

@@ -11,7 +11,7 @@ import torch
 
 from loraplex.core import WaitsFor
 from loraplex.errors import AdapterError, AdapterNoRoomError
-from loraplex.memory.arena import Owner
+from loraplex.memory.space.arena import Owner
 from tests.faults.injectors import (
     failing_allocations,
     failing_copies,

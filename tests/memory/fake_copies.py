@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from loraplex.kernels.checksum import checksums
-from loraplex.memory.arena import POISON
+from loraplex.memory.space.arena import POISON
 
 
 class FakeArrival:

@@ -15,8 +15,8 @@ from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec, LoraSlice, LoraTarget, ShardKind
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
-from loraplex.memory.arena import Arena
 from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.space.arena import Arena
 from tests.memory.fake_copies import FakeCopies
 
 NUM_LAYERS = 2
@@ -241,7 +241,7 @@ class Rig:
 
     @staticmethod
     def packed_nbytes(model: LoRAModel) -> int:
-        from loraplex.memory.packing import Packer
+        from loraplex.memory.weights.packing import Packer
 
         packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
         return sum(packer.plan(model).sizes)

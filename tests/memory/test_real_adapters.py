@@ -15,15 +15,15 @@ from safetensors.torch import save_file
 
 from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.opener import read_adapter, read_spec
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec
-from loraplex.engine.adapter_opener import read_adapter, read_spec
 from loraplex.errors import AdapterContentChangedError, AdapterUnavailableError
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
-from loraplex.memory.arena import Arena
 from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.space.arena import Arena
 from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta
 
 CONFIG = LoRAConfig(adapter_memory_bytes=1 << 18, host_memory_bytes=1 << 19)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from loraplex.engine.llm import LLM
+from loraplex.frontend.llm import LLM
 from loraplex.kernels.native.library import NativeLibrary, open_library
 from loraplex.kernels.ops import get_backend
 from loraplex.models import packed_cache

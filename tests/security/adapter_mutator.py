@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.fields import HONOURED, IGNORED, REFUSED
 from loraplex.adapters.inspect import inspect_adapter
+from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.registry import LoRARegistry
 from loraplex.adapters.source import AdapterSource
-from loraplex.engine.adapter_opener import AdapterOpener
 from loraplex.errors import MAX_REASONS, MAX_TEXT_BYTES, AdapterError, InvalidRequestError
 from loraplex.server import ServerConfig
 from loraplex.server.adapter_roots import AdapterRoots

@@ -13,9 +13,9 @@ import huggingface_hub
 import pytest
 
 from loraplex.adapters.hub import HubAdapter
+from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
-from loraplex.engine.adapter_opener import AdapterOpener
 from loraplex.errors import (
     AdapterFileFormatError,
     AdapterLoadError,

@@ -17,12 +17,12 @@ import zmq
 
 from loraplex.core import Request, SamplingParams, TokenOutput
 from loraplex.demo.tasks import adapter_path
-from loraplex.engine import messages as msg
-from loraplex.engine.client import EngineClient
-from loraplex.engine.process import MAX_MESSAGES_A_STEP, EngineProcess
 from loraplex.errors import AdapterFaultError, AdapterValidationError, LoraplexError, error_from_payload
+from loraplex.frontend import messages as msg
+from loraplex.frontend.client import EngineClient
+from loraplex.frontend.process import MAX_MESSAGES_A_STEP, EngineProcess
 from tests.engine.driver import Driver
-from tests.engine.processes import demo_config, within
+from tests.frontend.processes import demo_config, within
 
 GOOD = Request("good", (3, 4, 5, 6), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), 12, 0)
 

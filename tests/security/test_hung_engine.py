@@ -17,11 +17,11 @@ import pytest
 import pytest_asyncio
 
 from loraplex.demo.tasks import adapter_path
-from loraplex.engine import client as client_module
-from loraplex.engine.async_engine import AsyncEngine
-from loraplex.engine.supervisor import Supervision
+from loraplex.frontend import client as client_module
+from loraplex.frontend.async_engine import AsyncEngine
+from loraplex.frontend.supervisor import Supervision
 from loraplex.server import ServerConfig, create_app
-from tests.engine.processes import demo_config, is_running, stretched_base, temporary_folder, until, within
+from tests.frontend.processes import demo_config, is_running, stretched_base, temporary_folder, until, within
 from tests.server.conftest import client_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

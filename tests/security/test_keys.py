@@ -240,7 +240,7 @@ class KeyedServer:
     @property
     def engine(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "loraplex.engine.process" in child.cmdline())
+        return next(child for child in children if "loraplex.frontend.process" in child.cmdline())
 
     def ask(self, method: str, path: str, key: str, body: object = None) -> httpx.Response:
         return httpx.request(method, self.url + path, headers={"Authorization": f"Bearer {key}"}, json=body, timeout=60)

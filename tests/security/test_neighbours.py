@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from loraplex.core import SamplingParams, TokenOutput
-from loraplex.engine.processor import InputProcessor, ModelLimits, OutputProcessor, _Completion
 from loraplex.engine.sampler import DrawnTokens, SamplingRow
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
-from loraplex.memory.recovery import DOUBT_INTERVAL_S
+from loraplex.memory.care.recovery import DOUBT_INTERVAL_S
+from loraplex.text.processor import InputProcessor, ModelLimits, OutputProcessor, _Completion
 from tests.engine.driver import Driver
 from tests.engine.test_caretaker import poison, settle
 from tests.fixtures import TARGET_MODULES, VOCAB_SIZE, ModelZoo

@@ -9,12 +9,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import AdapterContentChangedError, EngineDeadError
+from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_keys import fingerprint
 from loraplex.testing import FakeAsyncEngine
-from tests.engine.processes import demo_config
+from tests.frontend.processes import demo_config
 from tests.server.asgi_call import AsgiCall
 from tests.server.conftest import client_of
 

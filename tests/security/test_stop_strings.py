@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from loraplex.core import SamplingParams
-from loraplex.engine import detokenizer
-from loraplex.engine.detokenizer import StopMatcher, StopTable
 from loraplex.errors import InvalidRequestError
 from loraplex.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from loraplex.text import detokenizer
+from loraplex.text.detokenizer import StopMatcher, StopTable
 from tests.security.http_target import HealthProbe, HttpTarget
 
 HALF = "ab" * (MAX_STOP_CHARS // 4)

@@ -7,8 +7,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
-from loraplex.engine.adapter_verbs import NUM_VERB_THREADS, AdapterVerbs
-from loraplex.engine.async_engine import AsyncEngine
+from loraplex.frontend.adapter_verbs import NUM_VERB_THREADS, AdapterVerbs
+from loraplex.frontend.async_engine import AsyncEngine
 
 
 async def test_an_engine_gets_its_adapters_again_while_every_verb_thread_waits() -> None:

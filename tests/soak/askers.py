@@ -14,7 +14,6 @@ from zlib import crc32
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.core import LoRARequest, RequestOutput
-from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import (
     AdapterContentChangedError,
     AdapterNoRoomError,
@@ -25,6 +24,7 @@ from loraplex.errors import (
     LoraplexError,
     RequestAbortedError,
 )
+from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.sampling_params import SamplingParams
 from tests.soak.ledger import Ledger, NameRecord
 from tests.soak.world import NUM_TOKENS, World

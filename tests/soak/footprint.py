@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import psutil
 
-from loraplex.engine.async_engine import AsyncEngine
+from loraplex.frontend.async_engine import AsyncEngine
 from tests.soak.ledger import Ledger
 
 PERIOD_S = 0.25

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from loraplex.engine import adapter_opener
+from loraplex.adapters import opener as adapter_opener
 
 FRONT_MARKER = "held-front"
 ENGINE_MARKER = "held-engine"

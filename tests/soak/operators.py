@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 from loraplex.adapters.registry import LoadResult
-from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import (
     AdapterConflictError,
     AdapterContentChangedError,
@@ -25,6 +24,7 @@ from loraplex.errors import (
     EngineDeadError,
     LoraplexError,
 )
+from loraplex.frontend.async_engine import AsyncEngine
 from tests.soak.askers import LOAD_MARGIN_S, SOURCE_ERRORS
 from tests.soak.held_sources import ENGINE_MARKER, FRONT_MARKER, held
 from tests.soak.ledger import Ledger

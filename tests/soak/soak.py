@@ -19,8 +19,8 @@ from unittest import mock
 import psutil
 
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.engine.async_engine import AsyncEngine
-from loraplex.engine.supervisor import Supervision
+from loraplex.frontend.async_engine import AsyncEngine
+from loraplex.frontend.supervisor import Supervision
 from tests.soak.askers import Asker, watch_references
 from tests.soak.footprint import Footprint
 from tests.soak.held_sources import FRONT_MARKER, heeding

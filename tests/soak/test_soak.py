@@ -11,8 +11,8 @@ from typing import cast
 import pytest
 
 from loraplex import LLM, LoRARequest
-from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import AdapterLoadError
+from loraplex.frontend.async_engine import AsyncEngine
 from tests.fixtures import ModelZoo
 from tests.soak.askers import Asker
 from tests.soak.ledger import Ledger, Timeline

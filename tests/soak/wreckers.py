@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from loraplex.core import AdapterSpec, Tier
-from loraplex.engine.async_engine import AsyncEngine
 from loraplex.errors import EngineDeadError
+from loraplex.frontend.async_engine import AsyncEngine
 from tests.soak.ledger import Ledger
 from tests.soak.orders import FAULTS, Fault, Order, give
 

@@ -10,8 +10,6 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
-from loraplex.engine.async_engine import AsyncEngine, EngineHealth, ModelInfo
-from loraplex.engine.tokenizer import Tokenizer
 from loraplex.errors import (
     AdapterNotFoundError,
     EngineDeadError,
@@ -20,8 +18,10 @@ from loraplex.errors import (
     LoraDisabledError,
     RequestAbortedError,
 )
+from loraplex.frontend.async_engine import AsyncEngine, EngineHealth, ModelInfo
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface
 from loraplex.testing import FakeAsyncEngine, FakeHealth, FakeModelInfo, FakeTokenizer
+from loraplex.text.tokenizer import Tokenizer
 
 
 def members(protocol: type) -> list[str]:

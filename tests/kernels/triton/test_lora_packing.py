@@ -15,9 +15,9 @@ from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import SliceWeights
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.lora_packing import dequantize, quantize
-from loraplex.memory.compression import get_compression
-from loraplex.memory.disk_cache import DiskCache, DiskRead, StoredLayout
-from loraplex.memory.packing import Packer
+from loraplex.memory.weights.compression import get_compression
+from loraplex.memory.weights.disk_cache import DiskCache, DiskRead, StoredLayout
+from loraplex.memory.weights.packing import Packer
 from tests.kernels.cases import BF16, FP16, FP32, POISON, make_target, make_weights, same_bits
 from tests.memory.rig import BASE_BIAS, CPU, TARGETS, make_model
 

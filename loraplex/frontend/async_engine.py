@@ -1,0 +1,441 @@
+"""The engine for servers: async generators over engine processes, with adapters by name.
+
+Names, versions, references, fetching and checking of adapters live here, in front of the engine, so that a bad file never reaches it.
+Engines are addressed through a list (one today). When a process dies, the requests in flight end with an error, it is started again,
+and knows its adapters again under the same ids: they are loaded by need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loraplex.adapters.registry import (
+    LoRARef,
+    LoRARegistry,
+    start_thread,
+)
+from loraplex.config import EngineConfig
+from loraplex.core import (
+    EngineInfo,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    TokenOutput,
+)
+from loraplex.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineShutdownError,
+    LoraplexError,
+    RequestAbortedError,
+)
+from loraplex.events import Detail, EngineEvent, EventKind
+from loraplex.frontend import messages as msg
+from loraplex.frontend.adapter_verbs import AdapterVerbs
+from loraplex.frontend.client import EngineClient, ProgressCallback
+from loraplex.frontend.event_hub import EventHub
+from loraplex.frontend.frontend import Front, adapter_ref, make_front
+from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
+from loraplex.frontend.output_stream import OutputStream
+from loraplex.frontend.remote_store import RemoteStore
+from loraplex.frontend.supervisor import EngineSupervisor, Supervision
+from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.models.source import resolve_model
+from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.requests import ServiceTargets
+from loraplex.text.processor import PreparedRequest
+from loraplex.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from loraplex.adapters.journal import SqliteJournal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The base model as clients see it. backend: which kernels run, in words."""
+
+    served_model_name: str
+    root: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Whether requests can be served, and if not, why."""
+
+    is_alive: bool
+    message: str = ""
+
+
+class AsyncEngine(AdapterVerbs):
+    """Serves any mix of adapters from engine processes. Make one with `await AsyncEngine.start(config)`.
+
+    generate: an async iterator of cumulative `RequestOutput`s; leaving it early, or `abort`, ends the request in the engine.
+    Adapter verbs are those of SEMANTICS: they never hold up a request, and their errors are the caller's alone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        served_model_name: str | None,
+        on_progress: ProgressCallback | None,
+        journal: SqliteJournal | None = None,
+        supervision: Supervision | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._journal = journal
+        self._served_model_name = served_model_name or config.model
+        self._engines = [
+            EngineSupervisor(
+                config,
+                self._on_outputs,
+                self._on_death,
+                self._restore,
+                on_progress,
+                self.record_event,
+                supervision,
+            )
+        ]
+        self.events = EventHub(first_id=int(time.time() * 1000))
+        self._profile: LoraProfile | None = None
+        self._is_shut_down = False
+        self._streams: dict[str, OutputStream] = {}
+        self._store = RemoteStore(self.call, asyncio.get_running_loop())
+        # Set by start(), once the model is known.
+        self.model_info: ModelInfo
+        self._front: Front
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._front.tokenizer
+
+    @property
+    def registry(self) -> LoRARegistry | None:
+        return self._front.registry
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        served_model_name: str | None = None,
+        base_names: Iterable[str] = (),
+        adapter_roots: Sequence[str | Path] | None = None,
+        on_progress: ProgressCallback | None = None,
+        state_dir: str | Path | None = None,
+        supervision: Supervision | None = None,
+    ) -> AsyncEngine:
+        """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere.
+
+        state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when this returns.
+        supervision: how the process is watched.
+        Raises ConfigError when the state directory cannot be used.
+        """
+        fetched = await _with_fetched_model(config)
+        journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
+        engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision)
+        try:
+            importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
+            await asyncio.gather(engine._supervisor.start(), importing)
+            engine._make_front(base_names, adapter_roots)
+            if journal is not None and engine.registry is not None:
+                await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
+        except BaseException:
+            await engine.shutdown()
+            raise
+        return engine
+
+    def _make_front(self, base_names: Iterable[str], adapter_roots: Sequence[str | Path] | None) -> None:
+        info = self.info
+        self.model_info = ModelInfo(
+            self._served_model_name,
+            info.model_path,
+            info.max_model_len,
+            info.vocab_size,
+            info.dtype,
+            info.backend_description,
+        )
+        self._front = make_front(
+            self.config,
+            info,
+            self._store,
+            start_thread,
+            served_model_name=self._served_model_name,
+            base_names=base_names,
+            adapter_roots=adapter_roots,
+            journal=self._journal,
+            on_change=self._on_registry_change,
+        )
+
+    def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
+        """A verb's thread tells what it did."""
+        self.record_event(EngineEvent(kind, time.time(), text, adapter_name=name, details=details))
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        model: str | None = None,
+        lora_request: LoRARequest | None = None,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises LoraplexError of any kind."""
+        self.check_can_serve()
+        if lora_request is not None:
+            model = await self._load_requested(lora_request)
+        ref = None if model is None else self._front.registry_or_refuse().acquire(model)
+        try:
+            prepared = self._front.inputs.prepare(
+                request_id,
+                prompt,
+                params,
+                adapter=adapter_ref(ref),
+                lora_request=lora_request,
+                cache_salt=cache_salt,
+                add_special_tokens=add_special_tokens,
+            )
+            stream = self._submit(prepared, ref)
+        except BaseException:
+            self._release(ref)
+            raise
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            if self._streams.get(request_id) is stream:  # else it has ended, and the id may be another request's
+                await self.abort(request_id)
+
+    def _submit(self, prepared: PreparedRequest, ref: LoRARef | None) -> OutputStream:
+        if len(self._streams) >= self.config.max_waiting_requests + self.config.max_num_seqs:
+            raise EngineOverloadedError(
+                f"{len(self._streams)} requests are running or waiting, the limit; try again later (--max-waiting-requests)"
+            )
+        if ref is not None and self._front.registry_or_refuse().is_forced_out(ref.adapter_id):
+            raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
+        self._front.outputs.add(prepared)
+        try:
+            for request in prepared.children:
+                self._engine.send(msg.AddRequest(request))
+        except BaseException:
+            self._forget(prepared.request_id)
+            raise
+        stream = OutputStream(partial(self._release, ref))
+        self._streams[prepared.request_id] = stream
+        return stream
+
+    async def _load_requested(self, request: LoRARequest) -> str:
+        """Load the adapter that a request brings with it, unless it is there; returns its name."""
+        self._front.check_lora_request(request)
+        await self.load_adapter(
+            request.lora_name, request.lora_path, lora_int_id=request.lora_int_id, load_inplace=request.load_inplace
+        )
+        return request.lora_name
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; unknown and finished ones are passed over. Its iterator ends with its last output or an error."""
+        stream = self._streams.pop(request_id, None)
+        self._forget(request_id)
+        if stream is not None:
+            stream.fail(RequestAbortedError(f"request {request_id!r} was aborted"))
+
+    def _forget(self, request_id: str) -> None:
+        """Its outputs are of no interest any more, and the engine is told so."""
+        running = self._front.outputs.remove(request_id)
+        if running and self._engine.is_alive:
+            self._engine.send(msg.AbortRequests(running))
+
+    def _release(self, ref: LoRARef | None) -> None:
+        if ref is not None and self.registry is not None:
+            self.registry.release(ref)
+
+    def _on_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
+        for processed in self._front.outputs.process_step(outputs):
+            if processed.abort_ids and self._engine.is_alive:
+                self._engine.send(msg.AbortRequests(processed.abort_ids))
+            stream = self._streams.get(processed.request_id)
+            if processed.is_last:
+                self._streams.pop(processed.request_id, None)
+            if stream is not None and processed.error is not None:
+                stream.fail(processed.error)
+            elif stream is not None and processed.output is not None:
+                stream.put(processed.output)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    # ------------------------------------------------------------------------------------------------- life and death
+
+    @property
+    def _supervisor(self) -> EngineSupervisor:
+        return self._engines[0]
+
+    @property
+    def _engine(self) -> EngineClient:
+        return self._supervisor.client
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._supervisor.info
+
+    async def call(self, message_type: type, *values: Any) -> Any:
+        """Call the engine; raises what it answers with."""
+        return await self._engine.call(message_type, *values)
+
+    def health(self) -> EngineHealth:
+        if self._is_shut_down:
+            return EngineHealth(False, "shutting down")
+        death = self._supervisor.death
+        return EngineHealth(death is None, "" if death is None else str(death))
+
+    @property
+    def engine_pid(self) -> int | None:
+        return self._engine.pid
+
+    async def stats(self) -> EngineStats:
+        stats: EngineStats = await self.call(msg.GetStats)
+        return stats
+
+    async def memory_report(self) -> MemoryReport:
+        report: MemoryReport = await self.call(msg.GetMemory)
+        return report
+
+    def record_event(self, event: EngineEvent) -> None:
+        """Add an event of the server's own to those of the engine process. Any thread may."""
+        self.events.add(event)
+        if self._profile is not None:
+            self._profile.see(event)
+
+    @property
+    def max_waiting_requests(self) -> int:
+        return self.config.max_waiting_requests
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether every request that begins now is recorded."""
+        return self._front.outputs.recorder is not None
+
+    async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        check_not_profiling(self._profile)
+        profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
+        try:
+            profile.begin(EngineState(await self.stats(), await self.memory_report()))
+            await self.call(msg.StartProfile)
+        except BaseException:
+            self._profile = None
+            raise
+        self._front.outputs.recorder = profile.requests
+
+    async def generate_lora_performance_report(self) -> LoraPerformanceReport:
+        """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer, it goes on."""
+        profile = check_profiling(self._profile)
+        adapters = await self.list_adapters()
+        state = EngineState(await self.stats(), await self.memory_report())
+        steps = await self.call(msg.StopProfile)
+        self._profile = self._front.outputs.recorder = None
+        report = partial(profile.report, state, steps, kernels_of(self.info), footprints_of(adapters))
+        return await asyncio.get_running_loop().run_in_executor(self._views, report)
+
+    async def check_integrity(self) -> None:
+        """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and `loraplex doctor`."""
+        if self.registry is not None:
+            self.registry.check_integrity()
+        await self.call(msg.CheckIntegrity)
+
+    def _registry_or_refuse(self) -> LoRARegistry:
+        return self._front.registry_or_refuse()
+
+    def check_can_serve(self) -> None:
+        if self._is_shut_down:
+            raise EngineShutdownError("the server is shutting down; send the request to another one")
+        if self._supervisor.death is not None:
+            raise _again(self._supervisor.death)
+
+    async def wait_until_given_up(self) -> None:
+        """Return when the engine process failed too often and is not restarted any more."""
+        await self._supervisor.has_given_up.wait()
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        self._end_streams(partial(_again, error))
+
+    def _end_streams(self, make_error: Callable[[], LoraplexError]) -> None:
+        for request_id in list(self._streams):
+            self._front.outputs.remove(request_id)
+            self._streams.pop(request_id).fail(make_error())
+
+    async def _restore(self) -> None:
+        """Give a new process its adapters again; a profile goes on."""
+        if self._profile is not None:
+            await self.call(msg.StartProfile)
+        if self.registry is None:
+            return
+        await asyncio.get_running_loop().run_in_executor(self._restores, self.registry.restore)
+
+    async def shutdown(self) -> None:
+        """End requests with an error, then the engine process."""
+        self._is_shut_down = True
+        self.events.close()
+        self._store.close()
+        self._end_streams(partial(EngineShutdownError, "the server is shutting down"))
+        for engine in self._engines:
+            await engine.stop()
+        for threads in (self._verbs, self._views, self._restores):
+            threads.shutdown(wait=False, cancel_futures=True)
+        if self._journal is not None:
+            await asyncio.to_thread(self._journal.close)
+
+
+async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
+    """The model as a local directory. The hub is asked by this process: the engine's has no token, and starts again without the hub."""
+    if Path(config.model).expanduser().is_dir():
+        return config
+    fetched: Future[Path] = Future()
+    fetched.set_running_or_notify_cancel()
+
+    def fetch() -> None:
+        try:
+            fetched.set_result(resolve_model(config.model, config.revision))
+        except Exception as error:
+            fetched.set_exception(error)
+
+    # No executor's thread: the hub's library cannot be cancelled, and a signal must not wait for it.
+    threading.Thread(target=fetch, name="fetch model", daemon=True).start()
+    path: Path = await asyncio.wrap_future(fetched)
+    return replace(config, model=str(path))
+
+
+def _again(error: EngineDeadError) -> EngineDeadError:
+    """An error of its own for each request that meets it."""
+    return EngineDeadError(str(error), error.retry_after_s)
+
+
+def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
+    if config.lora is None:
+        raise ConfigError("a state directory is given, but LoRA is off: leave it out, or leave out --no-enable-lora")
+    from loraplex.adapters.journal import SqliteJournal  # brings in sqlalchemy: a third of a second
+
+    return SqliteJournal(state_dir, config.model)

@@ -1,0 +1,324 @@
+"""An engine process seen from the server: started, spoken to by messages, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import zmq
+import zmq.asyncio
+
+from loraplex import logs
+from loraplex.config import EngineConfig
+from loraplex.core import EngineInfo, TokenOutput
+from loraplex.environment import child_environment
+from loraplex.errors import EngineDeadError, EngineTimeoutError, error_from_payload
+from loraplex.events import EngineEvent
+from loraplex.frontend import messages as msg
+from loraplex.frontend.heartbeat import Heartbeat, ProcessWork
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[str, int, int], None]
+
+ENGINE_MODULE = "loraplex.frontend.process"
+ENGINE_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 10.0
+"""How long a call that only reads is waited for. An engine answers between two steps."""
+
+OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+"""What people and systems end a process with. A process that fails by itself gets others."""
+
+SPINNING = {"GOMP_SPINCOUNT": "1000"}
+"""For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after milliseconds, so that a
+process beside them costs a share of the throughput and not nearly all of it. The environment's own value goes before."""
+
+
+class EngineClient:
+    """One engine process. Every call is answered, with EngineDeadError when the process ends before it could.
+
+    `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process exits unexpectedly, or is
+    killed because its loop was silent for `timeout_s`. `module` is what the process runs (`python -m module ADDRESS`).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_outputs: Callable[[tuple[TokenOutput, ...]], None],
+        on_death: Callable[[EngineDeadError], None],
+        on_progress: ProgressCallback | None = None,
+        on_events: Callable[[tuple[EngineEvent, ...]], None] | None = None,
+        module: str = ENGINE_MODULE,
+        timeout_s: float = ENGINE_TIMEOUT_S,
+    ) -> None:
+        self._config = config
+        self._module = module
+        self._timeout_s = timeout_s
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._on_progress = on_progress
+        self._on_events = on_events
+        self._folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
+        self._address = f"ipc://{self._folder / 'engine'}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(self._address)
+        self._process: asyncio.subprocess.Process | None = None
+        self._calls: dict[int, asyncio.Future[msg.Reply]] = {}
+        self._call_ids = itertools.count(1)
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heartbeat: Heartbeat | None = None
+        self._is_stopping = False
+        self.was_killed = False
+        self._last_words = ""
+        self.death: EngineDeadError | None = None
+        self._dispatch = msg.TypeBasedDispatcher(
+            {
+                msg.Ready: self._on_ready,
+                msg.Progress: self._on_start_progress,
+                msg.StepOutputs: lambda m: self._on_outputs(m.outputs),
+                msg.Events: self._on_engine_events,
+                msg.Beat: lambda m: None,
+                msg.Reply: self._on_reply,
+                msg.Fatal: self._on_fatal,
+            }
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self.death is None and not self._is_stopping
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a process was made, lives, and is not stopped."""
+        if self._process is None or not self.is_alive:
+            return False
+        try:
+            return bool(psutil.Process(self._process.pid).status() != psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    async def start(self, is_watched: bool = False) -> EngineInfo:
+        """Start the engine in the process, which is made unless it was; wait until its model is ready.
+
+        is_watched: a start that is silent for `timeout_s` is a hang. A first one may wait for a download.
+        Raises the error that kept it from starting.
+        """
+        is_made = self._process is not None
+        self.send(msg.StartEngine(self._config))  # first of all: others may call while the process is being made
+        if not is_made:
+            await self.make_process()
+        if is_watched:
+            self._watch_heartbeat()
+        info = await self._ready
+        self._watch_heartbeat()
+        return info
+
+    async def make_process(self) -> None:
+        """The process imports what an engine needs, and waits for `start`."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",  # a file in the working directory must not stand in for a module: the engine imports what this process would
+            "-m",
+            self._module,
+            self._address,
+            *logs.arguments(),
+            env={
+                **SPINNING,
+                **child_environment(),
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            },
+            stdin=asyncio.subprocess.PIPE,  # its end tells the engine that this process is gone
+            start_new_session=True,  # Ctrl-C in a terminal is for the server, which ends the engine in order
+        )
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    def _watch_heartbeat(self) -> None:
+        if self._heartbeat is None and self._process is not None and self.death is None:
+            self._heartbeat = Heartbeat(self._timeout_s, ProcessWork(self._process.pid))
+            self._tasks.append(asyncio.create_task(self._count_silence(self._heartbeat)))
+
+    def send(self, message: Any) -> None:
+        """Send without waiting. Raises EngineDeadError when the process has ended, UnknownMessageError for what cannot be sent."""
+        if self.death is not None or self._is_stopping:
+            raise EngineDeadError(str(self.death or "the engine is shutting down"))
+        # The socket has no high-water mark: a send completes at once and the future can be dropped.
+        self._socket.send(msg.encode(message))
+
+    async def call(self, message_type: type, *values: Any) -> Any:
+        """Send a call and wait for its value; raises the error that the engine answers with.
+
+        EngineTimeoutError: a call that only reads was not answered for READ_TIMEOUT_S, or nothing was for so long before it.
+        """
+        is_read = message_type in msg.READS
+        if is_read and self.silence_s >= READ_TIMEOUT_S:
+            raise _timeout(f"has been silent for {self.silence_s:.0f} s")
+        call_id = next(self._call_ids)
+        future: asyncio.Future[msg.Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        try:
+            self.send(message_type(call_id, *values))
+            async with asyncio.timeout(READ_TIMEOUT_S if is_read else None):
+                reply = await future
+        except TimeoutError:
+            raise _timeout(f"did not answer within {READ_TIMEOUT_S:.0f} s") from None
+        else:
+            return msg.read_reply(reply, msg.RESULT_TYPES[message_type])
+        finally:
+            self._calls.pop(call_id, None)
+
+    @property
+    def silence_s(self) -> float:
+        """How long nothing was heard of the engine's loop."""
+        return 0.0 if self._heartbeat is None else self._heartbeat.silence_s
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed at once.
+
+        Called off in the middle, nothing stays either: not the process, nor the socket's folder.
+        """
+        try:
+            await self._end_process(grace_s)
+        finally:
+            if self._process is not None and self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+            for task in self._tasks:
+                task.cancel()
+            self._socket.close(linger=0)
+            self._context.term()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end_process(self, grace_s: float) -> None:
+        if self._process is not None and self._process.returncode is None:
+            if self._has_started and self.death is None and not self._is_stopping:
+                self.send(msg.Shutdown())
+            self._is_stopping = True
+            try:
+                await asyncio.wait_for(self._process.wait(), grace_s if self._has_started else 0)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_calls(EngineDeadError("the engine is shutting down"))
+
+    @property
+    def _has_started(self) -> bool:
+        ready = self._ready
+        return ready.done() and not ready.cancelled() and ready.exception() is None
+
+    async def _receive(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            if self._heartbeat is not None:
+                self._heartbeat.heard()
+            self._take(data)
+            # A message that is there already is read without a pause: others have their turn first.
+            await asyncio.sleep(0)
+
+    async def _count_silence(self, heartbeat: Heartbeat) -> None:
+        assert self._process is not None
+        hangs = False
+        while not hangs:
+            await asyncio.sleep(heartbeat.tick_s)
+            hangs = heartbeat.tick()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        silence = f"nothing was heard of it for {heartbeat.silence_s:.0f} s (--engine-timeout-s)"
+        if not self._is_stopping:
+            self._die(EngineDeadError(f"the engine process no longer responds: {silence}"))
+
+    def _take(self, data: bytes) -> None:
+        """Nothing that one message does may keep the next ones from being read."""
+        try:
+            self._dispatch(msg.decode_from_engine(data))
+        except Exception:
+            logger.exception("a message of the engine process could not be handled")
+
+    async def _watch(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        if self._is_stopping:
+            return
+        self.was_killed = self.death is None and -code in OUTSIDE_SIGNALS
+        # What it said before it ended is still in the socket.
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._take(await self._socket.recv(zmq.NOBLOCK))
+        self._die(EngineDeadError(f"the engine process exited unexpectedly ({_exit_text(code)}){self._last_words}"))
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self.death is not None:
+            return
+        self.death = error
+        self._fail_calls(error)
+        if self._has_started:
+            self._on_death(error)
+        elif not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # a spare that ends has no caller to take it
+
+    def _fail_calls(self, error: EngineDeadError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(str(error)))
+
+    def _on_ready(self, message: msg.Ready) -> None:
+        if not self._ready.done():
+            self._ready.set_result(message.info)
+
+    def _on_start_progress(self, message: msg.Progress) -> None:
+        if self._on_progress is not None:
+            self._on_progress(message.what, message.done, message.total)
+
+    def _on_engine_events(self, message: msg.Events) -> None:
+        if self._on_events is not None:
+            self._on_events(message.events)
+
+    def _on_reply(self, message: msg.Reply) -> None:
+        future = self._calls.get(message.call_id)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _on_fatal(self, message: msg.Fatal) -> None:
+        """At the start the error is the caller's; later it is the reason of the death that follows."""
+        error = error_from_payload(message.error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            return
+        self._last_words = f": {error}"
+        logger.error("the engine process cannot go on: %s", error)
+
+
+def _timeout(what: str) -> EngineTimeoutError:
+    return EngineTimeoutError(f"the engine {what}: a step of it takes long, or it hangs; try again later")
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,103 @@
+"""What stands in front of an engine, in the offline `LLM` and in the server alike: tokenizer, request checks, names of adapters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loraplex.adapters.registry import Journal, LoRARef, LoRARegistry, OnChange
+from loraplex.adapters.source import AdapterSource
+from loraplex.config import EngineConfig
+from loraplex.core import AdapterStore, EngineInfo, LoRARequest
+from loraplex.errors import InvalidRequestError, LoraDisabledError
+from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
+from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
+
+logger = logging.getLogger(__name__)
+
+RunLater = Callable[[Callable[[], None]], object]
+
+
+@dataclass(frozen=True)
+class Front:
+    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off."""
+
+    served_model_name: str
+    tokenizer: Tokenizer | None
+    inputs: InputProcessor
+    outputs: OutputProcessor
+    registry: LoRARegistry | None
+
+    def registry_or_refuse(self) -> LoRARegistry:
+        if self.registry is None:
+            raise LoraDisabledError("LoRA is off here: start with enable_lora (the default) to use adapters")
+        return self.registry
+
+    def check_lora_request(self, request: LoRARequest) -> None:
+        """Raises LoraDisabledError without LoRA, InvalidRequestError when the adapter was made for a base of another name."""
+        self.registry_or_refuse()
+        name = request.base_model_name
+        if name is not None and name != self.served_model_name:
+            raise InvalidRequestError(
+                f"LoRARequest {request.lora_name!r}: base_model_name is {name!r}, this engine serves {self.served_model_name!r}"
+            )
+
+
+def adapter_ref(ref: LoRARef | None) -> AdapterRef | None:
+    return None if ref is None else AdapterRef(ref.adapter_id, ref.adapter_digest)
+
+
+def make_front(
+    config: EngineConfig,
+    info: EngineInfo,
+    store: AdapterStore | None,
+    run_later: RunLater,
+    *,
+    served_model_name: str,
+    base_names: Iterable[str] = (),
+    adapter_roots: Sequence[str | Path] | None = None,
+    journal: Journal | None = None,
+    on_change: OnChange = lambda kind, name, text, details: None,
+) -> Front:
+    """Put a front before a started engine; `store` is None when LoRA is off. `adapter_roots` None: adapters may be anywhere.
+
+    journal, on_change: as in `LoRARegistry`.
+    """
+    # These bring in torch: a second, spent while an engine process starts.
+    from loraplex.adapters.checked_reader import CheckedReader
+    from loraplex.adapters.opener import AdapterOpener
+
+    tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
+    registry = None
+    if config.lora is not None and store is not None:
+        roots = None if adapter_roots is None else tuple(Path(root).resolve() for root in adapter_roots)
+        opener = AdapterOpener(AdapterSource(roots), CheckedReader(info.targets, config.lora))
+        names = {served_model_name, *base_names}
+        registry = LoRARegistry(
+            store,
+            opener.open,
+            config.lora.max_loaded_loras,
+            names,
+            run_later=run_later,
+            max_versions_kept=config.lora.max_versions_kept,
+            journal=journal,
+            on_change=on_change,
+        )
+    return Front(
+        served_model_name,
+        tokenizer,
+        InputProcessor(tokenizer, ModelLimits(info.vocab_size, info.max_model_len), eos_token_ids),
+        OutputProcessor(tokenizer),
+        registry,
+    )
+
+
+def open_tokenizer(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """The tokenizer of a model directory and its end-of-sequence tokens. Without tokenizer.json, prompts must be token ids."""
+    if not (Path(path) / "tokenizer.json").exists():
+        logger.warning("%s has no tokenizer.json: prompts must be token ids and outputs are token ids", path)
+        return None, read_eos_token_ids(path)
+    tokenizer = Tokenizer.from_dir(path)
+    return tokenizer, tuple(tokenizer.eos_token_ids)

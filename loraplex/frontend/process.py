@@ -1,0 +1,241 @@
+"""The engine as a process of its own: `python -m loraplex.frontend.process ADDRESS`, started by `EngineClient`.
+
+One thread runs the step loop and owns the socket; it alone says that the loop turns (`Beat`), so a loop that hangs is silent. Verbs that
+may wait (load, promote) run on a few worker threads and answer through a queue, so that no verb ever holds up a step. The process ends
+when its parent does (its standard input closes) or says so.
+Every message is answered, also one that cannot be understood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from loraplex import logs
+from loraplex.core import FinishReason, Request, TokenOutput
+from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.errors import EngineError, LoraplexError
+from loraplex.frontend import messages as msg
+from loraplex.kernels.native.library import open_library
+
+logger = logging.getLogger("loraplex.frontend.process")
+
+IDLE_POLL_MS = 1000
+LOADING_POLL_MS = 1
+CARE_POLL_MS = 10
+BEAT_S = 0.5
+NUM_VERB_THREADS = 8
+MAX_MESSAGES_A_STEP = 256
+"""Read between two steps: however many come, requests that run go on."""
+
+MAX_BYTES_A_STEP = 2**20
+"""The same for long ones: a prompt of 131,000 ids takes 8 ms to read, and each of its `n` completions brings it."""
+
+
+class EngineProcess:
+    """Reads messages, steps while there is work, sends what came of it."""
+
+    def __init__(self, socket: zmq.Socket[bytes], engine: EngineCore) -> None:
+        self._socket = socket
+        self._engine = engine
+        self._is_running = True
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="verb")
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._ended: list[TokenOutput] = []
+        self._last_prompt: tuple[int, ...] = ()
+        self._sent_s = time.monotonic()
+        self._dispatch = msg.TypeBasedDispatcher(self._handlers())
+
+    def _handlers(self) -> dict[type, Callable[[Any], None]]:
+        engine = self._engine
+        return {
+            msg.AddRequest: lambda m: self._ended.extend(engine.add_request(self._with_known_prompt(m.request))),
+            msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
+            msg.AddAdapter: lambda m: self._in_background(m, lambda: engine.adapters.add_adapter(m.spec)),
+            msg.AttachAdapters: lambda m: self._now(m, lambda: engine.adapters.attach_adapters(m.specs)),
+            msg.DropAdapter: lambda m: self._in_background(m, lambda: engine.adapters.drop_adapter(m.adapter_id)),
+            msg.PromoteAdapter: lambda m: self._in_background(m, lambda: engine.adapters.promote_adapter(m.adapter_id)),
+            msg.EvictAdapter: lambda m: self._in_background(m, lambda: engine.adapters.evict_adapter(m.adapter_id)),
+            msg.PinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.pin_adapter(m.adapter_id)),
+            msg.UnpinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.unpin_adapter(m.adapter_id)),
+            msg.AbortAdapter: self._abort_adapter,
+            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters())),
+            msg.GetMemory: lambda m: self._now(m, engine.memory_report),
+            msg.GetStats: lambda m: self._now(m, engine.stats),
+            msg.StartProfile: lambda m: self._now(m, engine.start_profile),
+            msg.StopProfile: lambda m: self._now(m, engine.stop_profile),
+            msg.CheckIntegrity: lambda m: self._now(m, engine.check_integrity),
+            msg.Shutdown: self._shutdown,
+        }
+
+    def run(self) -> None:
+        self._send(msg.Ready(self._engine.info))
+        try:
+            while self._is_running:
+                self._read(self._patience_ms())
+                self._send_outputs(self._engine.step())
+                self._send_events()
+                self._beat()
+        finally:
+            self._verbs.shutdown(wait=False, cancel_futures=True)
+            self._engine.close()
+
+    def _patience_ms(self) -> int:
+        """How long to wait for messages: not at all while tokens flow."""
+        if not self._engine.has_unfinished:
+            return CARE_POLL_MS if self._engine.is_in_care else IDLE_POLL_MS
+        return LOADING_POLL_MS if self._engine.is_stalled else 0
+
+    def _read(self, timeout_ms: int) -> None:
+        events = dict(self._poller.poll(timeout_ms))
+        if self._wake_read in events:
+            os.read(self._wake_read, 4096)
+        while not self._replies.empty():
+            self._socket.send(self._replies.get())
+        if self._socket in events:
+            with contextlib.suppress(zmq.Again):
+                num_messages = num_bytes = 0
+                while self._is_running and num_messages < MAX_MESSAGES_A_STEP and num_bytes < MAX_BYTES_A_STEP:
+                    data = self._socket.recv(zmq.NOBLOCK)
+                    num_messages, num_bytes = num_messages + 1, num_bytes + len(data)
+                    self._handle(data)
+
+    def _with_known_prompt(self, request: Request) -> Request:
+        """Completions of one prompt share its ids: those of 131,000 tokens are 5 MB, and 128 completions may wait."""
+        if request.prompt_token_ids == self._last_prompt:
+            return replace(request, prompt_token_ids=self._last_prompt)
+        self._last_prompt = request.prompt_token_ids
+        return request
+
+    def _handle(self, data: bytes) -> None:
+        """Nothing that one message says may end the engine."""
+        try:
+            self._dispatch(msg.decode_to_engine(data))
+        except LoraplexError as error:
+            logger.error("a message could not be handled: %s", error)
+            self._refuse(data, error)
+        except Exception as error:
+            logger.exception("a message could not be handled")
+            self._refuse(data, EngineError(f"{type(error).__name__}: {error}"))
+
+    def _refuse(self, data: bytes, error: LoraplexError) -> None:
+        """Tell who waits for an answer to a message that he will get none."""
+        call_id, request_id = msg.call_id_of(data), msg.request_id_of(data)
+        if call_id is not None:
+            self._send(msg.reply_error(call_id, error))
+        if request_id is not None:
+            self._ended.append(TokenOutput(request_id, finish_reason=FinishReason.ERROR, error=error.to_payload()))
+
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+        ended, self._ended = self._ended, []
+        if ended or outputs:
+            for message in msg.step_outputs((*ended, *outputs)):
+                self._send(message)
+
+    def _send_events(self) -> None:
+        events = self._engine.take_events()
+        if events:
+            self._send(msg.Events(events))
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._sent_s >= BEAT_S:
+            self._send(msg.Beat())
+
+    def _send(self, message: Any) -> None:
+        self._socket.send(msg.encode(message))
+        self._sent_s = time.monotonic()
+
+    def _in_background(self, message: Any, verb: Callable[[], Any]) -> None:
+        self._verbs.submit(self._answer, message.call_id, verb)
+
+    def _answer(self, call_id: int, verb: Callable[[], Any]) -> None:
+        self._replies.put(msg.encode(_call(call_id, verb)))
+        os.write(self._wake_write, b"x")
+
+    def _now(self, message: Any, verb: Callable[[], Any]) -> None:
+        self._send(_call(message.call_id, verb))
+
+    def _abort_adapter(self, message: msg.AbortAdapter) -> None:
+        ended = self._engine.abort_adapter(message.adapter_id)
+        self._ended.extend(ended)
+        self._send(msg.reply_value(message.call_id, len(ended)))
+
+    def _shutdown(self, message: msg.Shutdown) -> None:
+        self._is_running = False
+
+
+def _call(call_id: int, verb: Callable[[], Any]) -> msg.Reply:
+    """The reply to a verb: its value, or its error; what is not ours is shown with its place."""
+    try:
+        return msg.reply_value(call_id, verb())
+    except LoraplexError as error:
+        return msg.reply_error(call_id, error)
+    except Exception as error:
+        logger.exception("a verb failed")
+        return msg.reply_error(call_id, EngineError(f"{type(error).__name__}: {error}"))
+
+
+def _end_with_parent(address: str) -> None:
+    """Standard input is a pipe that only the parent holds: its end is the parent's end."""
+    while os.read(0, 1):  # not sys.stdin: its lock would still be held when the interpreter ends
+        pass
+    _remove(address)
+    os._exit(1)
+
+
+def _remove(address: str) -> None:
+    """The socket's file and its folder: nobody needs them once the one connection is there, whoever is killed then."""
+    path = Path(address.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
+
+
+def main(address: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle; it says Shutdown
+    threading.Thread(target=_end_with_parent, args=(address,), name="parent-watch", daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    try:
+        if not socket.poll(0):
+            open_library()  # a spare has time, and the check of the library takes a while
+        start = msg.decode_to_engine(socket.recv())
+        _remove(address)
+        engine = build_engine(
+            start.config, progress=lambda what, done, total: socket.send(msg.encode(msg.Progress(what, done, total)))
+        )
+        EngineProcess(socket, engine).run()
+    except Exception as error:
+        if not isinstance(error, LoraplexError):
+            logger.exception("the engine cannot start or go on")
+            error = EngineError(f"{type(error).__name__}: {error}")
+        socket.send(msg.encode(msg.Fatal(error.to_payload())))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+if __name__ == "__main__":
+    logs.configure_from(sys.argv[2:])
+    sys.exit(main(sys.argv[1]))

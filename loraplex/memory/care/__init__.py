@@ -1,0 +1,1 @@
+"""What keeps the adapters' memory well: checksums and quarantine, compaction, the monitor, prediction."""

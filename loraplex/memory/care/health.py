@@ -1,0 +1,301 @@
+"""Adapters that give wrong results or lie in damaged memory: quarantined, restored, served again.
+
+The engine calls this between steps. It ends the requests of the adapters that it is told to end, and runs the diagnoses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from loraplex.core import Tier
+from loraplex.errors import AdapterFaultError, DeviceLostError, LoraplexError
+from loraplex.events import EventKind
+from loraplex.memory.care.damage import DamageControl, damage_error
+from loraplex.memory.care.recovery import Recovery
+from loraplex.memory.residency.records import StoredAdapter, StoredWeights, tell
+from loraplex.memory.residency.store import WeightStore
+from loraplex.memory.residency.transfers import Transfers
+from loraplex.memory.weights.loading import Loader, is_device_lost
+
+
+class AdapterHealth:
+    """Thread-safe: takes the store's lock. release: returns a reference to an adapter, with all that follows from the last one."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        transfers: Transfers,
+        damage: DamageControl,
+        loader: Loader,
+        release: Callable[[StoredAdapter], None],
+    ) -> None:
+        self._store = store
+        self._transfers = transfers
+        self._damage = damage
+        self._loader = loader
+        self._release = release
+        self._recovery = Recovery(store.clock)
+        self._last_scrubbed = ""
+        self._is_scrubbing = False
+
+    # ------------------------------------------------------------------------------------------------- wrong results
+
+    def quarantine(self, adapter_id: int, reason: str) -> list[int]:
+        """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose requests must end."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is None:
+                return []
+            if self._recovery.open(weights.digest, reason):
+                self._store.counters.num_quarantined += 1
+                self._store.suspect.append(weights.digest)
+                tell(self._store.events, EventKind.FAULT, weights, f"is quarantined: {reason}", cause="results")
+            return list(weights.adapters)
+
+    def doubt(self, adapter_id: int) -> None:
+        """A result of this adapter was odd. It is served on; `doubted` tells when to look at it."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.doubt(weights.digest)
+
+    def doubted(self) -> list[int]:
+        """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`."""
+        with self._store.lock:
+            found: list[int] = []
+            for digest in self._recovery.due_doubts():
+                weights = self._store.weights.get(digest)
+                if weights is None or not weights.adapters or not weights.is_on_device:
+                    self._recovery.looked(digest)
+                elif weights.is_at_rest:
+                    found.append(next(iter(weights.adapters)))
+            return found
+
+    def looked(self, adapter_id: int) -> None:
+        """The diagnosis of an adapter in doubt was made, or could not be: the next one is an interval later."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.looked(weights.digest)
+
+    def refusal(self, adapter_id: int) -> AdapterFaultError | None:
+        """The error for a request of a quarantined adapter; None for one that is well or unknown."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is None:
+                return None
+            return self._recovery.refusal(weights.digest, self._store.adapters[adapter_id].name)
+
+    def forgive(self, digest: str) -> None:
+        """Somebody adds an adapter of this content: what was given up is served again, and judged anew. The lock is held."""
+        self._recovery.forgive(digest)
+
+    def state_of(self, digest: str) -> str | None:
+        """Why a content is quarantined. The lock is held."""
+        return self._recovery.state_of(digest)
+
+    def quarantined(self) -> dict[int, str]:
+        """adapter_id -> why."""
+        with self._store.lock:
+            cases = {case.digest: self._recovery.state_of(case.digest) for case in self._recovery}
+            return {
+                adapter_id: text
+                for adapter_id, adapter in self._store.adapters.items()
+                if (text := cases.get(adapter.weights.digest)) is not None
+            }
+
+    @property
+    def is_diagnosis_due(self) -> bool:
+        """Whether `next_diagnosis` has something to do."""
+        return self._recovery.is_due
+
+    def next_diagnosis(self) -> int | None:
+        """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read anew.
+
+        From the second try on copies on disk or compressed are not trusted either. Cases of contents that are gone are closed.
+        """
+        with self._store.lock:
+            for gone in [case.digest for case in self._recovery if case.digest not in self._store.weights]:
+                self._recovery.close(gone)
+            case = self._recovery.due()
+            if case is None:
+                return None
+            weights = self._store.weights[case.digest]
+            if not weights.adapters or weights.num_running or not weights.is_at_rest:
+                self._recovery.postpone(case.digest)
+                return None
+            self._store.evict_to_source(weights)
+            weights.is_restoring = weights.num_pinned > 0
+            if case.num_tries > 1:
+                self._store.forget_copies(weights)
+            return next(iter(weights.adapters))
+
+    @contextmanager
+    def borrowed(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, int] | None]:
+        """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted` takes none.
+
+        It counts as no use: the order of eviction and the hit rate stay as they are.
+        """
+        with self._lend(lambda weights: self._is_lendable(weights, is_wanted)) as lent:
+            yield lent
+
+    @contextmanager
+    def lent(self, adapter_id: int) -> Iterator[tuple[str, int] | None]:
+        """`borrowed` of one adapter, whatever runs on it; None when it is not on the device."""
+        with self._lend(lambda weights: adapter_id in weights.adapters and weights.is_on_device) as lent:
+            yield lent
+
+    @contextmanager
+    def _lend(self, is_meant: Callable[[StoredWeights], bool]) -> Iterator[tuple[str, int] | None]:
+        with self._store.lock:
+            found = next(filter(is_meant, self._store.weights.values()), None)
+            adapter = None if found is None else next(iter(found.adapters.values()))
+            if adapter is not None:
+                adapter.count_running(1)
+        try:
+            if found is None or found.lora_slot is None:
+                yield None
+            else:
+                yield found.digest, found.lora_slot
+        finally:
+            if adapter is not None:
+                with self._store.lock:
+                    self._release(adapter)
+
+    def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
+        is_there = weights.is_on_device and weights.is_at_rest and bool(weights.adapters) and weights.num_running == 0
+        is_well = self._recovery.state_of(weights.digest) is None
+        has_home = not any(adapter.is_removed for adapter in weights.adapters.values())
+        return is_there and is_well and has_home and is_wanted(weights.digest)
+
+    def cleared(self, adapter_id: int) -> None:
+        """The diagnosis found the adapter well."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None and self._recovery.close(weights.digest) is not None:
+                self._store.counters.num_recovered += 1
+                tell(self._store.events, EventKind.RECOVERY, weights, "answers rightly and is served again")
+
+    def postpone(self, adapter_id: int) -> None:
+        """The diagnosis could not be made: it is due again soon."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.postpone(weights.digest)
+
+    def still_ill(self, adapter_id: int, reason: str) -> None:
+        """The diagnosis failed; the next one is later, or never."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None:
+                self._recovery.failed(weights.digest, reason)
+                state = self._recovery.state_of(weights.digest)
+                tell(self._store.events, EventKind.FAULT, weights, f"is {state}", cause="diagnosis")
+
+    # ------------------------------------------------------------------------------------------------ damaged memory
+
+    def scrub(self, max_bytes: int) -> dict[int, str]:
+        """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on damaged ones.
+
+        What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are asynchronous
+        a loader's thread does it beside the steps, and those that run are told by `take_faults`.
+        """
+        with self._store.lock:
+            if self._is_scrubbing:
+                return {}
+            chosen = self._after_last(max_bytes)
+            for weights in chosen:
+                self._last_scrubbed = weights.digest
+            return self._scrub(chosen)
+
+    def scrub_one(self, adapter_id: int) -> dict[int, str]:
+        """As `scrub`, of one adapter at once; not while others are checked beside the steps."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            return {} if weights is None or not weights.is_at_rest or self._is_scrubbing else self._scrub([weights])
+
+    def _scrub(self, chosen: list[StoredWeights]) -> dict[int, str]:
+        in_use: dict[int, str] = {}
+        self._store.counters.scrubbed_bytes += sum(weights.nbytes for weights in chosen)
+        if self._store.copies.is_asynchronous:
+            self._scrub_beside(chosen)
+            return {}
+        for weights in chosen:
+            if any(self._damage.find(weights, tier) for tier in self._damage.tiers):
+                in_use |= self._discard_or_name(weights)
+        return in_use
+
+    def _scrub_beside(self, chosen: list[StoredWeights]) -> None:
+        """What comes nearer meanwhile is not looked at: only tiers that have the weights now."""
+        self._is_scrubbing = True
+        found = [(each, [tier for tier in self._damage.tiers if _is_in(each, tier)]) for each in chosen]
+        for weights in chosen:
+            weights.num_readers += 1
+        self._loader.submit(partial(self._check_all, found))
+
+    def _check_all(self, found: list[tuple[StoredWeights, list[Tier]]]) -> None:
+        """Without the lock, in a loader's thread: they neither move nor leave as long as they are read."""
+        for weights, tiers in found:
+            is_damaged = False
+            try:
+                is_damaged = any(self._damage.find(weights, tier) for tier in tiers)
+            except RuntimeError as error:
+                if is_device_lost(error):
+                    self._store.device_lost = DeviceLostError(f"the device does not answer any more: {error}")
+            with self._store.lock:
+                weights.num_readers -= 1
+                if not weights.adapters:
+                    self._store.drop(weights)
+                elif is_damaged and self._discard_or_name(weights):
+                    self._store.faults[weights.digest] = damage_error(next(iter(weights.adapters.values())).name)
+                self._store.lock.notify_all()
+        self._is_scrubbing = False
+
+    def take_faults(self) -> dict[int, LoraplexError]:
+        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore` them then."""
+        if not self._store.faults:
+            return {}
+        with self._store.lock:
+            faults, self._store.faults = self._store.faults, {}
+            self._store.suspect += faults
+            return {
+                adapter_id: error
+                for digest, error in faults.items()
+                if digest in self._store.weights
+                for adapter_id in self._store.weights[digest].adapters
+            }
+
+    def restore(self, adapter_id: int) -> None:
+        """Let the damaged copies of an adapter go, now that its requests have ended."""
+        with self._store.lock:
+            weights = self._weights(adapter_id)
+            if weights is not None and weights.is_at_rest and not weights.num_running:
+                self._discard_or_name(weights)
+
+    def _after_last(self, max_bytes: int) -> list[StoredWeights]:
+        resident = sorted(
+            (each for each in self._store.weights.values() if each.host is not None or each.device is not None),
+            key=lambda each: (each.digest <= self._last_scrubbed, each.digest),
+        )
+        chosen: list[StoredWeights] = []
+        for each in resident:
+            if each.is_at_rest and each.layout is not None and max_bytes > 0:
+                chosen.append(each)
+                max_bytes -= each.nbytes
+        return chosen
+
+    def _discard_or_name(self, weights: StoredWeights) -> dict[int, str]:
+        if weights.num_running or not weights.is_at_rest:
+            return {adapter.adapter_id: adapter.name for adapter in weights.adapters.values()}
+        self._transfers.let_damaged_go(weights)
+        return {}
+
+    def _weights(self, adapter_id: int) -> StoredWeights | None:
+        adapter = self._store.adapters.get(adapter_id)
+        return None if adapter is None else adapter.weights
+
+
+def _is_in(weights: StoredWeights, tier: Tier) -> bool:
+    return (weights.host if tier is Tier.HOST else weights.device) is not None

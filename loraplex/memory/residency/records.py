@@ -1,0 +1,229 @@
+"""The records of the memory: what is known of each adapter, and of the weights of each content digest.
+
+    source -> loading -> host -> arriving -> device       (on a CPU host -> device at once: nothing is copied)
+       ^_________________ |  ^_______________ |           evict: one tier down; drop: the record goes
+
+What is arriving has its rows in the slot table: requests run on it, and their steps wait for its layers one by one (arrivals.py).
+
+Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loraplex.adapters.weights import LoRAModel
+from loraplex.core import AdapterResidency, AdapterSpec, Tier, WaitsFor
+from loraplex.errors import AdapterNotFoundError, LoraplexError
+from loraplex.events import Detail, EventKind, EventLog
+from loraplex.memory.residency.arrivals import Arriving
+from loraplex.memory.residency.tiers import Place
+from loraplex.memory.weights.packing import PackedLayout
+
+
+class WeightState(enum.Enum):
+    SOURCE = "source"
+    LOADING = "loading"
+    HOST = "host"
+    ARRIVING = "arriving"
+    DEVICE = "device"
+
+
+_TIERS = {
+    WeightState.SOURCE: Tier.SOURCE,
+    WeightState.LOADING: Tier.SOURCE,
+    WeightState.HOST: Tier.HOST,
+    WeightState.ARRIVING: Tier.DEVICE,
+    WeightState.DEVICE: Tier.DEVICE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """Who wants weights nearer the compute, and what that pushed out.
+
+    cause: `add`, `promote`, `pin`, `request` or `prefetch`. is_for_request: what was asked for earlier in this scheduling
+    pass is not evicted for it (requests take turns); verbs come from outside the passes and heed only the rules for all.
+    """
+
+    cause: str
+    is_for_request: bool = False
+    evicted: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
+
+    damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request was told
+    to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done while requests run
+    on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not the same. may_wait: for memory on
+    its way back, since it runs in the thread of who asked; a loader's thread must not, or nobody is left to bring that memory back.
+    """
+
+    weights: StoredWeights
+    demand: Demand
+    sources: tuple[StoredAdapter, ...]
+    began_s: float
+    is_awaited: bool = False
+    may_wait: bool = False
+    is_done: bool = False
+    num_failed_copies: int = 0
+    arriving: Arriving | None = None
+    damaged_copies: list[str] = field(default_factory=list)
+    error: LoraplexError | None = None
+    errors: dict[int, LoraplexError] = field(default_factory=dict)
+
+    def error_of(self, adapter: StoredAdapter) -> LoraplexError | None:
+        """None when all went well, or failed without having tried the source of `adapter`."""
+        return self.errors.get(adapter.adapter_id) if self.errors else self.error
+
+
+@dataclass(slots=True, eq=False)
+class LoadFailure:
+    """What a failed load leaves for the requests that waited for it. `raised_in_pass` is None until the first one gets it."""
+
+    job: LoadJob
+    failed_s: float
+    raised_in_pass: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class StoredAdapter:
+    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends.
+
+    is_attached: it was registered without a load, and stays when its first load fails.
+    """
+
+    spec: AdapterSpec
+    open_weights: Callable[[], LoRAModel]
+    weights: StoredWeights
+    num_running: int = 0
+    is_pinned: bool = False
+    is_removed: bool = False
+    is_attached: bool = False
+    is_evicted_when_idle: bool = False
+
+    @property
+    def adapter_id(self) -> int:
+        return self.spec.adapter_id
+
+    @property
+    def name(self) -> str:
+        return self.spec.adapter_name
+
+    def count_running(self, change: int) -> None:
+        self.num_running += change
+        self.weights.num_running += change
+        assert self.num_running >= 0, f"adapter {self.name!r} is released more often than acquired"
+
+    def set_pinned(self, is_pinned: bool) -> bool:
+        """Whether that changed something."""
+        has_changed = self.is_pinned is not is_pinned
+        self.weights.num_pinned += int(is_pinned) - int(self.is_pinned)
+        self.is_pinned = is_pinned
+        return has_changed
+
+    def check_not_removed(self) -> None:
+        if self.is_removed:
+            raise AdapterNotFoundError(
+                f"adapter {self.name!r} (id {self.adapter_id}) was removed meanwhile; add it again"
+            )
+
+    def residency(self, resting_tier: Tier, fault: str | None) -> AdapterResidency:
+        """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is quarantined."""
+        weights = self.weights
+        error = None if weights.failed_job is None else weights.failed_job.error_of(self)
+        is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
+        return AdapterResidency(
+            adapter_id=self.adapter_id,
+            tier=resting_tier if is_out else _TIERS[weights.state],
+            lora_slot=weights.lora_slot if weights.is_on_device else None,
+            nbytes=self.spec.nbytes if weights.layout is None else weights.nbytes,
+            num_running=self.num_running,
+            is_pinned=self.is_pinned,
+            is_loading=weights.job is not None,
+            last_used_s=weights.last_used_s,
+            error=fault or (None if error is None else error.message),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class StoredWeights:
+    """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed equally.
+
+    host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
+    num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.
+    wanted_in_pass: the last scheduling pass in which a request asked in vain.
+    checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
+    is_restoring: damaged copies were let go and the weights are on their way back.
+    failed_job: the last one, when it failed.
+    has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
+    brought_from: what the load read that a request caused and that no request has used yet, None when there was none.
+    is_prefetch_off: the last load failed and nobody asked since.
+    reload_s: what the last load took, its wait for others included; None before the first.
+    """
+
+    digest: str
+    adapters: dict[int, StoredAdapter] = field(default_factory=dict)
+    state: WeightState = WeightState.SOURCE
+    layout: PackedLayout | None = None
+    checksums: tuple[int, ...] = ()
+    checked_s: float = -math.inf
+    is_restoring: bool = False
+    host: Place | None = None
+    device: Place | None = None
+    num_running: int = 0
+    num_pinned: int = 0
+    num_readers: int = 0
+    job: LoadJob | None = None
+    failure: LoadFailure | None = None
+    failed_job: LoadJob | None = None
+    waits_for: WaitsFor | None = None
+    wanted_in_pass: int = -1
+    has_missed: bool = False
+    is_cold: bool = False
+    brought_from: str | None = None
+    is_prefetch_off: bool = False
+    last_used_s: float = 0.0
+    reload_s: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes. Only once a load has told them."""
+        assert self.layout is not None, f"digest {self.digest} was never loaded"
+        return self.layout.nbytes
+
+    @property
+    def lora_slot(self) -> int | None:
+        return None if self.device is None else self.device.lora_slot
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether steps launched from now on may use it: also while it arrives."""
+        return self.state in (WeightState.ARRIVING, WeightState.DEVICE)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """It may be moved or let go as far as its bytes go: no load or copy under way, no thread that reads them."""
+        return self.job is None and self.num_readers == 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nobody would miss it: no running request, no pin, and it is at rest."""
+        return self.num_running == 0 and self.num_pinned == 0 and self.is_at_rest
+
+    @property
+    def names(self) -> list[str]:
+        return [adapter.name for adapter in self.adapters.values() if not adapter.is_removed]
+
+
+def tell(events: EventLog, kind: EventKind, weights: StoredWeights, text: str, **details: Detail) -> None:
+    """An event of the newest adapter of a content."""
+    adapter = next(reversed(weights.adapters.values()), None)
+    name = f"digest {weights.digest[:12]}" if adapter is None else f"adapter {adapter.name!r}"
+    adapter_id, adapter_name = (None, None) if adapter is None else (adapter.adapter_id, adapter.name)
+    events.add(kind, f"{name} {text}", adapter_id=adapter_id, adapter_name=adapter_name, **details)

@@ -1,0 +1,219 @@
+"""Who leaves a tier so that another can come in, and what is said when nobody can.
+
+Never leaves: what runs, is pinned, is being loaded or copied; and for a request, what was asked for earlier in the same
+scheduling pass (so requests that want more than fits are served in turn instead of evicting each other for ever).
+The host tier gives up what is only there first, then what is on the device too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from loraplex.core import Tier, WaitsFor
+from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
+from loraplex.memory.residency.records import Demand, StoredWeights
+from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache
+from loraplex.memory.space.retired import RetiredMemory
+
+
+class Room:
+    """Decisions over both tiers; it moves nothing. The caller holds the manager's lock."""
+
+    def __init__(
+        self, host: HostCache, device: DeviceCache, retired: RetiredMemory, weights: Mapping[str, StoredWeights]
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._retired = retired
+        self._weights = weights
+        self._promises: dict[Tier, StoredWeights] = {}
+        self.pass_id = 0
+
+    # ------------------------------------------------------------------------------------------------------- promises
+
+    def promise(self, cache: Budget, weights: StoredWeights) -> None:
+        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it is asked for."""
+        if self.promised(cache) is None:
+            self._promises[cache.tier] = weights
+
+    def promised(self, cache: Budget) -> StoredWeights | None:
+        """Whom the next free memory of `cache` is for."""
+        weights = self._promises.get(cache.tier)
+        is_due = weights is not None and weights.job is None and not _holds(cache, weights)
+        if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
+            return weights
+        self._promises.pop(cache.tier, None)
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ who may leave
+
+    def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
+        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
+        if not cache.policy.evicts:
+            return
+        for is_on_device in (True,) if cache is self._device else (False, True):
+            for each in self._held(cache):
+                if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
+                    yield each
+
+    def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
+        """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
+        leaving: list[StoredWeights] = []
+        used_bytes, num_adapters = cache.used_bytes, cache.num_adapters
+        while not cache.allows(nbytes, used_bytes, num_adapters):
+            victim = next(candidates, None)
+            if victim is None:
+                return None
+            leaving.append(victim)
+            used_bytes -= victim.nbytes
+            num_adapters -= 1
+        return leaving
+
+    def victims_for(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The first unpinned ones of `in_use` whose release would make room for `wanted`; [] if none would."""
+        if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
+            return []
+        caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
+        victims: list[StoredWeights] = []
+        for cache in caches:
+            more = self._in_the_way(cache, wanted, in_use, victims)
+            if more is None:
+                return []
+            victims += more
+        return victims or self._holders_beside_kv(wanted, in_use)
+
+    def _holders_beside_kv(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The budget has room and the KV cache has the memory: those whose end gives as much of either back."""
+        cache = self._device if wanted.host is not None else self._host
+        victims: list[StoredWeights] = []
+        for each in in_use if self._is_kv_in_the_way(cache) else ():
+            if (
+                _holds(cache, each)
+                and each is not wanted
+                and _can_give_way(each)
+                and sum(v.nbytes for v in victims) < wanted.nbytes
+            ):
+                victims.append(each)
+        return victims
+
+    def _is_kv_in_the_way(self, cache: Budget) -> bool:
+        pool = self._device.pool if cache is self._device else self._host.pool
+        return pool is not None and pool.is_kv_in_the_way
+
+    def _in_the_way(
+        self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
+    ) -> list[StoredWeights] | None:
+        freely = list(self.candidates(cache, wanted, Demand("request")))
+        gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
+        running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
+        chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+        return None if chosen is None else [each for each in chosen if each not in gone]
+
+    def _held(self, cache: Budget) -> Iterator[StoredWeights]:
+        return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
+
+    def _is_queued(self, digest: str) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last."""
+        return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
+
+    def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
+        is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device
+        if is_spare_copy:
+            return weights.is_at_rest
+        is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
+        return weights.is_idle and not is_wanted
+
+    # ---------------------------------------------------------------------------------------------------- what is refused
+
+    def is_coming(self, wanted: StoredWeights) -> bool:
+        """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
+        others = (each for each in self._weights.values() if each is not wanted)
+        return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
+
+    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
+        """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
+        if self._retired.nbytes or self.promised(cache) not in (None, wanted):
+            return
+        if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
+            return  # requests end, and the KV cache gives back
+        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
+        can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
+        is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
+        if not (cache.policy.evicts and can_fit and is_in_motion):
+            raise self.no_room(cache, wanted, name, nbytes)
+
+    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+        if weights.layout is None or weights.num_pinned:
+            return
+        pinned = self._pinned(weights)
+        pinned_bytes = sum(each.nbytes for each in pinned)
+        if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
+            raise AdapterNoRoomError(
+                f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
+                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
+                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
+            )
+
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Raises AdapterTooLargeError when an empty tier would not hold the adapter."""
+        for cache in (self._device, self._host):
+            if nbytes > cache.max_bytes:
+                raise AdapterTooLargeError(
+                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
+                    f"bytes; raise {cache.setting} or use a lower rank"
+                )
+
+    def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
+        held = [each for each in self._held(cache) if each is not wanted]
+        pinned = sum(each.nbytes for each in held if each.num_pinned)
+        in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
+        bound = (
+            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
+        )
+        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        if cache.fits(nbytes):
+            has_kv = self._is_kv_in_the_way(cache)
+            rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
+        return AdapterNoRoomError(
+            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
+            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
+            f"unpin or evict another adapter, or raise {cache.setting}"
+        )
+
+    def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:
+        return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
+
+    def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
+        return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
+
+
+def _holds(cache: Budget, weights: StoredWeights) -> bool:
+    return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
+
+
+def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
+    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
+    return cache is device or device.pool is None
+
+
+def _is_soon_at_rest(weights: StoredWeights) -> bool:
+    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
+    job = weights.job
+    return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
+
+
+def _can_give_way(weights: StoredWeights) -> bool:
+    is_draining = any(adapter.is_removed for adapter in weights.adapters.values())
+    return weights.num_running > 0 and weights.num_pinned == 0 and weights.is_at_rest and not is_draining
+
+
+def _is_settled(weights: StoredWeights, pass_id: int) -> bool:
+    """Nothing about it will change by itself: it is idle or pinned, and no request asked for it in this pass."""
+    return (weights.is_idle and weights.wanted_in_pass != pass_id) or weights.num_pinned > 0

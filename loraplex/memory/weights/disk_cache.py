@@ -1,0 +1,438 @@
+"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without reading and packing its source.
+
+    folder / form / digest.lora      form := a hash of what decides how an adapter is packed, so that other forms are never mixed
+
+Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for who has it open,
+and each process keeps the folder within its own byte budget by deleting the least recently used files, whoever wrote them. What others do
+is noticed at the next look (RESCAN_S), so that until then the folder may hold more than its budget. A file that is not what was
+written is deleted. Nothing here raises OSError: a disk that is full, read-only or gone means a cache that holds nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import fcntl
+import hashlib
+import heapq
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from loraplex.kernels.checksum import Checksums, checksums
+from loraplex.memory.weights.disk_file import (
+    IDENTITY_BYTES,
+    DamagedFileError,
+    Header,
+    encode_header,
+    opened,
+    parse_layout,
+    read_extents,
+    read_header,
+    write_file,
+)
+from loraplex.memory.weights.packing import PackedLayout
+
+logger = logging.getLogger(__name__)
+
+MAX_FULLNESS = 0.95
+"""Of the disk: the cache does not fill it further than this."""
+
+RESCAN_S = 10.0
+"""After this long a write looks at the folder again: what other processes wrote, used and deleted."""
+
+TOUCH_S = 60.0
+"""A file's time of use is written to disk at most this often."""
+
+UNFINISHED_S = 60.0
+"""A file whose writer died is deleted when it is this old."""
+
+COMPLAINT_S = 60.0
+"""One complaint about a disk that does not work is logged in this time."""
+
+MAX_TOUCHED = 1 << 14
+"""Times of use that are remembered for that."""
+
+MAX_LAYOUTS = 64
+"""Parsed layouts kept: adapters of one rank on the same targets have equal ones."""
+
+_DIGEST = re.compile(r"[0-9a-f]{1,128}")
+_FORM = re.compile(r"[0-9a-f]{16}")
+_FILE = re.compile(r"[0-9a-f]{1,128}\.lora")
+_UNFINISHED = re.compile(r"[0-9a-f]{1,128}\.[0-9a-f]{16}\.tmp")
+
+
+class DiskRead(enum.Enum):
+    """What came of reading a file: the extents are there; there is no file; it was damaged and is deleted."""
+
+    DONE = "done"
+    MISSING = "missing"
+    DAMAGED = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """What a file says of an adapter: where its blocks lie, and the checksum of each extent."""
+
+    layout: PackedLayout
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """used_bytes, num_files: of the whole folder at the last look, all forms; the rest counts what this process did.
+
+    hits: extents read; misses: no file; refused: not written, for lack of room or because the disk did not let it.
+    """
+
+    used_bytes: int
+    max_bytes: int
+    num_files: int
+    num_hits: int = 0
+    num_misses: int = 0
+    num_writes: int = 0
+    num_refused: int = 0
+    num_evictions: int = 0
+    num_damaged: int = 0
+
+
+class DiskCache:
+    """The files of one form. Thread-safe; data is read and written without a lock.
+
+    form: names all that decides how an adapter is packed. check_layout: raises ValueError for a layout that is not one of this
+    model's (Packer.check_layout). clock: seconds. checksums: of extents on the host. A digest is a lower-case hexadecimal number;
+    another is a ValueError.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        form: str,
+        check_layout: Callable[[PackedLayout], None],
+        clock: Callable[[], float] = time.monotonic,
+        checksums: Checksums = checksums,
+    ) -> None:
+        self._folder = folder
+        self._form = form
+        self._own_folder = folder / hashlib.blake2b(form.encode(), digest_size=8).hexdigest()
+        self._check_layout = check_layout
+        self._checksums = checksums
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._layouts: dict[bytes, PackedLayout] = {}
+        self._touched: dict[str, float] = {}
+        self._complained_s: float | None = None
+        self._counts = DiskStats(0, max_bytes, 0)
+        self._files: dict[str, int] = {}  # path -> bytes
+        self._by_age: list[tuple[int, str]] = []  # a heap of (mtime in ns when last seen, path); may name what is gone
+        self._used_bytes = self._reserved_bytes = 0
+        self._scanned_s = 0.0
+        self._rescan()
+
+    def has(self, digest: str) -> bool:
+        """Whether there is a file; whether it is good shows when it is read."""
+        try:
+            return stat.S_ISREG(os.lstat(self._file(digest)).st_mode)
+        except OSError:
+            return False
+
+    def read_layout(self, digest: str) -> StoredLayout | None:
+        """None when there is no good file; one that is damaged is deleted."""
+        stored: list[StoredLayout] = []
+
+        def read(fd: int, header: Header) -> None:
+            stored.append(StoredLayout(self._layout_of(header), header.checksums))
+
+        return stored[0] if self._read(digest, read) is DiskRead.DONE else None
+
+    def read_into(self, digest: str, views: Sequence[torch.Tensor]) -> DiskRead:
+        """Fill the extents and compare their checksums. Unless DONE, what `views` hold then is undefined."""
+
+        def read(fd: int, header: Header) -> None:
+            sizes = self._layout_of(header).sizes
+            if sizes != tuple(view.numel() for view in views):
+                raise DamagedFileError(f"its extents of {sizes} bytes are not those of the adapter")
+            read_extents(fd, header, views, self._checksums)
+
+        outcome = self._read(digest, read)
+        if outcome is DiskRead.DONE:
+            self._count(num_hits=1)
+            self.touch(digest)
+        return outcome
+
+    def write(self, digest: str, layout: PackedLayout, views: Sequence[torch.Tensor], checksums: Sequence[int]) -> bool:
+        """Whether the file is there now. `views` are the extents' memory on the host, which nobody writes meanwhile."""
+        file = self._file(digest)
+        if self.has(digest):
+            self.touch(digest)
+            return True
+        is_written = False
+        try:
+            self._make_folder()
+            is_written = self._write(file, encode_header(self._identity(digest), layout, checksums), views)
+        except OSError as error:
+            self._complain(error)
+        self._count(num_writes=int(is_written), num_refused=int(not is_written))
+        return is_written
+
+    def touch(self, digest: str) -> None:
+        """Used now: the last to be deleted for room."""
+        now_s = self._clock()
+        with self._lock:
+            if now_s - self._touched.get(digest, -TOUCH_S) < TOUCH_S:
+                return
+            if len(self._touched) >= MAX_TOUCHED:
+                self._touched.clear()
+            self._touched[digest] = now_s
+        now_ns = time.time_ns()
+        with suppress(OSError):
+            os.utime(self._file(digest), ns=(now_ns, now_ns), follow_symlinks=False)
+
+    def drop(self, digest: str) -> bool:
+        """Whether there was a file."""
+        file = self._file(digest)
+        with self._lock:
+            self._touched.pop(digest, None)
+            try:
+                file.unlink()
+            except OSError:
+                return False
+            self._forget(str(file))
+            return True
+
+    def stats(self) -> DiskStats:
+        with self._lock:
+            return replace(self._counts, used_bytes=self._used_bytes, num_files=len(self._files))
+
+    def check_integrity(self) -> None:
+        """AssertionError unless the books say what is on the disk; while no other process works there and nothing is written here."""
+        with self._lock:
+            found = {path: status.st_size for path, status in self._walk()}
+            assert self._files == found, f"{len(self._files)} files in the books, {len(found)} on the disk"
+            assert self._used_bytes == sum(found.values()), "the sum of the files is wrong"
+            assert self._reserved_bytes == 0, f"{self._reserved_bytes} bytes are reserved for nobody"
+            assert {path for _, path in self._by_age} >= set(found), "a file that is never deleted"
+
+    # ---------------------------------------------------------------------------------------------------------- one file
+
+    def _file(self, digest: str) -> Path:
+        if not _DIGEST.fullmatch(digest):
+            raise ValueError(f"the digest of an adapter must be a lower-case hexadecimal number, got {digest!r}")
+        return self._own_folder / f"{digest}.lora"
+
+    def _identity(self, digest: str) -> bytes:
+        return hashlib.blake2b(f"{digest}\n{self._form}".encode(), digest_size=IDENTITY_BYTES).digest()
+
+    def _read(self, digest: str, read: Callable[[int, Header], None]) -> DiskRead:
+        try:
+            with opened(self._file(digest)) as fd:
+                read(fd, read_header(fd, self._identity(digest)))
+        except DamagedFileError as error:
+            return self._discard(digest, error)
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return self._discard(digest, error)
+            if not isinstance(error, FileNotFoundError):
+                self._complain(error)
+            self._count(num_misses=1)
+            return DiskRead.MISSING
+        return DiskRead.DONE
+
+    def _discard(self, digest: str, error: Exception) -> DiskRead:
+        logger.warning("%s is damaged and is deleted: %s", self._file(digest), error)
+        self.drop(digest)
+        self._count(num_damaged=1)
+        return DiskRead.DAMAGED
+
+    def _layout_of(self, header: Header) -> PackedLayout:
+        """Raises DamagedFileError for a layout that is not one of this model's."""
+        with self._lock:
+            layout = self._layouts.get(header.layout_text)
+        if layout is None:
+            layout = parse_layout(header.layout_text)
+            try:
+                self._check_layout(layout)
+            except ValueError as error:
+                raise DamagedFileError(str(error)) from error
+        header.check(layout)
+        with self._lock:
+            if len(self._layouts) >= MAX_LAYOUTS and header.layout_text not in self._layouts:
+                self._layouts.clear()
+            return self._layouts.setdefault(header.layout_text, layout)
+
+    def _make_folder(self) -> None:
+        """Raises OSError."""
+        for folder in (self._folder, self._own_folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._own_folder.is_symlink():
+            raise NotADirectoryError(f"{self._own_folder} is a symbolic link")
+
+    def _write(self, file: Path, header: bytes, views: Sequence[torch.Tensor]) -> bool:
+        """False for lack of room. Raises OSError, and leaves nothing."""
+        nbytes = len(header) + sum(view.numel() for view in views)
+        if not self._reserve(nbytes):
+            self._complain(
+                OSError(
+                    errno.ENOSPC, f"no room for {nbytes} bytes within the budget and {MAX_FULLNESS:.0%} of the disk"
+                )
+            )
+            return False
+        is_written = False
+        try:
+            _write_whole(file, header, views)
+            is_written = True
+        finally:
+            self._settle(file, nbytes, is_written)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------- the budget
+
+    def _reserve(self, nbytes: int) -> bool:
+        """Room for a file, for which the least recently used ones go; False, and nobody goes, when that is not enough. Raises OSError."""
+        with self._lock:
+            if self._clock() - self._scanned_s >= RESCAN_S:
+                self._rescan()
+            lack = max(
+                self._used_bytes + self._reserved_bytes + nbytes - self._counts.max_bytes,
+                nbytes - self._free_disk_bytes(),
+            )
+            if lack > self._used_bytes:
+                return False
+            while lack > 0 and self._by_age:
+                lack -= self._evict_oldest()
+            if lack > 0:
+                return False
+            self._reserved_bytes += nbytes
+            return True
+
+    def _settle(self, file: Path, nbytes: int, is_written: bool) -> None:
+        with self._lock:
+            self._reserved_bytes -= nbytes
+            if is_written:
+                self._enter(str(file), nbytes, time.time_ns())
+
+    def _evict_oldest(self) -> int:
+        """Bytes that are free now; 0 when the oldest was used meanwhile, is gone, or cannot be deleted."""
+        seen_ns, path = heapq.heappop(self._by_age)
+        if path not in self._files:
+            return 0
+        try:
+            status = os.lstat(path)
+            if status.st_mtime_ns > seen_ns:
+                heapq.heappush(self._by_age, (status.st_mtime_ns, path))
+                return 0
+            os.unlink(path)
+            self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
+        except FileNotFoundError:
+            pass  # somebody else deleted it
+        except OSError as error:
+            self._complain_locked(error)
+            return 0
+        return self._forget(path)
+
+    def _free_disk_bytes(self) -> int:
+        """Until the disk is as full as it may be. Raises OSError."""
+        disk = os.statvfs(self._folder)
+        return int((disk.f_bavail - (1 - MAX_FULLNESS) * disk.f_blocks) * disk.f_frsize)
+
+    def _enter(self, path: str, nbytes: int, mtime_ns: int) -> None:
+        self._used_bytes += nbytes - self._files.get(path, 0)
+        self._files[path] = nbytes
+        heapq.heappush(self._by_age, (mtime_ns, path))
+
+    def _forget(self, path: str) -> int:
+        nbytes = self._files.pop(path, 0)
+        self._used_bytes -= nbytes
+        return nbytes
+
+    def _rescan(self) -> None:
+        self._scanned_s = self._clock()
+        self._files.clear()
+        self._by_age.clear()
+        self._used_bytes = 0
+        for path, status in self._walk():
+            self._enter(path, status.st_size, status.st_mtime_ns)
+
+    def _walk(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The files of every form; what dead processes left is deleted on the way, what is not ours is passed over."""
+        for form in _entries(self._folder):
+            if not _FORM.fullmatch(form.name) or not _is(form, stat.S_ISDIR):
+                continue
+            for entry in _entries(form.path):
+                with suppress(OSError):  # it may vanish at any moment
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
+                    if _FILE.fullmatch(entry.name):
+                        yield entry.path, status
+                    elif _UNFINISHED.fullmatch(entry.name) and time.time() - status.st_mtime > UNFINISHED_S:
+                        _delete_abandoned(entry.path)
+
+    # ------------------------------------------------------------------------------------------------------------- books
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            self._counts = replace(
+                self._counts, **{name: getattr(self._counts, name) + count for name, count in more.items()}
+            )
+
+    def _complain(self, error: OSError) -> None:
+        with self._lock:
+            self._complain_locked(error)
+
+    def _complain_locked(self, error: OSError) -> None:
+        now_s = self._clock()
+        if self._complained_s is None or now_s - self._complained_s >= COMPLAINT_S:
+            self._complained_s = now_s
+            logger.warning(
+                "the disk cache in %s does not work, adapters are read from their sources: %s", self._folder, error
+            )
+
+
+def _write_whole(file: Path, header: bytes, views: Sequence[torch.Tensor]) -> None:
+    """Under a name of its own first. Raises OSError, and leaves nothing."""
+    unfinished = file.with_suffix(f".{secrets.token_hex(8)}.tmp")
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks: what dead processes leave there is not swept
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        write_file(fd, header, views)
+        now_ns = time.time_ns()
+        os.utime(fd, ns=(now_ns, now_ns))
+        unfinished.rename(file)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
+    """Empty when there is no such folder, or it may not be read."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        yield from entries
+
+
+def _is(entry: os.DirEntry[str], kind: Callable[[int], bool]) -> bool:
+    with suppress(OSError):
+        return kind(entry.stat(follow_symlinks=False).st_mode)
+    return False
+
+
+def _delete_abandoned(path: str) -> None:
+    """Delete an unfinished file that nobody writes any more. A writer holds a lock, which ends with its process, in whatever container."""
+    with suppress(OSError), opened(Path(path)) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)

@@ -1,0 +1,173 @@
+"""Loads beside the step loop: the threads, reading a source again, and what errors mean."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from loraplex.adapters.weights import LoRAModel
+from loraplex.errors import (
+    AdapterConfigMissingError,
+    AdapterContentChangedError,
+    AdapterError,
+    AdapterFetchError,
+    AdapterFetchTimeoutError,
+    AdapterLoadError,
+    AdapterNoRoomError,
+    AdapterPathForbiddenError,
+    AdapterPathNotFoundError,
+    AdapterPermissionError,
+    AdapterUnavailableError,
+    AdapterWeightsMissingError,
+    EngineShutdownError,
+    LoraplexError,
+    error_from_payload,
+)
+from loraplex.memory.residency.records import StoredAdapter, StoredWeights
+
+_log = logging.getLogger(__name__)
+
+_SOURCE_GONE = (
+    AdapterPathNotFoundError,
+    AdapterConfigMissingError,
+    AdapterWeightsMissingError,
+    AdapterPermissionError,
+    AdapterPathForbiddenError,
+    AdapterFetchError,
+    AdapterFetchTimeoutError,
+    OSError,
+)
+
+
+class Loader(Protocol):
+    """Runs jobs in the background, in order. Jobs do not raise."""
+
+    def submit(self, job: Callable[[], None]) -> None: ...
+
+    def close(self) -> None:
+        """Finish the jobs that run, forget those that do not."""
+        ...
+
+
+class LoaderThreads:
+    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"loraplex-loader-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        with suppress(queue.Empty):
+            while (
+                True
+            ):  # not while it has jobs: a thread may take the last one after the look, and the wait would be for ever
+                self._jobs.get_nowait()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> LoRAModel:
+    """The content of a digest, from the first source that still has it, the newest adapter's first.
+
+    Raises SourcesFailedError with what each adapter's own source answered: on a first load the error itself; later AdapterUnavailableError
+    when it is gone and AdapterContentChangedError when it answers with anything else than the content that was loaded.
+    """
+    errors: dict[int, LoraplexError] = {}
+    for adapter in reversed(adapters):
+        try:
+            return _read_source(adapter, weights.digest)
+        except Exception as error:
+            is_reload = weights.layout is not None or adapter.is_attached
+            errors[adapter.adapter_id] = _explained(error, adapter, is_reload)
+    assert errors, f"digest {weights.digest} has no source"
+    raise SourcesFailedError(errors)
+
+
+class SourcesFailedError(Exception):
+    """No source of a content could be read. `errors` by adapter_id, since adapters of one content may be different tenants': each is told
+    of its own source and of nobody else's.
+    """
+
+    def __init__(self, errors: Mapping[int, LoraplexError]) -> None:
+        super().__init__("; ".join(map(str, errors.values())))
+        self.errors = errors
+
+
+def errors_of(error: BaseException, adapters: Sequence[StoredAdapter]) -> dict[int, LoraplexError]:
+    """What a failed load is to each of the adapters that it was for, by adapter_id."""
+    if isinstance(error, SourcesFailedError):
+        return dict(error.errors)
+    return {adapter.adapter_id: as_adapter_error(error, adapter.name) for adapter in adapters}
+
+
+def _read_source(adapter: StoredAdapter, digest: str) -> LoRAModel:
+    model = adapter.open_weights()
+    if model.adapter_digest != digest:
+        raise AdapterContentChangedError(
+            f"adapter {adapter.spec.adapter_name!r}: the content of its source has changed since it was loaded "
+            f"(digest {model.adapter_digest[:12]}, was {digest[:12]}); reload it"
+        )
+    return model
+
+
+def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> LoraplexError:
+    name = adapter.spec.adapter_name
+    if is_reload and isinstance(error, _SOURCE_GONE):
+        return AdapterUnavailableError(
+            f"adapter {name!r}: no copy of it is in memory and its source cannot be read "
+            f"({error}); bring it back, or unload the adapter"
+        )
+    if is_reload and isinstance(error, AdapterLoadError):
+        # What the source has now may be anything, a link to another file too: the log is for the operator, the answer for a client.
+        _log.warning("adapter %r: its source is refused now: %s", name, error)
+        return AdapterContentChangedError(
+            f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload it"
+        )
+    return as_adapter_error(error, name)
+
+
+def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
+    """`error` itself when it is an AdapterError (or the end of the engine); AdapterNoRoomError without memory; else AdapterLoadError."""
+    if isinstance(error, AdapterError | EngineShutdownError):
+        return error
+    if is_out_of_memory(error):
+        return AdapterNoRoomError(f"adapter {adapter_name!r} could not be loaded for lack of memory; try again later")
+    return AdapterLoadError(f"adapter {adapter_name!r} could not be loaded: {type(error).__name__}: {error}")
+
+
+def raise_again(error: LoraplexError) -> None:
+    """Raise an equal error: one object raised in several threads would collect all their tracebacks."""
+    raise error_from_payload(error.to_payload()) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the host or on a device."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    )
+
+
+def is_device_lost(error: BaseException) -> bool:
+    """Whether a CUDA error is of those after which the process cannot use the device any more. What a capture refuses is not."""
+    text = str(error)
+    is_harmless = "out of memory" in text or "captur" in text
+    return isinstance(error, RuntimeError) and "CUDA error" in text and not is_harmless

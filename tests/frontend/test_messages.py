@@ -1,0 +1,362 @@
+"""Messages between the processes: what is sent is what arrives, and what is not understood is answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loraplex import errors
+from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import (
+    AdapterResidency,
+    AdapterSpec,
+    AddOutcome,
+    EngineInfo,
+    FinishReason,
+    Logprob,
+    LoraSlice,
+    LoraTarget,
+    Request,
+    SamplingParams,
+    Shard,
+    ShardKind,
+    Tier,
+    TokenOutput,
+)
+from loraplex.errors import EngineOverloadedError, UnknownMessageError
+from loraplex.events import EngineEvent, EventKind
+from loraplex.frontend import messages as msg
+from loraplex.metrics import ChunkRun, EngineStats, MemoryMode, MemoryReport, MemorySample, StepTimes, TierReport
+from loraplex.performance.histogram import Histogram
+from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
+from loraplex.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS
+
+SPEC = AdapterSpec(7, "sql", 2, "digest", "/adapters/sql", 4096, 16)
+PARAMS = SamplingParams(n=2, stop=("\n", "é"), logit_bias={5: -1.5}, logprobs=3, seed=-(2**63), max_tokens=None)
+REQUEST = Request("r-1", (1, 2, 3), PARAMS, 8, -5, (0, 1), 7, "digest", "tenant", 1.5)
+LOGPROBS = {5: Logprob(-0.5, 1, "a"), 6: Logprob(-math.inf, None, None)}
+TOKENS = TokenOutput("r-1", (5, 6), FinishReason.STOP, 6, (LOGPROBS, LOGPROBS), (LOGPROBS,), 16)
+SLICE = LoraSlice("model.layers.0.self_attn.q_proj", 0, 64, 128, has_bias=True)
+TARGET = LoraTarget("model.layers.0.self_attn.qkv_proj", 0, 64, 128, (SLICE,), ShardKind.QKV, Shard(1, 2))
+INFO = EngineInfo("/model", "llama", "float32", "torch", 8192, 2048, 100, 16, 1 << 30, (TARGET,), "bfloat16")
+STATS = EngineStats(
+    3, 1, {"room": 1}, 0.25, running_adapter_ids=(7,), step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3})
+)
+RESIDENCY = AdapterResidency(7, Tier.HOST, None, 4096, 1, True, False, 2.5, "vanished")
+EVENT = EngineEvent(
+    EventKind.EVICT, 2.5, "adapter 'a' left", 7, "a", {"tier": "host", "nbytes": 4, "is_pinned": False, "s": 0.5}
+)
+MEMORY = MemoryReport(
+    MemoryMode.LOW_MEMORY,
+    (TierReport("host", 5, 10, 2, 0.5),),
+    chunks=(ChunkRun("kv", 3), ChunkRun("free", 4)),
+    quarantined={7: "NaN"},
+    counters={"hits": 3},
+    history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5}, 0.0),),
+)
+SUMS = StepSums(StepKind(2, 4, True), 3, 9, 1, 9, 5, {"forward": 0.5}, Histogram({7: 2, 300: 1}, 3, 0.5, 0.1, 0.3))
+STEPS = StepProfile(2.5, (SUMS, StepSums(StepKind(0, 1, False))), Timeline(0.5, [1, 2]))
+CONFIG = EngineConfig(model="/model", dtype="float16", lora=LoRAConfig(max_loras=3))
+
+TO_ENGINE: tuple[Any, ...] = (
+    msg.StartEngine(CONFIG),
+    msg.AddRequest(REQUEST),
+    msg.AbortRequests(("r-1", "r-2")),
+    msg.AddAdapter(1, SPEC),
+    msg.AttachAdapters(10, (SPEC, SPEC)),
+    msg.DropAdapter(2, 7),
+    msg.PromoteAdapter(3, 7),
+    msg.EvictAdapter(4, 7),
+    msg.PinAdapter(5, 7),
+    msg.UnpinAdapter(6, 7),
+    msg.AbortAdapter(7, 7),
+    msg.ListAdapters(8),
+    msg.GetStats(9),
+    msg.GetMemory(10),
+    msg.StartProfile(11),
+    msg.StopProfile(12),
+    msg.CheckIntegrity(13),
+    msg.Shutdown(),
+)
+FROM_ENGINE: tuple[Any, ...] = (
+    msg.Ready(INFO),
+    msg.Progress("weights", 3, 10),
+    msg.StepOutputs((TOKENS, TokenOutput("r-2"))),
+    msg.Events((EVENT, replace(EVENT, adapter_id=None, adapter_name=None, details={}))),
+    msg.Beat(),
+    msg.reply_value(1, AddOutcome(True, ("chat",))),
+    msg.Fatal({"error": "ModelError", "message": "no"}),
+)
+RESULTS: Mapping[type, Any] = {
+    msg.AddAdapter: AddOutcome(True, ("chat",)),
+    msg.AttachAdapters: None,
+    msg.DropAdapter: None,
+    msg.PromoteAdapter: AddOutcome(False),
+    msg.EvictAdapter: True,
+    msg.PinAdapter: False,
+    msg.UnpinAdapter: True,
+    msg.AbortAdapter: 3,
+    msg.ListAdapters: (RESIDENCY, replace(RESIDENCY, tier=Tier.DEVICE, lora_slot=2, error=None)),
+    msg.GetStats: STATS,
+    msg.GetMemory: MEMORY,
+    msg.StartProfile: None,
+    msg.StopProfile: STEPS,
+    msg.CheckIntegrity: None,
+}
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def test_every_message_to_an_engine_arrives_as_it_was(message: Any) -> None:
+    assert msg.decode_to_engine(msg.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_ENGINE, ids=lambda message: type(message).__name__)
+def test_every_message_of_an_engine_arrives_as_it_was(message: Any) -> None:
+    assert msg.decode_from_engine(msg.encode(message)) == message
+
+
+def test_every_type_is_tried_above() -> None:
+    assert {type(message) for message in TO_ENGINE} == set(get_args(msg.ToEngine))
+    assert {type(message) for message in FROM_ENGINE} == set(get_args(msg.FromEngine))
+    calls = {type(message) for message in TO_ENGINE if "call_id" in type(message).__struct_fields__}
+    assert calls == set(RESULTS) == set(msg.RESULT_TYPES)
+
+
+@pytest.mark.parametrize("message_type", RESULTS, ids=lambda message_type: message_type.__name__)
+def test_every_result_arrives_as_it_was(message_type: type) -> None:
+    reply = msg.decode_from_engine(msg.encode(msg.reply_value(4, RESULTS[message_type])))
+    assert reply.call_id == 4
+    assert msg.read_reply(reply, msg.RESULT_TYPES[message_type]) == RESULTS[message_type]
+
+
+def test_a_config_with_lora_off_stays_off() -> None:
+    config = EngineConfig(model="/model", lora=None)
+    assert msg.decode_to_engine(msg.encode(msg.StartEngine(config))).config == config
+
+
+def _all_errors() -> list[type[errors.LoraplexError]]:
+    return list(errors._all_subclasses(errors.LoraplexError))
+
+
+@pytest.mark.parametrize("kind", _all_errors(), ids=lambda kind: kind.__name__)
+def test_every_error_crosses_with_its_type_and_reasons(kind: type[errors.LoraplexError]) -> None:
+    error = kind("it is é")
+    if isinstance(error, errors.AdapterValidationError):
+        error = errors.AdapterValidationError.from_reasons("sql", ["r is 0", "alpha is 0"])
+    reply = msg.decode_from_engine(msg.encode(msg.reply_error(3, error)))
+    with pytest.raises(kind) as raised:
+        msg.read_reply(reply, bool)
+    assert type(raised.value) is kind
+    assert raised.value.to_payload() == error.to_payload()
+    assert raised.value.http_status == error.http_status
+
+
+def test_an_error_that_the_other_side_does_not_know_is_an_engine_error() -> None:
+    with pytest.raises(errors.EngineError, match="of the future"):
+        msg.read_reply(msg.Reply(1, error={"error": "FutureError", "message": "of the future"}), bool)
+
+
+# ------------------------------------------------------------------------------------------------ what is not understood
+
+NOT_UNDERSTOOD = {
+    "nothing": b"",
+    "no msgpack": b"\xc1\xc1",
+    "text": msgspec.msgpack.encode("hello"),
+    "cut off": msg.encode(msg.AddRequest(REQUEST))[:-3],
+    "bytes too many": msg.encode(msg.GetStats(1)) + b"\x01",
+    "an unknown type": msgspec.msgpack.encode({"type": "Reboot", "call_id": 5}),
+    "no type": msgspec.msgpack.encode({"call_id": 5}),
+    "a field of another type": msgspec.msgpack.encode({"type": "DropAdapter", "call_id": 5, "adapter_id": "seven"}),
+    "a missing field": msgspec.msgpack.encode({"type": "DropAdapter", "call_id": 5}),
+    "a value that its class refuses": msg.encode(msg.AddRequest(REQUEST)).replace(
+        b"\xa5min_p\xcb" + bytes(8), b"\xa5min_p\xcb\xc0" + bytes(7)
+    ),
+}
+
+
+@pytest.mark.parametrize("data", NOT_UNDERSTOOD.values(), ids=NOT_UNDERSTOOD.keys())
+def test_bytes_that_are_no_message(data: bytes) -> None:
+    with pytest.raises(UnknownMessageError, match=f"a message of {len(data)} bytes is not understood"):
+        msg.decode_to_engine(data)
+    with pytest.raises(UnknownMessageError):
+        msg.decode_from_engine(data)
+
+
+def test_a_direction_does_not_take_the_other_ones_messages() -> None:
+    with pytest.raises(UnknownMessageError):
+        msg.decode_to_engine(msg.encode(FROM_ENGINE[0]))
+    with pytest.raises(UnknownMessageError):
+        msg.decode_from_engine(msg.encode(TO_ENGINE[0]))
+
+
+def test_what_cannot_be_encoded_is_refused() -> None:
+    """An integer beyond 64 bits reaches nobody; its sender is told."""
+    with pytest.raises(UnknownMessageError, match="cannot be sent"):
+        msg.encode(msg.AddRequest(replace(REQUEST, max_tokens=10**30)))
+
+
+def test_the_call_of_a_message_that_is_not_understood_is_known() -> None:
+    assert msg.call_id_of(NOT_UNDERSTOOD["a field of another type"]) == 5
+    assert msg.call_id_of(NOT_UNDERSTOOD["an unknown type"]) == 5
+    for name in ("nothing", "no msgpack", "text", "cut off"):
+        assert msg.call_id_of(NOT_UNDERSTOOD[name]) is None
+    assert msg.call_id_of(msgspec.msgpack.encode({"call_id": "five"})) is None
+
+
+def test_the_request_of_a_message_that_is_not_understood_is_known() -> None:
+    assert msg.request_id_of(NOT_UNDERSTOOD["a value that its class refuses"]) == "r-1"
+    for name in ("nothing", "no msgpack", "text", "cut off", "an unknown type"):
+        assert msg.request_id_of(NOT_UNDERSTOOD[name]) is None
+    for odd in ({"request": 3}, {"request": {"request_id": 3}}, {"request": {}}):
+        assert msg.request_id_of(msgspec.msgpack.encode(odd)) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ dispatcher
+
+
+def test_each_type_has_one_handler() -> None:
+    taken: list[tuple[str, Any]] = []
+    dispatch = msg.TypeBasedDispatcher(
+        {msg.GetStats: lambda m: taken.append(("stats", m)), msg.Shutdown: lambda m: taken.append(("shutdown", m))}
+    )
+    dispatch(msg.Shutdown())
+    dispatch(msg.GetStats(3))
+    assert taken == [("shutdown", msg.Shutdown()), ("stats", msg.GetStats(3))]
+    assert dispatch.types == (msg.GetStats, msg.Shutdown)
+
+
+def test_a_type_without_a_handler_is_an_error() -> None:
+    dispatch = msg.TypeBasedDispatcher({})
+    with pytest.raises(UnknownMessageError, match="no handler for a message of type Shutdown"):
+        dispatch(msg.Shutdown())
+
+
+def test_an_error_of_a_handler_is_the_callers() -> None:
+    def refuse(message: msg.Shutdown) -> None:
+        raise EngineOverloadedError("busy")
+
+    with pytest.raises(EngineOverloadedError):
+        msg.TypeBasedDispatcher({msg.Shutdown: refuse})(msg.Shutdown())
+
+
+# ----------------------------------------------------------------------------------------------------------- any content
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+token_ids = st.integers(0, 2**31 - 1)
+texts = st.text(st.characters(codec="utf-8"), max_size=12)
+bounded = {"allow_nan": False, "allow_infinity": False}
+
+
+def up_to(most: float, least: float = 0.0) -> st.SearchStrategy[float]:
+    return st.floats(least, most, **bounded)
+
+
+SAMPLING_PARAMS: dict[str, st.SearchStrategy[Any]] = {
+    "n": st.integers(1, MAX_COMPLETIONS),
+    "temperature": up_to(100.0),
+    "top_p": up_to(1.0, 1e-9),
+    "top_k": st.integers(-1, 2**31 - 1),
+    "min_p": up_to(1.0),
+    "seed": st.none() | int64,
+    "stop": st.lists(texts.filter(bool), max_size=4),
+    "stop_token_ids": st.lists(token_ids, max_size=4),
+    "max_tokens": st.none() | st.integers(10, 2**31 - 1),
+    "min_tokens": st.integers(0, 10),
+    "ignore_eos": st.booleans(),
+    "logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
+    "prompt_logprobs": st.none() | st.integers(0, MAX_LOGPROBS),
+    "presence_penalty": up_to(2.0, -2.0),
+    "frequency_penalty": up_to(2.0, -2.0),
+    "repetition_penalty": up_to(10.0, 1e-3),
+    "logit_bias": st.dictionaries(token_ids, up_to(100.0, -100.0), max_size=4),
+    "skip_special_tokens": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "detokenize": st.just(True),  # False excludes stop strings
+}
+REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": texts,
+    "prompt_token_ids": st.lists(token_ids, max_size=20).map(tuple),
+    "sampling_params": st.builds(SamplingParams, **SAMPLING_PARAMS),
+    "max_tokens": st.integers(1, 2**31 - 1),
+    "seed": int64,
+    "eos_token_ids": st.lists(token_ids, max_size=3).map(tuple),
+    "adapter_id": st.none() | st.integers(1, 2**53),
+    "adapter_digest": texts,
+    "cache_salt": texts,
+    "arrival_s": st.floats(0, **bounded),
+}
+LOGPROBS_OF_TOKENS = st.lists(
+    st.dictionaries(
+        token_ids, st.builds(Logprob, st.floats(max_value=0, allow_nan=False), st.none() | token_ids, st.none() | texts)
+    ),
+    max_size=3,
+).map(tuple)
+TOKEN_OUTPUT: dict[str, st.SearchStrategy[Any]] = {
+    "request_id": texts,
+    "token_ids": st.lists(token_ids, max_size=5).map(tuple),
+    "finish_reason": st.none() | st.sampled_from(FinishReason),
+    "stop_token_id": st.none() | token_ids,
+    "logprobs": st.none() | LOGPROBS_OF_TOKENS,
+    "prompt_logprobs": st.none() | LOGPROBS_OF_TOKENS,
+    "num_cached_tokens": st.integers(0, 2**31 - 1),
+    "error": st.none() | texts.map(lambda text: EngineOverloadedError(text).to_payload()),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "drawn"), [(SamplingParams, SAMPLING_PARAMS), (Request, REQUEST_FIELDS), (TokenOutput, TOKEN_OUTPUT)]
+)
+def test_every_field_is_drawn(kind: type, drawn: dict[str, Any]) -> None:
+    assert [field.name for field in fields(kind)] == list(drawn)
+
+
+@given(REQUEST_FIELDS["sampling_params"])
+def test_sampling_params_survive(params: SamplingParams) -> None:
+    sent = msg.AddRequest(replace(REQUEST, sampling_params=params))
+    received = msg.decode_to_engine(msg.encode(sent)).request.sampling_params
+    assert received == params
+    assert [type(getattr(received, field.name)) for field in fields(params)] == [
+        type(getattr(params, field.name)) for field in fields(params)
+    ]
+
+
+@given(st.builds(Request, **REQUEST_FIELDS))
+def test_requests_survive(request: Request) -> None:
+    assert msg.decode_to_engine(msg.encode(msg.AddRequest(request))).request == request
+
+
+@given(st.lists(st.builds(TokenOutput, **TOKEN_OUTPUT), max_size=4).map(tuple))
+def test_token_outputs_survive(outputs: tuple[TokenOutput, ...]) -> None:
+    assert msg.decode_from_engine(msg.encode(msg.StepOutputs(outputs))).outputs == outputs
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
+    for decode in (msg.decode_to_engine, msg.decode_from_engine):
+        try:
+            message = decode(data)
+        except UnknownMessageError:
+            continue
+        assert decode(msg.encode(message)) == message
+    assert msg.call_id_of(data) is None or isinstance(msg.call_id_of(data), int)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | int64 | st.text(max_size=5),
+        lambda x: st.lists(x) | st.dictionaries(st.text(max_size=9), x),
+    )
+)
+def test_any_values_are_a_message_or_an_error(value: Any) -> None:
+    data = msgspec.msgpack.encode(value)
+    with pytest.raises(UnknownMessageError):
+        msg.decode_to_engine(data)
+    msg.call_id_of(data)
+    msg.request_id_of(data)

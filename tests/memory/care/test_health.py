@@ -1,0 +1,217 @@
+"""Damaged memory and wrong results: noticed, let go, restored; nobody else is disturbed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from loraplex.core import Tier
+from loraplex.errors import AdapterFaultError
+from loraplex.events import EventKind, EventLog
+from loraplex.memory.care.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
+from loraplex.memory.care.recovery import BACKOFF_S
+from loraplex.memory.weights.copies import Arrival
+from tests.memory.rig import Rig, make_model
+
+
+@pytest.fixture(params=[False, True], ids=["shared", "separate"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(num_device=2, num_host=3, is_separate=request.param, slack_bytes=16384)
+    yield rig
+    rig.manager.check_integrity()
+
+
+def events_of(rig: Rig) -> EventLog:
+    return rig.manager._store.events
+
+
+def kinds(rig: Rig) -> list[EventKind]:
+    wanted = (EventKind.FAULT, EventKind.RECOVERY)
+    return [event.kind for event in events_of(rig).take() if event.kind in wanted]
+
+
+def flip(rig: Rig, adapter_id: int, tier: Tier = Tier.HOST) -> None:
+    """One bit of an adapter's memory."""
+    store = rig.manager._store
+    weights = store.adapters[adapter_id].weights
+    place = weights.device if tier is Tier.DEVICE else weights.host
+    pool = store.device.pool if tier is Tier.DEVICE else store.host.pool
+    assert place is not None
+    assert pool is not None
+    pool.view(place.extents[1])[17] ^= 4
+    weights.checked_s = -math.inf  # some time after it was read
+
+
+def test_bytes_that_changed_on_the_host_are_noticed_at_promote_and_read_again(rig: Rig) -> None:
+    rig.add(1, 2)
+    flip(rig, 1)
+    slot = rig.acquire(1)
+    rig.check_output(slot, make_model("d1"))
+    assert rig.source.opens["/p1"] == 2, "the source was read again"
+    assert rig.source.opens["/p2"] == 1
+    assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
+    assert rig.manager.stats().counters.num_damaged == 1
+    rig.manager.poll()
+    assert rig.dropped == ["d1"], "what the damaged weights computed is not used"
+
+
+def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
+    rig.add(1, 2, 3)
+    size = rig.manager._store.adapters[1].weights.nbytes
+    flip(rig, 3)
+    for _ in range(2):
+        assert rig.manager.health.scrub(size) == {}
+        assert rig.tier_of(3) == "host"
+    rig.manager.health.scrub(size)
+    assert rig.tier_of(3) == "source", "what is idle is let go at once"
+    assert rig.manager.stats().counters.scrubbed_bytes == 3 * size
+    rig.check_output(rig.acquire(3), make_model("d3"))
+    assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
+
+
+def test_a_running_adapter_is_named_and_restored_when_its_requests_have_ended(rig: Rig) -> None:
+    rig.add(1, 2)
+    slots = [rig.acquire(1), rig.acquire(2)]
+    flip(rig, 1, Tier.DEVICE if rig.is_separate else Tier.HOST)
+    assert rig.manager.health.scrub(1 << 20) == {1: "a1"}
+    assert rig.tier_of(1) == "device", "it is not taken from under its requests"
+    rig.check_output(slots[1], make_model("d2"))
+    rig.manager.release(1)
+    rig.manager.health.restore(1)
+    rig.check_output(rig.acquire(1), make_model("d1"))
+    expected_opens = 1 if rig.is_separate else 2  # the host's copy is good: it is copied once more
+    assert rig.source.opens["/p1"] == expected_opens
+
+
+def test_a_pinned_adapter_comes_back_by_itself(rig: Rig) -> None:
+    rig.add(1)
+    rig.pin(1)
+    flip(rig, 1)
+    rig.manager.health.scrub(1 << 20)
+    rig.manager.check_integrity()
+    assert rig.loader is not None
+    rig.loader.run_all()
+    assert rig.tier_of(1) == "device"
+    rig.check_output(rig.acquire(1), make_model("d1"))
+
+
+def test_memory_that_does_it_twice_is_fenced(rig: Rig) -> None:
+    rig.add(1)
+    for number in range(MAX_FAULTS_OF_A_CHUNK + 1):
+        flip(rig, 1)
+        rig.manager.health.scrub(1 << 20)
+        fenced = [
+            event.details["num_fenced_chunks"] for event in events_of(rig).take() if event.kind is EventKind.FAULT
+        ]
+        assert [int(number_fenced) > 0 for number_fenced in fenced] == [number >= MAX_FAULTS_OF_A_CHUNK]
+        rig.check_output(rig.acquire(1), make_model("d1"))
+        rig.manager.release(1)
+        rig.manager.evict_adapter(1)
+
+
+def test_patterns_find_memory_that_does_not_hold() -> None:
+    assert holds_patterns(torch.zeros(64, dtype=torch.uint8))
+
+
+def test_a_copy_that_fails_goes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(num_device=2, num_host=3, is_separate=True, slack_bytes=4096)
+    rig.add(1)
+    failures, copy = iter((True, False)), rig.manager._store.copies.copy
+
+    def fail_once(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
+        if next(failures):
+            raise RuntimeError("bad memory")
+        return copy(sources, targets)
+
+    monkeypatch.setattr(rig.manager._store.copies, "copy", fail_once)
+    rig.check_output(rig.acquire(1), make_model("d1"))
+    assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
+    rig.manager.check_integrity()
+
+
+# ------------------------------------------------------------------------------------------------------- wrong results
+
+
+def test_a_quarantined_adapter_is_refused_and_its_twin_too(rig: Rig) -> None:
+    rig.add(1)
+    rig.manager.add_adapter(rig.spec(7, digest="d1"))
+    assert rig.manager.health.refusal(1) is None
+    assert rig.manager.health.quarantine(1, "its logits are not finite") == [1, 7]
+    for adapter_id in (1, 7):
+        refusal = rig.manager.health.refusal(adapter_id)
+        assert isinstance(refusal, AdapterFaultError)
+    assert set(rig.manager.health.quarantined()) == {1, 7}
+    assert rig.manager.health.refusal(99) is None
+    errors = {r.adapter_id: r.error for r in rig.manager.list_adapters()}
+    assert "not finite" in (errors[1] or "")
+
+
+def test_a_diagnosis_reads_the_weights_anew(rig: Rig) -> None:
+    rig.add(1)
+    rig.acquire(1)
+    rig.manager.release(1)
+    rig.manager.health.quarantine(1, "NaN")
+    assert rig.manager.health.next_diagnosis() == 1
+    assert rig.tier_of(1) == "source"
+    assert rig.manager.health.next_diagnosis() is None
+    rig.check_output(rig.acquire(1), make_model("d1"))
+    rig.manager.release(1)
+    rig.manager.health.still_ill(1, "NaN again")
+    assert rig.manager.health.next_diagnosis() is None
+    rig.clock.now_s += BACKOFF_S[0]
+    assert rig.manager.health.next_diagnosis() == 1
+    rig.manager.health.cleared(1)
+    assert rig.manager.health.refusal(1) is None
+    assert kinds(rig)[0] is EventKind.FAULT
+    assert rig.manager.stats().counters.num_recovered == 1
+
+
+def test_a_case_whose_adapter_is_gone_is_closed(rig: Rig) -> None:
+    rig.add(1)
+    rig.manager.health.quarantine(1, "NaN")
+    rig.manager.remove_adapter(1)
+    assert rig.manager.health.next_diagnosis() is None
+    rig.add(1)
+    assert rig.manager.health.refusal(1) is None
+
+
+def test_what_is_borrowed_stays_on_the_device_and_counts_as_no_use(rig: Rig) -> None:
+    rig.add(1)
+    rig.acquire(1)
+    rig.manager.release(1)
+    hits = rig.manager.stats().counters.num_hits
+    with rig.manager.health.borrowed(lambda digest: True) as borrowed:
+        assert borrowed == ("d1", 0)
+        assert not rig.manager.evict_adapter(1)
+    with rig.manager.health.borrowed(lambda digest: False) as borrowed:
+        assert borrowed is None
+    assert rig.manager.stats().counters.num_hits == hits
+    assert rig.manager.evict_adapter(1)
+
+
+def test_long_idle_adapters_leave_a_few_at_a_time(rig: Rig) -> None:
+    rig.clock.now_s = 1000.0
+    rig.add(1, 2, 3)
+    rig.clock.now_s = 1100.0
+    rig.acquire(3)
+    rig.manager.release(3)
+    housekeeping = rig.manager.housekeeping
+    rig.manager.poll(), rig.manager.poll(), rig.manager.poll()
+    assert housekeeping.reclaim_idle("host", 101.0, 2) == 0
+    assert housekeeping.reclaim_idle("host", 50.0, 2) == 1
+    assert sorted(rig.tier_of(i) for i in (1, 2)) == ["host", "source"]
+    assert rig.tier_of(3) == "device", "it was used lately"
+
+
+def test_low_memory_lets_go_what_nobody_uses(rig: Rig) -> None:
+    rig.add(1, 2, 3)
+    rig.acquire(1)
+    rig.acquire(2)
+    rig.manager.release(2)
+    for _ in range(3):
+        rig.manager.poll()
+    assert rig.manager.housekeeping.release_idle() > 0
+    assert [rig.tier_of(i) for i in (1, 2)] == ["device", "host" if rig.is_separate else "source"]

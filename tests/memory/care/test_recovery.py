@@ -1,0 +1,59 @@
+"""Contents that are ill: when they are diagnosed, what their requests are told."""
+
+from __future__ import annotations
+
+from loraplex.memory.care.recovery import BACKOFF_S, Recovery
+from tests.memory.rig import FakeClock
+
+
+def test_the_first_diagnosis_is_due_at_once_and_only_once() -> None:
+    recovery = Recovery(FakeClock())
+    assert recovery.open("d", "NaN")
+    assert not recovery.open("d", "NaN again")
+    case = recovery.due()
+    assert case is not None
+    assert (case.digest, case.num_tries) == ("d", 1)
+    assert recovery.due() is None, "it runs"
+
+
+def test_tries_back_off_and_end() -> None:
+    clock = FakeClock()
+    recovery = Recovery(clock)
+    recovery.open("d", "NaN")
+    assert recovery.due() is not None
+    for wait_s in BACKOFF_S:
+        recovery.failed("d", "still NaN")
+        clock.now_s += wait_s - 0.5
+        assert recovery.due() is None
+        clock.now_s += 0.5
+        assert recovery.due() is not None
+    recovery.failed("d", "still NaN")
+    clock.now_s += 1e6
+    assert recovery.due() is None
+    assert "until it is loaded again" in (recovery.state_of("d") or "")
+    refusal = recovery.refusal("d", "a")
+    assert refusal is not None
+    assert "load it again" in str(refusal)
+
+
+def test_a_refusal_says_when_to_try_again() -> None:
+    clock = FakeClock()
+    recovery = Recovery(clock)
+    assert recovery.refusal("d", "a") is None
+    recovery.open("d", "NaN")
+    recovery.due()
+    recovery.failed("d", "still NaN")
+    clock.now_s += 2
+    refusal = recovery.refusal("d", "a")
+    assert refusal is not None
+    assert (refusal.http_status, refusal.retry_after_s) == (503, BACKOFF_S[0] - 2)
+    assert "adapter 'a' is quarantined (still NaN)" in str(refusal)
+
+
+def test_a_closed_case_is_forgotten() -> None:
+    recovery = Recovery(FakeClock())
+    recovery.open("d", "NaN")
+    assert recovery.close("d") is not None
+    assert recovery.close("d") is None
+    assert recovery.state_of("d") is None
+    assert list(recovery) == []
