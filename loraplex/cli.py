@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -405,12 +405,13 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
     roots = server.local_adapter_roots
     for missing in (root for root in roots or () if not root.is_dir()):
         _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
+    if roots is not None:
+        config = replace(config, adapter_roots=(*map(str, roots), *(path for _, path in modules)))
     with StartProgress() as progress:
         engine = await AsyncEngine.start(
             config,
             served_model_name=server.served_model_names[0],
             base_names=server.served_model_names,
-            adapter_roots=None if roots is None else (*roots, *(path for _, path in modules)),
             on_progress=progress.update,
             state_dir=server.state_dir,
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),

@@ -7,7 +7,8 @@ A setting that cannot be is a `ConfigError` that names it and its value.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from loraplex.errors import ConfigError
@@ -345,10 +346,14 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineSettings):
-    """All that an engine needs to start. `model` is a directory or a hub id; `lora` None turns adapters off."""
+    """All that an engine needs to start. `model` is a directory or a hub id; `lora` None turns adapters off.
+
+    adapter_roots: directories that local adapters may be read from; None: any.
+    """
 
     model: str
     lora: LoRAConfig | None = field(default_factory=LoRAConfig)
+    adapter_roots: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
@@ -357,3 +362,13 @@ class EngineConfig(EngineSettings):
             "adapter_floor needs device_memory: without it nobody takes from the adapters",
         )
         _require(bool(self.model), "model is empty; give a directory or a hub id")
+
+    def with_real_roots(self) -> EngineConfig:
+        """Links in `adapter_roots` resolved, once for the front and each engine process: what becomes a link later is not followed."""
+        if self.adapter_roots is None:
+            return self
+        return replace(self, adapter_roots=tuple(str(Path(root).resolve()) for root in self.adapter_roots))
+
+    @property
+    def root_paths(self) -> tuple[Path, ...] | None:
+        return None if self.adapter_roots is None else tuple(map(Path, self.adapter_roots))

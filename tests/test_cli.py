@@ -429,7 +429,7 @@ def test_serve_with_defaults(run: Run, served: Served) -> None:
     assert run("serve", "/models/llama/") == (7, "", "")
     assert served.engine == EngineConfig(model="/models/llama/")
     assert served.server == ServerConfig(served_model_names=("/models/llama",))
-    assert served.arguments["adapter_roots"] is None  # on loopback the load routes may read anything
+    assert served.engine.adapter_roots is None  # on loopback the load routes may read anything
     assert served.loaded == []
 
 
@@ -459,11 +459,11 @@ def test_serve_passes_everything_on(run: Run, served: Served, monkeypatch: pytes
         max_num_seqs=3,
         kv_cache_memory_bytes=2**20,
         lora=LoRAConfig(adapter_memory_bytes=2 * 10**6, max_lora_rank=8),
+        adapter_roots=("/roots", "/x", "/y", "/z"),
     )
     assert served.arguments["served_model_name"] == "a"
     assert served.arguments["base_names"] == ("a", "b")
     assert served.loaded == [("x", "/x"), ("y", "/y"), ("/z", "/z")]
-    assert [str(root) for root in served.arguments["adapter_roots"]] == ["/roots", "/x", "/y", "/z"]
 
 
 def test_serve_without_lora(run: Run, served: Served) -> None:

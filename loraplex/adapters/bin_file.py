@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.files import MAX_NAME_CHARS, Limits, check_no_pointer
-from loraplex.adapters.regular_file import RegularFile, check_size
+from loraplex.adapters.regular_file import RegularFile, Roots, check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
@@ -43,13 +43,13 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _CALLS = {"REDUCE": 2, "BINPERSID": 1}
 
 
-def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> dict[str, torch.Tensor]:
+def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits, roots: Roots) -> dict[str, torch.Tensor]:
     """The tensors of the file, on the CPU. Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError and kin."""
     where = f"adapter {adapter!r}: {path.name}"
-    with RegularFile.open(path, adapter) as file:
+    with RegularFile.open(path, adapter, roots) as file:
         check_size(file.size, max_bytes, adapter)
         data = file.read_all()
-    size, checked = len(data), _checked_zip(data, limits or Limits(), where)
+    size, checked = len(data), _checked_zip(data, limits, where)
     del data  # the file's bytes are in the copy
     try:
         loaded = torch.load(checked, map_location="cpu", weights_only=True)

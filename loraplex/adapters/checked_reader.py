@@ -20,6 +20,7 @@ import torch
 
 from loraplex.adapters.files import BIN_NAME, Limits, read_files
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.regular_file import Roots
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_tensors
 from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
@@ -119,14 +120,14 @@ class CheckedReader:
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
+    def read(self, directory: Path, helper: PEFTHelper, roots: Roots = None) -> AdapterContent:
         """Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
-        AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format)."""
+        AdapterTooLargeError, and the errors of the files (missing, permission, outside the roots, truncated, format)."""
         with self._budget.hold(_bytes_to_read(directory)):
-            return self._read(directory, helper)
+            return self._read(directory, helper, roots)
 
-    def _read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
-        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes, self._limits)
+    def _read(self, directory: Path, helper: PEFTHelper, roots: Roots) -> AdapterContent:
+        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes, self._limits, roots)
         check = TensorCheck(helper, self._base)
         key = _key(file, helper)
         blueprint = self._get(key)

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.regular_file import RegularFile, Stamp
+from loraplex.adapters.regular_file import RegularFile, Roots, Stamp
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFileFormatError,
@@ -133,8 +133,8 @@ def read_files(directory: Path) -> list[Path]:
     return [directory / CONFIG_NAME, *(directory / name for name in WEIGHT_NAMES), *shards]
 
 
-def _read_bounded(path: Path, adapter: str, limit: int) -> bytes:
-    with RegularFile.open(path, adapter) as file:
+def _read_bounded(path: Path, adapter: str, limit: int, roots: Roots) -> bytes:
+    with RegularFile.open(path, adapter, roots) as file:
         if file.size > limit:
             raise AdapterFileFormatError(
                 f"adapter {adapter!r}: {path.name} has {file.size} bytes, at most {limit} are read"
@@ -160,11 +160,14 @@ def _is_shard(path: Path) -> bool:
     return _SHARD_NAME.fullmatch(path.name) is not None
 
 
-def read_config_file(directory: Path, adapter: str) -> Any:
-    """The document in `adapter_config.json`, at most MAX_CONFIG_DEPTH deep. Raises AdapterConfigMissingError, AdapterFileFormatError."""
+def read_config_file(directory: Path, adapter: str, roots: Roots) -> Any:
+    """The document in `adapter_config.json`, at most MAX_CONFIG_DEPTH deep.
+
+    Raises AdapterConfigMissingError, AdapterFileFormatError, and what opening raises.
+    """
     check_directory(directory, adapter)
     try:
-        data = _read_bounded(directory / CONFIG_NAME, adapter, MAX_CONFIG_BYTES)
+        data = _read_bounded(directory / CONFIG_NAME, adapter, MAX_CONFIG_BYTES, roots)
     except AdapterWeightsMissingError as error:
         raise AdapterConfigMissingError(
             f"adapter {adapter!r}: there is no {CONFIG_NAME}; is it the output of save_pretrained?"
@@ -205,20 +208,19 @@ def find_weight_file(directory: Path, adapter: str) -> Path:
 # -------------------------------------------------------------------------------------------------------- safetensors
 
 
-def read_shards(weight_file: Path, adapter: str, limits: Limits | None = None) -> tuple[Shard, ...]:
+def read_shards(weight_file: Path, adapter: str, limits: Limits, roots: Roots) -> tuple[Shard, ...]:
     """The headers of a safetensors file, or of all shards of an index; not parsed yet, since those of many adapters are equal.
 
     Their bytes are bounded together, before each is read; two shards may not be one file.
     """
-    limits = limits or Limits()
     expected: dict[Path, frozenset[str] | None] = {weight_file: None}
     if weight_file.name == INDEX_NAME:
-        expected = dict(_index(weight_file, adapter, limits))
+        expected = dict(_index(weight_file, adapter, limits, roots))
     shards: list[Shard] = []
     inodes: set[tuple[int, int]] = set()
     left_bytes = limits.max_header_bytes
     for path, names in expected.items():
-        with RegularFile.open(path, adapter) as file:
+        with RegularFile.open(path, adapter, roots) as file:
             where = f"adapter {adapter!r}: {path.name}"
             if file.stamp[:2] in inodes:
                 raise AdapterFileFormatError(
@@ -253,10 +255,10 @@ def parse_shards(shards: Sequence[Shard], adapter: str, limits: Limits | None = 
     return tuple(entries)
 
 
-def _index(index: Path, adapter: str, limits: Limits) -> dict[Path, frozenset[str]]:
+def _index(index: Path, adapter: str, limits: Limits, roots: Roots) -> dict[Path, frozenset[str]]:
     """The shards and the tensors that each of them has."""
     where = f"adapter {adapter!r}: {INDEX_NAME}"
-    data = _read_bounded(index, adapter, limits.max_header_bytes)
+    data = _read_bounded(index, adapter, limits.max_header_bytes, roots)
     _check_num_values(data, 2 * limits.max_tensors + SPARE_VALUES, where)
     weight_map = _parse_json(data, where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

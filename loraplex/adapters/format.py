@@ -26,6 +26,7 @@ from loraplex.adapters.patterns import (
     named_by,
     pattern_values,
 )
+from loraplex.adapters.regular_file import Roots
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError, shown
 
@@ -65,10 +66,11 @@ class PEFTHelper:
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def from_local_dir(cls, path: str | Path, adapter: str | None = None) -> PEFTHelper:
-        """Read `adapter_config.json` of a directory. Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError."""
+    def from_local_dir(cls, path: str | Path, adapter: str | None = None, roots: Roots = None) -> PEFTHelper:
+        """Read `adapter_config.json` of a directory. Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError,
+        AdapterPathForbiddenError when the file is outside the roots."""
         name = adapter or Path(path).name or str(path)
-        return cls.from_dict(read_config_file(Path(path), name), name)
+        return cls.from_dict(read_config_file(Path(path), name, roots), name)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], adapter: str = "adapter") -> PEFTHelper:

@@ -29,6 +29,7 @@ from loraplex.errors import (
 HUB_PREFIX = "hf://"
 WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors")
 REQUEST_TIMEOUT_S = 10.0
+CACHE_PREFIX = "models--"
 
 MAX_REPO_CHARS, MAX_REVISION_CHARS = 96, 128
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -135,6 +136,7 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
             super().__init__(*args, **{**kwargs, "disable": True})
 
     root = Path(cache or HF_HUB_CACHE)
+    folder = (root.expanduser() / f"{CACHE_PREFIX}{adapter.repo.replace('/', '--')}").resolve()
     path = snapshot_download(
         adapter.repo,
         revision=adapter.revision,
@@ -143,12 +145,18 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
         etag_timeout=min(REQUEST_TIMEOUT_S, timeout_s),
         tqdm_class=NoProgressBar,
     )
-    return _inside(Path(path), root, adapter)
+    return _inside(Path(path), folder, adapter)
 
 
-def _inside(snapshot: Path, cache: Path, adapter: HubAdapter) -> Path:
+def hub_folder_of(snapshot: Path) -> Path | None:
+    """The repository's part of the cache, with the blobs that a snapshot's files link to; None for a directory that is no snapshot."""
+    folder = snapshot.parent.parent
+    return folder if snapshot.parent.name == "snapshots" and folder.name.startswith(CACHE_PREFIX) else None
+
+
+def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
     """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the repository's part of the cache."""
-    real, root = snapshot.resolve(), (cache.expanduser() / f"models--{adapter.repo.replace('/', '--')}").resolve()
+    real = snapshot.resolve()
     for file in (real, *read_files(real)):
         if real == root or not file.resolve().is_relative_to(root):
             _log.warning("%s: %s leads outside the hub's cache of it, %s", adapter, file, root)

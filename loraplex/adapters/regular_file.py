@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from loraplex.errors import (
     AdapterFileFormatError,
     AdapterLoadError,
+    AdapterPathForbiddenError,
     AdapterPermissionError,
     AdapterTooLargeError,
     AdapterWeightsMissingError,
@@ -23,6 +25,11 @@ MAX_BUFFERS = 512
 
 Stamp = tuple[int, int, int, int]
 """(device, inode, size, time of modification in ns): equal stamps, equal content."""
+
+Roots = frozenset[Path] | None
+"""Directories, links resolved, in one of which a file must lie; None: it may be anywhere."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,14 @@ class RegularFile:
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, adapter: str) -> Iterator[RegularFile]:
-        """Raises AdapterWeightsMissingError, AdapterPermissionError, AdapterFileFormatError (no regular file), AdapterLoadError."""
+    def open(cls, path: Path, adapter: str, roots: Roots) -> Iterator[RegularFile]:
+        """Raises AdapterWeightsMissingError, AdapterPermissionError, AdapterPathForbiddenError (what was opened is outside the roots,
+        whatever `path` led to before), AdapterFileFormatError (no regular file), AdapterLoadError."""
         fd = -1
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
+            if roots is not None:
+                _check_inside(fd, path, adapter, roots)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise AdapterFileFormatError(f"adapter {adapter!r}: {path.name} is not a regular file")
             yield cls(path, adapter, fd, _stamp_of(fd))
@@ -87,6 +97,32 @@ class RegularFile:
             raise AdapterLoadError(
                 f"adapter {self.adapter!r}: {self.path.name} changed while it was read; load it again when it is complete"
             )
+
+
+def is_inside(real: Path, roots: Roots) -> bool:
+    """Whether a path without links is one of the roots or lies below one."""
+    return roots is None or not roots.isdisjoint((real, *real.parents))
+
+
+def _check_inside(fd: int, path: Path, adapter: str, roots: Roots) -> None:
+    """Of the descriptor, not of the path: between a check of a path and its opening, a directory can become a link."""
+    real = _real_path(fd, path, adapter)
+    if not is_inside(real, roots):
+        _log.warning("adapter %.200r is refused: %s was opened as %r, outside its roots", adapter, path.name, str(real))
+        raise AdapterPathForbiddenError(
+            f"adapter {adapter!r}: {path.name} is outside the directories that adapters may be loaded from; "
+            "move it there or start the server with --adapter-root DIR"
+        )
+
+
+def _real_path(fd: int, path: Path, adapter: str) -> Path:
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{fd}"))
+    except FileNotFoundError:  # no Linux, or no /proc
+        real = Path(os.path.realpath(path))
+    if not os.path.samestat(os.fstat(fd), os.stat(real, follow_symlinks=False)):
+        raise AdapterLoadError(f"adapter {adapter!r}: {path.name} changed while it was opened; load it again")
+    return real
 
 
 def transfer(move: Callable[[list[memoryview], int], int], pieces: Sequence[memoryview], offset: int) -> int:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from loraplex.adapters.files import check_directory, read_files
-from loraplex.adapters.hub import HubAdapter, fetch_from_hub
+from loraplex.adapters.hub import HubAdapter, fetch_from_hub, hub_folder_of
+from loraplex.adapters.regular_file import Roots, is_inside
 from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError, shortened, shown
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """`allowed_roots` None allows every local path, () none. `hub_cache` None is huggingface_hub's own. `timeout_s` bounds a fetch."""
+    """`allowed_roots`, without links: None allows every local path, () none. `hub_cache` None is huggingface_hub's own.
+
+    timeout_s: bounds a fetch.
+    """
 
     allowed_roots: tuple[Path, ...] | None = None
     hub_cache: Path | None = None
@@ -42,6 +47,19 @@ class AdapterSource:
         if hub is not None and not self._is_visible_directory(path):
             return self._from_hub(hub)
         return self._from_disk(path, path_or_id)
+
+    def roots_of(self, directory: Path) -> Roots:
+        """Where the files of a directory that was fetched must lie each time they are opened, whatever became of it since.
+
+        One that is inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
+        """
+        if self._roots is None or is_inside(directory, self._roots):
+            return self._roots
+        return frozenset((hub_folder_of(directory) or directory,))
+
+    @cached_property
+    def _roots(self) -> Roots:
+        return None if self.allowed_roots is None else frozenset(self.allowed_roots)
 
     def _from_hub(self, hub: HubAdapter) -> Path:
         return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
@@ -67,7 +85,7 @@ class AdapterSource:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
-        if not self._is_allowed(real):
+        if not is_inside(real, self._roots):
             _log.info("adapter %.200r is refused: it leads outside %s", given, self.allowed_roots)
             none = "" if self.allowed_roots else " (none is allowed)"
             raise AdapterPathForbiddenError(
@@ -76,11 +94,8 @@ class AdapterSource:
             )
         return real
 
-    def _is_allowed(self, real: Path) -> bool:
-        return self.allowed_roots is None or any(real.is_relative_to(root.resolve()) for root in self.allowed_roots)
-
     def _is_visible_directory(self, path: Path) -> bool:
         try:
-            return self._is_allowed(path.resolve()) and path.is_dir()
+            return is_inside(path.resolve(), self._roots) and path.is_dir()
         except (OSError, RuntimeError, ValueError):
             return False

@@ -23,7 +23,7 @@ from loraplex.adapters.files import (
     parse_shards,
     read_shards,
 )
-from loraplex.adapters.regular_file import RegularFile, check_size
+from loraplex.adapters.regular_file import RegularFile, Roots, check_size
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.errors import AdapterTruncatedError
 
@@ -38,21 +38,28 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class WeightFile:
-    """The weights of an adapter directory: of safetensors the headers, as they were read; of .bin all tensors, `loaded`."""
+    """The weights of an adapter directory: of safetensors the headers, as they were read; of .bin all tensors, `loaded`.
+
+    roots: where the files must lie when they are opened, now and again.
+    """
 
     path: Path
     adapter: str
     shards: tuple[Shard, ...] = ()
     loaded: Mapping[str, torch.Tensor] | None = None
     limits: Limits = field(default_factory=Limits)
+    roots: Roots = None
 
     @classmethod
-    def open(cls, directory: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> WeightFile:
+    def open(
+        cls, directory: Path, adapter: str, max_bytes: int, limits: Limits | None = None, roots: Roots = None
+    ) -> WeightFile:
         """Find the file and read its headers. Raises AdapterTooLargeError for a .bin beyond `max_bytes`."""
         path, limits = find_weight_file(directory, adapter), limits or Limits()
         if path.name == BIN_NAME:
-            return cls(path, adapter, loaded=read_bin(path, adapter, max_bytes, limits), limits=limits)
-        return cls(path, adapter, read_shards(path, adapter, limits), limits=limits)
+            loaded = read_bin(path, adapter, max_bytes, limits, roots)
+            return cls(path, adapter, loaded=loaded, limits=limits, roots=roots)
+        return cls(path, adapter, read_shards(path, adapter, limits, roots), limits=limits, roots=roots)
 
     @cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -156,7 +163,7 @@ def _read_shards_into(parts: Sequence[memoryview], file: WeightFile, plan: ReadP
         for run in plan.runs:
             number = plan.entries[run[0]].shard
             if number not in opened:
-                opened[number] = stack.enter_context(_unchanged(file.shards[number], file.adapter))
+                opened[number] = stack.enter_context(_unchanged(file.shards[number], file))
             done = opened[number].read_pieces([parts[index] for index in run], plan.entries[run[0]].offset)
             for index in run:
                 done -= plan.entries[index].nbytes
@@ -168,8 +175,8 @@ def _read_shards_into(parts: Sequence[memoryview], file: WeightFile, plan: ReadP
 
 
 @contextlib.contextmanager
-def _unchanged(shard: Shard, adapter: str) -> Iterator[RegularFile]:
-    with RegularFile.open(shard.path, adapter) as file:
+def _unchanged(shard: Shard, weights: WeightFile) -> Iterator[RegularFile]:
+    with RegularFile.open(shard.path, weights.adapter, weights.roots) as file:
         file.check_unchanged(shard.stamp)
         yield file
         file.check_unchanged(shard.stamp)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
 from loraplex.cpu import chosen_threads
@@ -311,7 +312,8 @@ def build_engine(
     backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
     blocks = _build_blocks(config, memory)
     events = EventLog()
-    adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
+    source, lora = AdapterSource(config.root_paths), memory.lora
+    adapters = None if lora is None else build_manager(lora, source, model, backend, memory.arena, blocks, events)
     scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
     profiler = profiler or Profiler()

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters import tensors
-from loraplex.adapters.files import Limits
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.weights import header_nbytes
 from loraplex.config import LoRAConfig
@@ -235,8 +234,8 @@ def test_a_file_that_is_replaced_while_it_is_read_is_refused(
     shutil.copy(file, adapter.path / "new")
     shards = tensors.read_shards
 
-    def read_then_replace(path: Path, name: str, limits: Limits) -> Any:
-        found = shards(path, name, limits)
+    def read_then_replace(*arguments: Any) -> Any:
+        found = shards(*arguments)
         os.replace(adapter.path / "new", file)
         return found
 

@@ -486,7 +486,7 @@ def test_a_file_that_is_cut_while_its_bytes_are_read(adapter: Path, monkeypatch:
 
 def test_a_shard_that_becomes_another_between_two_reads(adapter: Path) -> None:
     """The header that was read is the one that is parsed."""
-    shards = read_shards(adapter / WEIGHTS, "sql")
+    shards = read_shards(adapter / WEIGHTS, "sql", Limits(), None)
     file = WeightFile(adapter / WEIGHTS, "sql", shards)
     write_header(adapter / WEIGHTS, b"{}")
     assert file.entries
