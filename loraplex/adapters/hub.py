@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, INDEX_NAME, SAFETENSORS_NAME, WEIGHT_NAMES, read_files
+from loraplex.adapters.regular_file import RegularFile
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFetchError,
@@ -23,6 +24,7 @@ from loraplex.errors import (
     AdapterPathForbiddenError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
+    AdapterWeightsMissingError,
     shown,
 )
 
@@ -30,6 +32,8 @@ HUB_PREFIX = "hf://"
 WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors")
 REQUEST_TIMEOUT_S = 10.0
 CACHE_PREFIX = "models--"
+MAX_REFERENCE_BYTES = 1024
+"""A reference is a commit's hash."""
 
 MAX_REPO_CHARS, MAX_REVISION_CHARS = 96, 128
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -137,6 +141,7 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
 
     root = Path(cache or HF_HUB_CACHE)
     folder = (root.expanduser() / f"{CACHE_PREFIX}{adapter.repo.replace('/', '--')}").resolve()
+    _check_reference(folder, adapter)
     path = snapshot_download(
         adapter.repo,
         revision=adapter.revision,
@@ -152,6 +157,23 @@ def hub_folder_of(snapshot: Path) -> Path | None:
     """The repository's part of the cache, with the blobs that a snapshot's files link to; None for a directory that is no snapshot."""
     folder = snapshot.parent.parent
     return folder if snapshot.parent.name == "snapshots" and folder.name.startswith(CACHE_PREFIX) else None
+
+
+def _check_reference(folder: Path, adapter: HubAdapter) -> None:
+    """The library reads refs/REVISION as it is: a FIFO would block it, and a file without an end would fill the memory."""
+    reference = folder / "refs" / (adapter.revision or "main")
+    try:
+        with RegularFile.open(reference, adapter.repo, frozenset((folder,))) as file:
+            problem = f"has {file.size} bytes" if file.size > MAX_REFERENCE_BYTES else None
+    except AdapterWeightsMissingError:
+        return
+    except AdapterLoadError as error:
+        problem = str(error)
+    if problem is not None:
+        _log.warning("%s: %s must be a file of at most %d bytes: %s", adapter, reference, MAX_REFERENCE_BYTES, problem)
+        raise AdapterFetchError(
+            f"{adapter} is not read: its reference in the hub's cache is no small file (see the log)"
+        )
 
 
 def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
