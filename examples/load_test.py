@@ -16,6 +16,7 @@ from statistics import median
 from demo_server import call, demo_server
 from openai import AsyncOpenAI
 
+
 async def ask(client: AsyncOpenAI, name: str, first_token_s: dict[str, list[float]]) -> int:
     """One streamed request; returns how many chunks came."""
     began = time.perf_counter()

@@ -40,11 +40,20 @@ class MetricsPage:
         num_events: Mapping[str, int] | None = None,
     ) -> bytes:
         """The page. `stats` and `memory` are None when the engine does not answer; `refs` are the adapters by name."""
-        families = [*self._registry.collect(), *self._families(stats, refs, memory)]
-        text = "What happened to adapters and memory, by kind (GET /v1/events)."
-        families.append(self._counters("loraplex:events", text, "kind", num_events or {}))
-        page: bytes = generate_latest(_Page(families))
+        page: bytes = generate_latest(_Page(self.families(stats, refs, memory, num_events)))
         return page
+
+    def families(
+        self,
+        stats: EngineStats | None,
+        refs: Mapping[str, LoRARef],
+        memory: MemoryReport | None = None,
+        num_events: Mapping[str, int] | None = None,
+    ) -> list[Metric]:
+        """What the page has, in its order."""
+        text = "What happened to adapters and memory, by kind (GET /v1/events)."
+        events = self._counters("loraplex:events", text, "kind", num_events or {})
+        return [*self._registry.collect(), *self._families(stats, refs, memory), events]
 
     def _families(
         self, stats: EngineStats | None, refs: Mapping[str, LoRARef], memory: MemoryReport | None
