@@ -167,6 +167,7 @@ def test_every_reason_is_still_needed() -> None:
     assert [pattern for pattern, _ in NOT_RUN if not any(re.match(pattern, command) for command in everything)] == []
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("page", pages_with_commands(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of(page: Path, folder: Path) -> None:
     if shutil.which("curl") is None:
@@ -246,6 +247,7 @@ def test_options_of_commands_that_do_not_run(page: Path) -> None:
 PYTHON_BLOCKS = [(page, number, code) for page in PAGES for number, code in enumerate(blocks(page, "python"))]
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize(
     ("page", "code"),
     [(page, code) for page, _, code in PYTHON_BLOCKS],

@@ -20,7 +20,6 @@ SAYS = {
         "after the change:       gninrom doog",
         "after the rollback:     GOOD MORNING",
     ],
-    "custom_eviction_policy.py": ["evicted first: reverse"],
     "load_test.py": ["40 requests in", "of 8 adapters on the device"],
 }
 ARGUMENTS = {"load_test.py": ["--clients", "4", "--requests", "40"]}
@@ -33,6 +32,7 @@ def test_each_script_is_tested_and_in_the_readme() -> None:
     assert {name for name in scripts if f"| `{name}` |" not in page} == set()
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_example(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), *ARGUMENTS.get(name, [])]
