@@ -20,7 +20,7 @@ from loraplex import __version__
 from loraplex.cli_help import explain, group_fields, in_group, shown_default
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.lora_modules import parse_lora_modules
+from loraplex.lora_modules import OPTIONS, check_lora_modules, parse_lora_modules
 from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.views.profile_settings import ProfileSettings
@@ -99,6 +99,7 @@ def serve(
     )
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
+    check_lora_modules(modules, names)
     keys = keys or KeySettings()
     config = ServerConfig(
         **asdict(server or ServerSettings()),
@@ -433,7 +434,7 @@ async def _load_module(engine: AsyncEngine, name: str, path: str) -> None:
     try:
         await engine.load_adapter(name, path)
     except LoraplexError as error:
-        raise ConfigError(f"adapter {name!r} of --lora-modules or --lora-paths: {error}") from error
+        raise ConfigError(f"adapter {name!r} of {OPTIONS}: {error}") from error
 
 
 def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:
