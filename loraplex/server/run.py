@@ -48,8 +48,8 @@ LAST_WORDS_S = 5.0
 StartEngine = Callable[[], Awaitable[EngineSurface]]
 
 
-def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
-    """Serve until a signal.
+def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[LoraplexError], str] = str) -> int:
+    """Serve until a signal. `say` puts an error that ends the start into words.
 
     Returns the exit code: 0, 1 when the port or the engine cannot be had or kept, 128 + n on signal n before that.
     """
@@ -66,7 +66,7 @@ def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
         with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_start_and_serve(start_engine, config, sock))
     except LoraplexError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {say(error)}", file=sys.stderr, flush=True)
         return 1
 
 
