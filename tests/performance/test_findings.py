@@ -147,10 +147,5 @@ def test_an_idle_engine_is_not_contended() -> None:
     assert "cpu_contention" not in findings(cpu=CpuUse(0.01, 0.02, 0.0, 10, 2, 2))
 
 
-def test_a_chunk_that_is_not_full_is_no_finding() -> None:
-    """Compaction has nothing to give back."""
-    assert "fragmentation" not in findings(memory=MemoryReport(fragmentation=0.95, chunks=(ChunkRun("adapters", 1),)))
-
-
 def test_a_core_that_is_rarely_missed_is_no_finding() -> None:
     assert "cpu_contention" not in findings(cpu=CpuUse(10.0, 0.5, 0.2, 40, 2, 2))
