@@ -143,7 +143,7 @@ def _memory(report: LoraPerformanceReport) -> Iterator[Finding]:
 
 def _kernels(report: LoraPerformanceReport) -> Iterator[Finding]:
     text = f"Kernels: {report.backend_description or report.backend}."
-    if report.backend == "native":
+    if report.backend == "native" or report.device != "cpu":
         yield Finding("kernels", "info", text)
     else:
         remedy = "`loraplex doctor` says what is missing; the native kernels need a C++ compiler at installation."

@@ -147,5 +147,12 @@ def test_an_idle_engine_is_not_contended() -> None:
     assert "cpu_contention" not in findings(cpu=CpuUse(0.01, 0.02, 0.0, 10, 2, 2))
 
 
+@pytest.mark.parametrize(("backend", "device"), [("triton", "cuda"), ("torch", "cuda:1"), ("native", "cpu")])
+def test_a_compiler_is_advised_only_where_slow_kernels_run_on_a_cpu(backend: str, device: str) -> None:
+    found = findings(backend=backend, device=device)
+    assert "fallback" not in found
+    assert found["kernels"].severity == "info"
+
+
 def test_a_core_that_is_rarely_missed_is_no_finding() -> None:
     assert "cpu_contention" not in findings(cpu=CpuUse(10.0, 0.5, 0.2, 40, 2, 2))
