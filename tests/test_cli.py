@@ -45,6 +45,7 @@ from loraplex.testing import FakeAsyncEngine
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 from tests.server.live_server import LiveServer
 
+REPOSITORY = Path(__file__).parents[1]
 SURFACE = Path(__file__).with_name("cli_surface.txt")
 BASE = str(assets_path() / "base")
 UPPER = str(adapter_path("upper"))
@@ -502,6 +503,16 @@ def test_an_adapter_that_fails_at_the_start_ends_the_engine(run: Run, served: Se
     code, _, err = run("serve", "/model", "--lora-modules", "x=/x", "y=/bad")
     assert (code, err.splitlines()[-1]) == (1, "error: adapter 'y' of --lora-modules or --lora-paths: bad")
     assert served.is_shut_down
+
+
+def test_every_option_of_a_server_is_in_the_documentation() -> None:
+    """As it is written, or with `--no-`."""
+    text = "\n".join(page.read_text() for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    missing = [
+        each.names[0] for each in arguments_of(app["serve"]) if each.name.startswith("--") and not named & {*each.names}
+    ]
+    assert missing == []
 
 
 def test_every_setting_is_a_flag() -> None:
