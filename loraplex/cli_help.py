@@ -75,7 +75,7 @@ def explain(error: CycloptsError, app: App) -> str:
 
 
 def with_options(text: str, command: App) -> str:
-    """An error of settings, with each field as the option that sets it: `--max-loras must be > 0`, not `max_loras must be > 0`.
+    """An error of settings, with each field as the option that sets it: `--max-loras`, not `max_loras`.
 
     A field of one word may be any word: it is taken for the field where it is what the error is about, at the start.
     """

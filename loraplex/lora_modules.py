@@ -26,7 +26,7 @@ def parse_lora_modules(
 
 
 def check_lora_modules(modules: Iterable[tuple[str, str]], base_names: Sequence[str]) -> None:
-    """Raises ConfigError for a name of two adapters, and for one that the registry would refuse: before a model is loaded."""
+    """Raises ConfigError for a name of two adapters, and for one that the registry would refuse."""
     from loraplex.adapters.registry.adapter_name import check_adapter_name
 
     path_of: dict[str, str] = {}

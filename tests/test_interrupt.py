@@ -34,7 +34,7 @@ run()
 
 
 def python(code: str, *arguments: str) -> tuple[int, str, str]:
-    """With the signal as a terminal's programs have it: conftest.py sees to that, whatever the tests were started from."""
+    """With the signal as a terminal's programs have it (conftest.py)."""
     command = [sys.executable, "-c", code, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stdout, ended.stderr
@@ -99,7 +99,13 @@ def test_tests_in_a_background_job_have_the_usual_signal() -> None:
 
 
 def test_a_program_in_a_background_job_leaves_the_signal_ignored() -> None:
-    code = "import os, signal\nfrom loraplex import interrupt\ninterrupt.end_at_once()\nos.kill(os.getpid(), signal.SIGINT)\nprint('on')"
+    code = (
+        "import os, signal\n"
+        "from loraplex import interrupt\n"
+        "interrupt.end_at_once()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('on')\n"
+    )
     command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout) == (0, "on\n")

@@ -1,7 +1,7 @@
 """Every column of the journal with every kind of wrong value, and its schema with one object more or less.
 
-An edit is refused at the start, named by `state check` and mended by `state repair`; or it is one that the registry could have written
-itself (`HARMLESS`), and the server that starts on it works.
+An edit is refused at the start, named by `state check` and mended by `state repair`; or it is one that the registry
+could have written itself (`HARMLESS`), and the server that starts on it works.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def edit(state: Path, script: str) -> None:
 
 
 def set_value(state: Path, column: str, value: str, where: str = "name = 'n2'") -> bool:
-    """Whether SQLite keeps such a value there. Its NOT NULL and its type checks are off meanwhile, as in an editor of files."""
+    """Whether SQLite keeps such a value there. NOT NULL is off meanwhile, as in an editor of files."""
     table, _, name = column.partition(".")
     with closing(sqlite3.connect(state / "journal.sqlite")) as database:
         [sql] = database.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchone()

@@ -77,7 +77,7 @@ _versions = sa.Table(
 
 
 def schema_damages(connection: sa.Connection) -> tuple[Damage, ...]:
-    """Objects and columns that these tables do not have, and those that are missing: either makes a later write fail or change."""
+    """Objects and columns that are not of these tables, or missing: either makes a later write fail or change."""
     expected = _expected_shape()
     found = _shape(connection)
     strange = [f"{each} is not of Loraplex" for each in sorted(found - expected)]
@@ -94,7 +94,7 @@ def _expected_shape() -> frozenset[str]:
 
 
 def _shape(connection: sa.Connection) -> set[str]:
-    """Every object of the file, with what decides on what may be written to it. A view under a table's name cannot be read."""
+    """Every object of the file, with what decides on what may be written to it. A view is no table."""
     rows = connection.exec_driver_sql("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master").all()
     shape = set()
     for kind, name, table, sql in rows:

@@ -25,8 +25,8 @@ from loraplex.memory.space.space import Space
 class PoolStats:
     """Bytes of a pool. lent = used + free; `free_bytes` lie in holes of lent chunks, the largest of `largest_hole_bytes`.
 
-    fragmentation := 1 - ceil(used / chunk) / chunks, the share of the lent chunks that perfect packing would give back (0 when
-    nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents are packed.
+    fragmentation := 1 - ceil(used / chunk) / chunks, the share of the lent chunks that perfect packing would give
+    back (0 when nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents are packed.
     """
 
     lent_bytes: int
