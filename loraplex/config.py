@@ -270,7 +270,9 @@ class EngineSettings:
     critical_pressure: float = setting(0.95, "share of memory that cannot be freed above which low-memory mode begins")
     relaxed_pressure: float = setting(0.70, "share below which low-memory mode ends")
     long_idle_s: float = setting(300.0, "seconds without use after which an adapter counts as long idle")
-    max_fragmentation: float = setting(0.25, "share of holes in the adapters' memory above which it is compacted")
+    max_fragmentation: float = setting(
+        0.25, "share of the adapters' chunks that compaction could free, above which it runs"
+    )
     num_threads: int | None = setting(
         None, "CPU threads of the engine (default: cores of affinity and quota)", group="Kernels"
     )

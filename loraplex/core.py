@@ -371,6 +371,7 @@ class EngineInfo:
     targets: tuple[LoraTarget, ...]
     kv_cache_dtype: str
     backend_description: str = ""
+    device: str = "cpu"
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

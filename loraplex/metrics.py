@@ -115,7 +115,8 @@ class MemorySample:
 class MemoryReport:
     """All that `GET /v1/memory` shows. Times are Unix time, sizes bytes; history is oldest first.
 
-    fragmentation: share of the adapters' chunks that lies in holes. quarantined: adapter id -> why, and until when it is not served.
+    fragmentation: share of the adapters' chunks that perfect packing would give back.
+    quarantined: adapter id -> why, and until when it is not served.
     """
 
     mode: MemoryMode = MemoryMode.NORMAL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -22,6 +23,11 @@ from tests.fixtures import ModelZoo
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a job that a script started in the background; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure() -> None:

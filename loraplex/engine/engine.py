@@ -335,6 +335,7 @@ def build_engine(
         block_size=config.block_size,
         backend=backend.name,
         backend_description=backend.description,
+        device=str(device),
     )
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests

@@ -68,7 +68,7 @@ class EngineMemory:
             pressure["device"] = min(1.0, stats.committed_bytes / stats.device.max_bytes)
             if not self._adapters.is_shared:  # what is in use has its copy on the device: the host's is spare
                 pressure["host"] = min(1.0, stats.loading_bytes / stats.host.max_bytes)
-            fragmentation = stats.fragmentation
+            fragmentation = stats.most_fragmentation
         return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:

@@ -14,7 +14,7 @@ from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 
 def memory_report(store: WeightStore, stats: MemoryStats, quarantined: Mapping[int, str]) -> MemoryReport:
     """`stats` are of `store`; quarantined: adapter id -> why."""
-    counters, ledger, compressed, arena = stats.counters, store.ledger, store.compressed, store.host.pool.arena
+    counters, ledger, compressed, arena = stats.counters, store.ledger, store.compressed, store.device_pool.arena
     disk = None if store.disk is None else store.disk.stats()
     return MemoryReport(
         tiers=(

@@ -62,7 +62,8 @@ class MemoryStats:
     committed_bytes: of contents in use or pinned, each once: what cannot leave the device or, on a CPU, the host.
     loading_bytes: of the host, for loads under way.
     retiring_bytes: freed, but steps that were launched before may still read them. num_waiting: contents that requests asked for in
-    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (pool.PoolStats).
+    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that the device reads
+    (pool.PoolStats); most_fragmentation: of that and of the host tier's, the larger one.
     """
 
     device: TierStats
@@ -76,4 +77,5 @@ class MemoryStats:
     num_loading: int
     num_waiting: Mapping[WaitsFor, int]
     fragmentation: float
+    most_fragmentation: float
     counters: MemoryCounters

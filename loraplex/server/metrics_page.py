@@ -142,7 +142,7 @@ class MetricsPage:
         yield self._gauges("loraplex:memory_pressure", text, "tier", pressure)
         modes = {mode.value: float(mode is memory.mode) for mode in MemoryMode}
         yield self._gauges("loraplex:memory_mode", "1 for the mode that the memory is in.", "mode", modes)
-        text = "Share of the adapters' chunks that lies in holes, 0 to 1."
+        text = "Share of the adapters' chunks that perfect packing would give back, 0 to 1."
         yield self._gauge("loraplex:memory_fragmentation", text, memory.fragmentation)
         text = "Chunks of the arena, by owner."
         yield self._gauges("loraplex:memory_chunks", text, "owner", memory.chunks_by_owner)

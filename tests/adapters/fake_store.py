@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -148,6 +149,11 @@ class FakeStore:
             return self.adapters[adapter_id] != before
 
 
+def digest_of(path: str) -> str:
+    """Of what `FakeSources` finds under a path, unless a test says otherwise."""
+    return hashlib.blake2b(path.encode(), digest_size=32).hexdigest()
+
+
 class FakeSources:
     """Paths with contents. `open` is the registry's `open_adapter`: it counts and fails like the real one."""
 
@@ -158,7 +164,7 @@ class FakeSources:
 
     def open(self, path: str) -> OpenedAdapter:
         self.num_opened[path] += 1
-        digest = self.digests.get(path, f"digest of {path}")  # read first, as a slow reader would
+        digest = self.digests.get(path, digest_of(path))  # read first, as a slow reader would
         self.faults.meet("open")
         if digest == "missing":
             raise AdapterPathNotFoundError(f"no such path: {path}")

@@ -403,7 +403,7 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
 def test_a_first_start_that_was_interrupted_is_a_first_start(tmp_path: Path) -> None:
     """The tables are there, and nothing that says whose they are."""
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:
-        database.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        database.execute("CREATE TABLE about (key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (key))")
     database.close()
     with SqliteJournal(tmp_path, BASE) as journal:
         assert (journal.names, journal.last_adapter_id) == ({}, 0)

@@ -20,7 +20,7 @@ from loraplex.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
-from tests.adapters.fake_store import Bench
+from tests.adapters.fake_store import Bench, digest_of
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_loaded_name_resolves_and_the_store_has_its_spec(bench: Bench) -> None
     result = bench.registry.load("sql", "/sql", lora_int_id=7)
     ref = bench.registry.resolve("sql")
     assert (result.status, result.ref, result.evicted) == (LoadStatus.LOADED, ref, ())
-    assert (ref.adapter_name, ref.adapter_version, ref.adapter_digest) == ("sql", 1, "digest of /sql")
+    assert (ref.adapter_name, ref.adapter_version, ref.adapter_digest) == ("sql", 1, digest_of("/sql"))
     assert (ref.lora_int_id, ref.max_rank, ref.lora_path) == (7, 8, "/sql")
     (spec,) = bench.registry.specs()
     assert (spec.adapter_id, spec.path, spec.nbytes) == (ref.adapter_id, "/cache/sql", 1000)

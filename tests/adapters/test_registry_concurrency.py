@@ -20,7 +20,7 @@ from loraplex.errors import (
     AdapterNotFoundError,
     AdapterUnloadedError,
 )
-from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate, MemoryJournal
+from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate, MemoryJournal, digest_of
 
 NUM_CLIENTS = 10
 WAIT_S = 60
@@ -112,7 +112,7 @@ def test_ten_reloads_are_two_and_none_gets_content_older_than_its_call(bench: Be
     late = [pool.submit(bench.registry.load, "sql", "/sql", load_inplace=True) for _ in range(NUM_CLIENTS)]
     assert all_asked.wait(WAIT_S)
     gate.opened.set()
-    assert early.result(WAIT_S).ref.adapter_digest == "digest of /sql"
+    assert early.result(WAIT_S).ref.adapter_digest == digest_of("/sql")
     results = [future.result(WAIT_S) for future in late]
     assert {result.status for result in results} == {LoadStatus.RELOADED}
     assert {result.ref.adapter_digest for result in results} == {"new content"}

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -78,17 +78,15 @@ class SqliteJournal:
                 f"{time_of(copies[0])}; {remedy}"
             )
         directory.make_private(directory.journal_file)
-        try:
-            tables = JournalTables(directory.journal_file, base_model)
-        except DamagedJournalError as error:
-            raise ConfigError(f"{error}; {remedy}") from error
-        try:
-            contents = tables.read()
+        with ExitStack() as opened:
+            try:
+                tables = opened.enter_context(closing(JournalTables(directory.journal_file, base_model)))
+                contents = tables.read()
+            except DamagedJournalError as error:
+                raise ConfigError(f"{error}; {remedy}") from error
             if contents.damages:
                 raise ConfigError(f"{directory.journal_file} is damaged: {summary(contents.damages)}; {remedy}")
-        except BaseException:
-            tables.close()
-            raise
+            opened.pop_all()
         self.names: Mapping[str, NameRecord] = contents.names
         self.last_adapter_id = contents.last_adapter_id
         return tables

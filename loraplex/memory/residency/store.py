@@ -19,6 +19,7 @@ from loraplex.memory.residency.compressed_copies import CompressedCopies
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights, WeightState, tell
 from loraplex.memory.residency.room import Room
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Place
+from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.space.retired import RetiredMemory
 from loraplex.memory.stats import MemoryCounters, MemoryStats
 from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
@@ -91,8 +92,14 @@ class WeightStore:
         if adapter.weights.num_running == 0:
             self.lock.notify_all()
 
+    @property
+    def device_pool(self) -> LoRAMemoryPool:
+        """Of the memory that kernels read: the host's where both tiers are one memory."""
+        return self.device.pool or self.host.pool
+
     def stats(self, num_adapters: int) -> MemoryStats:
         everything, counters = list(self.weights.values()), self.counters
+        fragmentation = self.device_pool.stats().fragmentation
         return MemoryStats(
             device=self.device.stats(),
             host=self.host.stats(),
@@ -104,7 +111,8 @@ class WeightStore:
             num_adapters=num_adapters,
             num_loading=sum(each.job is not None for each in everything),
             num_waiting={cause: sum(self.room.is_waiting(each, cause) for each in everything) for cause in WaitsFor},
-            fragmentation=self.host.pool.stats().fragmentation,
+            fragmentation=fragmentation,
+            most_fragmentation=max(fragmentation, self.host.pool.stats().fragmentation),
             counters=replace(counters, loads=counters.loads.copy(), evictions=counters.evictions.copy()),
         )
 
