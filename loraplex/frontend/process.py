@@ -77,7 +77,7 @@ class EngineProcess:
             msg.PinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.pin_adapter(m.adapter_id)),
             msg.UnpinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.unpin_adapter(m.adapter_id)),
             msg.AbortAdapter: self._abort_adapter,
-            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters())),
+            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters(m.adapter_ids))),
             msg.GetMemory: lambda m: self._now(m, engine.memory_report),
             msg.GetStats: lambda m: self._now(m, engine.stats),
             msg.StartProfile: lambda m: self._now(m, engine.start_profile),

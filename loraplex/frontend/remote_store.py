@@ -60,6 +60,6 @@ class RemoteStore:
     def abort_adapter(self, adapter_id: int) -> int:
         return int(self._call(msg.AbortAdapter, adapter_id))
 
-    def list_adapters(self) -> Sequence[AdapterResidency]:
-        residencies: tuple[AdapterResidency, ...] = self._call(msg.ListAdapters)
+    def list_adapters(self, adapter_ids: Sequence[int]) -> Sequence[AdapterResidency]:
+        residencies: tuple[AdapterResidency, ...] = self._call(msg.ListAdapters, tuple(adapter_ids))
         return residencies

@@ -18,7 +18,6 @@ from loraplex.server.access import Access, requires
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
-    AdapterList,
     BriefAdapterCard,
     LoadAdapterRequest,
     LoadLoraAdapterRequest,
@@ -34,9 +33,11 @@ from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
+from loraplex.server.listing import AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
+from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
-from loraplex.server.responses import encode
+from loraplex.server.responses import ListReply, encode
 from loraplex.server.strict_route import StrictRoute
 
 STATUS_HEADER = "X-Loraplex-Load-Status"
@@ -78,7 +79,7 @@ class AdapterRoutes:
         add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
         extra = operation(PutAdapterRequest, replies=(LoadReply,), statuses=(200, 201), errors=OF_ADAPTERS)
         router.add_api_route("/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=extra)
-        add("GET", "/v1/adapters", self.list_all, None, AdapterList[AdapterCard], AdapterList[BriefAdapterCard])
+        add("GET", "/v1/adapters", self.list_all, None, ListReply[AdapterCard], ListReply[BriefAdapterCard])
         add("GET", "/v1/adapters/{name:path}", self.show, None, AdapterCard, BriefAdapterCard)
         add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
         return router
@@ -143,15 +144,34 @@ class AdapterRoutes:
     # --------------------------------------------------------------------------------------------------------- own routes
 
     @requires(Access.KEY)
-    async def list_all(self, request: Request) -> Response:
-        """Every adapter: where it is, its bytes, rank, references, version and last use."""
-        card = _card_for(request)
-        return _json(AdapterList([card(info) for info in await self._engine.list_adapters()]))
+    async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
+        """Every adapter, or those that are asked for: where it is, its bytes, rank, references, version and last use."""
+        card, registry = _card_for(request), self._engine.registry
+        if query.operators_field is not None and not caller_of(request).is_admin:
+            raise ApiError(
+                f"{query.operators_field}: where adapters are is for admin keys of this server (--admin-api-key)",
+                status=403,
+                kind="permission_error",
+                code="admin_key_required",
+                param=query.operators_field,
+            )
+
+        def listed() -> bytes:
+            infos = () if registry is None else filter(query.has, registry.infos(query.names))
+            return encode_list(((info.ref.adapter_name, card(info)) for info in infos), query)
+
+        return await self._view(request, listed)
 
     @requires(Access.KEY)
     async def show(self, name: str, request: Request) -> Response:
-        self._registry(f"adapter {clipped(name)!r} was asked for")
-        return _json(_card_for(request)(await self._engine.describe_adapter(name)))
+        registry = self._registry(f"adapter {clipped(name)!r} was asked for")
+        card = _card_for(request)
+        return await self._view(request, lambda: encode(card(registry.describe(name))))
+
+    async def _view(self, request: Request, view: Callable[[], bytes]) -> Response:
+        """It asks the engine and may be long: in a thread, and in the client's turn."""
+        self._engine.check_can_serve()
+        return Response(await self._context.views.run(client_of(request), view, 0), media_type="application/json")
 
     @requires(Access.LOADING)
     async def load(self, request: Request) -> Response:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
@@ -19,10 +19,11 @@ from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
 from loraplex.server.generation import Deadline, Generation, GenerationItem, Prompt
+from loraplex.server.listing import PageQuery, encode_list
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
-from loraplex.server.responses import ChatCompletion, Completion, ModelCard, ModelList, encode
+from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, EventStream, sse, until_disconnect
 from loraplex.server.strict_route import StrictRoute
@@ -61,7 +62,7 @@ class OpenAIRoutes:
             ChatCompletionRequest, replies=(ChatCompletion,), text_type=EVENT_STREAM, errors=OF_GENERATION
         )
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], openapi_extra=extra)
-        extra = operation(replies=(ModelList,))
+        extra = operation(replies=(ListReply[ModelCard],), errors=(429,))
         router.add_api_route("/v1/models", self.list_models, methods=["GET"], openapi_extra=extra)
         extra = operation(replies=(ModelCard,), errors=(404,))
         router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"], openapi_extra=extra)
@@ -108,9 +109,11 @@ class OpenAIRoutes:
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
     @requires(Access.KEY)
-    async def list_models(self, request: Request) -> Response:
-        """The base model under each of its names, then every adapter."""
-        return _json(encode(ModelList(self._context.names.cards(has_paths=caller_of(request).is_admin))))
+    async def list_models(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+        """The base model under each of its names, then every adapter; or those that are asked for."""
+        names, has_paths = self._context.names, caller_of(request).is_admin
+        cards = names.cards(query.names, has_paths=has_paths)
+        return _json(await self._context.views.run(client_of(request), lambda: encode_list(cards, query), 0))
 
     @requires(Access.KEY)
     async def show_model(self, model: str, request: Request) -> Response:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+Card = TypeVar("Card")
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -150,9 +151,14 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = "loraplex"
 
 
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[ModelCard]
+class ListReply(msgspec.Struct, Generic[Card], frozen=True):
+    """`first_id`, `last_id` and `has_more` when a page or a part was asked for; `after=last_id` is the next page."""
+
+    data: list[Card]
     object: str = "list"
+    first_id: str | UnsetType | None = UNSET
+    last_id: str | UnsetType | None = UNSET
+    has_more: bool | UnsetType = UNSET
 
 
 class Tokenized(msgspec.Struct, frozen=True):

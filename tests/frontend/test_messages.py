@@ -77,7 +77,7 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.PinAdapter(5, 7),
     msg.UnpinAdapter(6, 7),
     msg.AbortAdapter(7, 7),
-    msg.ListAdapters(8),
+    msg.ListAdapters(8, (1, 2)),
     msg.GetStats(9),
     msg.GetMemory(10),
     msg.StartProfile(11),
