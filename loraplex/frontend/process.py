@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.kernels.native.library import open_library
+from loraplex.memory.weights.loading import LoaderThreads
 
 logger = logging.getLogger("loraplex.frontend.process")
 
@@ -37,7 +38,10 @@ IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
 CARE_POLL_MS = 10
 BEAT_S = 0.5
-NUM_VERB_THREADS = 8
+NUM_LOAD_THREADS = 8
+NUM_QUICK_VERB_THREADS = 2
+"""For verbs that wait for no load: not behind those that do."""
+
 MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
 
@@ -55,7 +59,7 @@ class EngineProcess:
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="verb")
+        self._loads, self._quick_verbs = LoaderThreads(NUM_LOAD_THREADS), LoaderThreads(NUM_QUICK_VERB_THREADS)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -69,13 +73,23 @@ class EngineProcess:
         return {
             msg.AddRequest: lambda m: self._ended.extend(engine.add_request(self._with_known_prompt(m.request))),
             msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
-            msg.AddAdapter: lambda m: self._in_background(m, lambda: engine.adapters.add_adapter(m.spec)),
+            msg.AddAdapter: lambda m: self._in_background(m, self._loads, lambda: engine.adapters.add_adapter(m.spec)),
             msg.AttachAdapters: lambda m: self._now(m, lambda: engine.adapters.attach_adapters(m.specs)),
-            msg.DropAdapter: lambda m: self._in_background(m, lambda: engine.adapters.drop_adapter(m.adapter_id)),
-            msg.PromoteAdapter: lambda m: self._in_background(m, lambda: engine.adapters.promote_adapter(m.adapter_id)),
-            msg.EvictAdapter: lambda m: self._in_background(m, lambda: engine.adapters.evict_adapter(m.adapter_id)),
-            msg.PinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.pin_adapter(m.adapter_id)),
-            msg.UnpinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.unpin_adapter(m.adapter_id)),
+            msg.DropAdapter: lambda m: self._in_background(
+                m, self._quick_verbs, lambda: engine.adapters.drop_adapter(m.adapter_id)
+            ),
+            msg.PromoteAdapter: lambda m: self._in_background(
+                m, self._loads, lambda: engine.adapters.promote_adapter(m.adapter_id)
+            ),
+            msg.EvictAdapter: lambda m: self._in_background(
+                m, self._quick_verbs, lambda: engine.adapters.evict_adapter(m.adapter_id)
+            ),
+            msg.PinAdapter: lambda m: self._in_background(
+                m, self._loads, lambda: engine.adapters.pin_adapter(m.adapter_id)
+            ),
+            msg.UnpinAdapter: lambda m: self._in_background(
+                m, self._quick_verbs, lambda: engine.adapters.unpin_adapter(m.adapter_id)
+            ),
             msg.AbortAdapter: self._abort_adapter,
             msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters(m.adapter_ids))),
             msg.GetMemory: lambda m: self._now(m, engine.memory_report),
@@ -95,7 +109,8 @@ class EngineProcess:
                 self._send_events()
                 self._beat()
         finally:
-            self._verbs.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._loads, self._quick_verbs):
+                threads.close(timeout_s=0)
             self._engine.close()
 
     def _patience_ms(self) -> int:
@@ -163,8 +178,8 @@ class EngineProcess:
         self._socket.send(msg.encode(message))
         self._sent_s = time.monotonic()
 
-    def _in_background(self, message: Any, verb: Callable[[], Any]) -> None:
-        self._verbs.submit(self._answer, message.call_id, verb)
+    def _in_background(self, message: Any, threads: LoaderThreads, verb: Callable[[], Any]) -> None:
+        threads.submit(partial(self._answer, message.call_id, verb))
 
     def _answer(self, call_id: int, verb: Callable[[], Any]) -> None:
         self._replies.put(msg.encode(_call(call_id, verb)))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from loraplex.demo.tasks import adapter_path
 from loraplex.errors import AdapterFaultError, AdapterValidationError, LoraplexError, error_from_payload
 from loraplex.frontend import messages as msg
 from loraplex.frontend.client import EngineClient
-from loraplex.frontend.process import MAX_MESSAGES_A_STEP, EngineProcess
+from loraplex.frontend.process import MAX_MESSAGES_A_STEP, NUM_LOAD_THREADS, EngineProcess
 from tests.engine.driver import Driver
 from tests.frontend.processes import demo_config, within
 
@@ -68,7 +69,8 @@ class Wire:
         self.step()
 
     def close(self) -> None:
-        self.process._verbs.shutdown(cancel_futures=True)
+        for threads in (self.process._loads, self.process._quick_verbs):
+            threads.close()
         self._context.destroy(linger=0)
 
 
@@ -241,3 +243,23 @@ def test_completions_of_one_prompt_share_its_ids(wire: Wire) -> None:
     )
     assert second.request_id == "two"
     assert second.prompt_token_ids is first.prompt_token_ids
+
+
+def test_verbs_that_wait_for_a_load_hold_up_none_that_do_not(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight loads from a file system that hangs, and no adapter could be evicted or dropped."""
+    release = threading.Event()
+    monkeypatch.setattr(wire.process._engine.adapters, "promote_adapter", lambda adapter_id: release.wait(60))
+    for call_id in range(NUM_LOAD_THREADS):
+        wire.send(msg.PromoteAdapter(1000 + call_id, 1))
+    try:
+        for message in (msg.UnpinAdapter(2001, 1), msg.DropAdapter(2002, 999), msg.EvictAdapter(2003, 1)):
+            wire.send(message)
+        while not {2001, 2002, 2003} <= set(wire.replies):
+            wire.process._poller.poll(1000)
+            wire.step()
+        assert 1000 not in wire.replies
+    finally:
+        release.set()
+    while 1000 + NUM_LOAD_THREADS - 1 not in wire.replies:
+        wire.process._poller.poll(1000)
+        wire.step()
