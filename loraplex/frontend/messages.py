@@ -76,7 +76,7 @@ class AbortAdapter(msgspec.Struct, tag=True, frozen=True):
 
 class ListAdapters(msgspec.Struct, tag=True, frozen=True):
     call_id: int
-    adapter_ids: tuple[int, ...]
+    adapter_ids: tuple[int, ...] | None
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, MutableMapping, Sequence
 from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Query, Request, Response
@@ -207,10 +207,11 @@ async def _events(
     first: tuple[int, RequestOutput], stream: AsyncGenerator[tuple[int, RequestOutput], None], renderer: Renderer
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
+    num_seen: dict[int, int] = {}
     try:
-        yield await _chunks(renderer, *first)
+        yield await _chunks(renderer, *first, num_seen)
         async for prompt_index, output in stream:
-            if chunks := await _chunks(renderer, prompt_index, output):
+            if chunks := await _chunks(renderer, prompt_index, output, num_seen):
                 yield chunks
         yield renderer.last_chunk()
     except LoraplexError as error:
@@ -221,9 +222,15 @@ async def _events(
     yield DONE
 
 
-async def _chunks(renderer: Renderer, prompt_index: int, output: RequestOutput) -> bytes:
-    """Those with a prompt's log probabilities are written in a thread: they may be as long as the whole answer."""
-    if len(output.prompt_logprobs or ()) <= MANY_LOGPROBS:
+async def _chunks(
+    renderer: Renderer, prompt_index: int, output: RequestOutput, num_seen: MutableMapping[int, int]
+) -> bytes:
+    """Those with many log probabilities are written in a thread: a slow reader gets all at once that it has missed. `num_seen`: those
+    of each prompt that are written.
+    """
+    num_logprobs = _num_logprobs(output)
+    num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs
+    if num_new <= MANY_LOGPROBS:
         await asyncio.sleep(0)  # many outputs may be there already
         return renderer.chunks(prompt_index, output)
     return await asyncio.to_thread(renderer.chunks, prompt_index, output)
