@@ -93,16 +93,19 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
 
-    def check(self, vocab_size: int, max_model_len: int) -> None:
+    def check(self, max_model_len: int) -> None:
         """Raises InvalidRequestError for what no front sends: kernels read it without another look."""
         num_tokens = len(self.prompt_token_ids)
         if not 0 < num_tokens < max_model_len or self.max_tokens < 1:
             sizes = f"{num_tokens} prompt tokens and max_tokens {self.max_tokens}"
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
-        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
-            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+
+    def check_prompt(self, vocab_size: int) -> None:
+        """The same for its token ids: once for all completions of a long prompt."""
+        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
+            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
 
     @staticmethod
     def random_seed() -> int:

@@ -80,9 +80,7 @@ class OpenAIRoutes:
         params.check_logprobs(num_prompts * body.n)
         adapter_names = self._adapters_of(body, num_prompts)
         client = client_of(request)
-        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, client)
-        for prompt in prompts:
-            context.prompts.check(prompt, params.max_tokens)
+        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, params.max_tokens, client)
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
         params.check_prompt_logprobs(num_written)
         if body.n > 1 and (body.echo or body.return_token_ids) and num_written > MAX_REPEATED_TOKENS:
