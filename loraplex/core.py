@@ -93,16 +93,19 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
 
-    def check(self, vocab_size: int, max_model_len: int) -> None:
+    def check(self, max_model_len: int) -> None:
         """Raises InvalidRequestError for what no front sends: kernels read it without another look."""
         num_tokens = len(self.prompt_token_ids)
         if not 0 < num_tokens < max_model_len or self.max_tokens < 1:
             sizes = f"{num_tokens} prompt tokens and max_tokens {self.max_tokens}"
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
-        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
-            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+
+    def check_prompt(self, vocab_size: int) -> None:
+        """The same for its token ids: once for all completions of a long prompt."""
+        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
+            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
 
     @staticmethod
     def random_seed() -> int:
@@ -339,6 +342,7 @@ class AdapterStore(Protocol):
     """An engine as the registry sees it. Each call may block until done and is made under no lock; each raises AdapterError.
 
     attach_adapters: as `add_adapter` of each, but nothing is read: the first request or verb that needs the weights loads them.
+    list_adapters: those of `adapter_ids` that it has; None: all.
     """
 
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome: ...
@@ -349,7 +353,7 @@ class AdapterStore(Protocol):
     def pin_adapter(self, adapter_id: int) -> bool: ...
     def unpin_adapter(self, adapter_id: int) -> bool: ...
     def abort_adapter(self, adapter_id: int) -> int: ...
-    def list_adapters(self) -> Sequence[AdapterResidency]: ...
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Nothing here knows of names, files or sockets: requests are token ids, adapters 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +82,7 @@ class EngineCore:
         self._adapters = adapters
         self._max_waiting_requests = max_waiting_requests
         self._num_steps = 0
+        self._checked_prompt: Sequence[int] = ()
         self._profiler = profiler
         self._events = events
         self._caretaker = caretaker
@@ -140,7 +141,10 @@ class EngineCore:
 
         Raises InvalidRequestError for one that no front would send: kernels read what it says without another look.
         """
-        request.check(self.info.vocab_size, self.info.max_model_len)
+        request.check(self.info.max_model_len)
+        if request.prompt_token_ids is not self._checked_prompt:
+            request.check_prompt(self.info.vocab_size)
+            self._checked_prompt = request.prompt_token_ids
         if request.adapter_id is not None and self._adapters is None:
             raise LoraDisabledError("LoRA is off in this engine")
         if self._scheduler.has(request.request_id):

@@ -235,8 +235,7 @@ class AsyncEngine(AdapterVerbs):
             raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
         self._front.outputs.add(prepared)
         try:
-            for request in prepared.children:
-                self._engine.send(msg.AddRequest(request))
+            self._engine.send(msg.AddRequests.of(prepared.children))
         except BaseException:
             self._forget(prepared.request_id)
             raise

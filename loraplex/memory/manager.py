@@ -382,14 +382,15 @@ class LoRAModelManager:
         """Give the pages of free memory back to the system; returns the bytes."""
         return self._store.host.pool.arena.release_pages()
 
-    def list_adapters(self) -> list[AdapterResidency]:
-        """All adapters that resolve, in the order in which they were added."""
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> list[AdapterResidency]:
+        """Of these adapters those that resolve; by default all, in the order in which they were added."""
         with self._lock:
+            asked = self._adapters if adapter_ids is None else adapter_ids
             return [
                 adapter.residency(
                     self._store.resting_tier(adapter.weights), self.health.state_of(adapter.weights.digest)
                 )
-                for adapter in self._adapters.values()
+                for adapter in filter(None, map(self._adapters.get, asked))
             ]
 
     def stats(self) -> MemoryStats:

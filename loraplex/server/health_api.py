@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from loraplex import __version__
 from loraplex.core import SamplingParams
-from loraplex.errors import LoraplexError
+from loraplex.errors import EngineOverloadedError, LoraplexError
 from loraplex.server.access import Access, GuardedRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
@@ -32,8 +32,12 @@ PROBE_KEPT_S = 0.5
 """A probe's outcome answers those that ask so soon after it."""
 
 
+STEP_POLL_S = 0.05
+"""How often an engine that has no place for a probe is asked whether it steps."""
+
+
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """probe_ms: how long the token of a probe took."""
+    """`status`: ok; busy for a probe that had no turn while the engine worked for others. probe_ms: how long its token took."""
 
     status: str
     probe_ms: float | None = None
@@ -45,35 +49,59 @@ class Version(msgspec.Struct, frozen=True):
 
 
 class GenerateProbe:
-    """One token of the base model through the scheduler. One probe runs at a time, whoever asks: the route needs no key."""
+    """One token of the base model through the scheduler. One probe runs at a time, whoever asks: the route needs no key.
+
+    A probe that is refused, or still waits at its deadline, says nothing of an engine with a long queue. Then the engine's steps do.
+    """
 
     def __init__(self, engine: EngineSurface, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._probe: asyncio.Task[float] | None = None
+        self._probe: asyncio.Task[float | None] | None = None
         self._ended_s = 0.0
 
-    async def __call__(self) -> float:
-        """Milliseconds that the token took. Raises LoraplexError, or TimeoutError."""
+    async def __call__(self) -> float | None:
+        """Milliseconds that the token took, None when the engine stepped for others instead. Raises LoraplexError, or TimeoutError."""
         if self._probe is None or (self._probe.done() and time.monotonic() - self._ended_s > PROBE_KEPT_S):
-            self._probe = asyncio.ensure_future(self._generate())
+            self._probe = asyncio.ensure_future(self._run())
             self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())  # perhaps nothing waits
         return await asyncio.shield(self._probe)  # a client that goes away ends nothing that others wait for
+
+    async def _run(self) -> float | None:
+        first = asyncio.ensure_future(self._num_steps())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                try:
+                    return await self._generate()
+                except EngineOverloadedError:
+                    while await self._num_steps() <= await first:
+                        await asyncio.sleep(STEP_POLL_S)
+                    return None
+        except TimeoutError:
+            if not first.done() or await self._num_steps() <= await first:
+                raise
+            return None
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            self._ended_s = time.monotonic()
+
+    async def _num_steps(self) -> int:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            return (await self._engine.stats()).step_times.num_steps
 
     async def _generate(self) -> float:
         began_s = time.monotonic()
         params = SamplingParams(max_tokens=1, temperature=0.0)
         outputs = self._engine.generate((0,), params, f"health-probe-{next(self._numbers)}")
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async for _ in outputs:
-                    pass
+            async for _ in outputs:
+                pass
         finally:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
-            self._ended_s = time.monotonic()
-        return (self._ended_s - began_s) * 1e3
+        return (time.monotonic() - began_s) * 1e3
 
 
 class HealthRoutes:
@@ -109,7 +137,8 @@ class HealthRoutes:
 
     @requires(Access.OPEN)
     async def health(self, probe: Literal["generate"] | None = None) -> Response:
-        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the base model."""
+        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the base model, or
+        steps of the engine for others."""
         health = self._context.engine.health()
         if self._context.in_flight.is_closing or not health.is_alive:
             raise _unhealthy(health.message or "shutting down")
@@ -121,7 +150,8 @@ class HealthRoutes:
             raise _unhealthy(f"a probe got no token within {self._context.config.probe_timeout_s:g} s") from None
         except LoraplexError as error:
             raise _unhealthy(str(error)) from None
-        return Response(encode(Health("ok", round(probe_ms, 3))), media_type="application/json")
+        health_now = Health("busy") if probe_ms is None else Health("ok", round(probe_ms, 3))
+        return Response(encode(health_now), media_type="application/json")
 
     @requires(Access.OPEN)
     async def version(self) -> Response:

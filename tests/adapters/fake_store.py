@@ -116,10 +116,11 @@ class FakeStore:
         self.calls.append(("abort", adapter_id))
         return self.abort(adapter_id)
 
-    def list_adapters(self) -> Sequence[AdapterResidency]:
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]:
         self.faults.meet("list")
         with self._lock:
-            return tuple(self.adapters.values())
+            asked = self.adapters if adapter_ids is None else adapter_ids
+            return tuple(self.adapters[each] for each in asked if each in self.adapters)
 
     def start_again(self) -> None:
         """What is left of an engine that died."""

@@ -13,6 +13,7 @@ from loraplex.adapters.registry.outcome import (
 from loraplex.adapters.registry.records import Journal, NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.adapters.registry.registry import LoRARegistry, OnChange, start_thread
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
+from loraplex.adapters.registry.views import NameQuery
 
 __all__ = [
     "AdapterInfo",
@@ -22,6 +23,7 @@ __all__ = [
     "LoadResult",
     "LoadStatus",
     "NameChange",
+    "NameQuery",
     "NameRecord",
     "NameUsage",
     "OnChange",

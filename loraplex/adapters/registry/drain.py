@@ -115,8 +115,7 @@ class Drain:
         return self._tier_of(version) is Tier.DEVICE
 
     def _tier_of(self, version: AdapterVersion) -> Tier | None:
-        tiers = {where.adapter_id: where.tier for where in self._store.list_adapters()}
-        return tiers.get(version.adapter_id)
+        return next((where.tier for where in self._store.list_adapters([version.adapter_id])), None)
 
     def lift_pin(self, version: AdapterVersion) -> bool:
         """Whether there was one."""

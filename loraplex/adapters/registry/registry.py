@@ -36,7 +36,7 @@ from loraplex.adapters.registry.switch import AdapterSwitch
 from loraplex.adapters.registry.turns import Turns
 from loraplex.adapters.registry.verb import LoadWish
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, Parting
-from loraplex.adapters.registry.views import Views
+from loraplex.adapters.registry.views import NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
 from loraplex.errors import InvalidRequestError
 from loraplex.events import Detail, EventKind
@@ -288,7 +288,11 @@ class LoRARegistry:
         return self._views.describe(name)
 
     def list_adapters(self) -> list[AdapterInfo]:
-        return self._views.list_adapters()
+        return list(self._views.infos(NameQuery()))
+
+    def infos(self, query: NameQuery) -> Iterator[AdapterInfo]:
+        """Of the names that `query` means, looked up as they are asked for."""
+        return self._views.infos(query)
 
     @property
     def num_references(self) -> int:

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from loraplex.adapters.registry.name_table import NameTable
 from loraplex.adapters.registry.outcome import AdapterInfo, VersionInfo, VersionState
 from loraplex.adapters.registry.version import AdapterVersion
 from loraplex.core import AdapterResidency, AdapterStore, Tier
+
+NAMES_AT_ONCE = 2048
+"""The store is asked for so many names at a time: one answer for all would hold up its steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameQuery:
+    """Which names, in the order of their loads; `is_sorted`: by name. `after` (a name, there or not) and `limit` are for pages."""
+
+    prefix: str = ""
+    contains: str = ""
+    after: str = ""
+    is_sorted: bool = False
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        found = [name for name in names if name > self.after and name.startswith(self.prefix) and self.contains in name]
+        return sorted(found) if self.is_sorted else found
 
 
 class Views:
@@ -22,28 +40,36 @@ class Views:
     def describe(self, name: str) -> AdapterInfo:
         """Of a name, or of the version that `name@N` addresses. Raises AdapterNotFoundError when nothing is loaded under it."""
         with self._lock:
-            self._described(name)
-        residency = self._residency()
+            own_name = self._described(name).ref.adapter_name
+        residency = self._residency([own_name])
         with self._lock:
             return self._info(self._described(name), residency, self._table.aliases_of())
 
-    def list_adapters(self) -> list[AdapterInfo]:
-        residency = self._residency()
+    def infos(self, query: NameQuery) -> Iterator[AdapterInfo]:
+        """One by one, so that a caller may stop."""
         with self._lock:
             aliases, names = self._table.aliases_of(), list(self._table.current)
-        infos = []
-        for name in names:
-            with self._lock:  # for one name at a time: requests take it too
-                if name in self._table.current:
-                    infos.append(self._info(self._table.own(name), residency, aliases))
-        return infos
+        found = query.of(names)
+        for start in range(0, len(found), NAMES_AT_ONCE):
+            some = found[start : start + NAMES_AT_ONCE]
+            residency = self._residency(some)
+            for name in some:
+                with self._lock:  # for one name at a time: requests take it too
+                    info = (
+                        self._info(self._table.own(name), residency, aliases) if name in self._table.current else None
+                    )
+                if info is not None:
+                    yield info
 
     def _described(self, name: str) -> AdapterVersion:
         """Never what a switch sends the requests for a name to."""
         return self._table.own(name) if name in self._table.current else self._table.answering(name)
 
-    def _residency(self) -> dict[int, AdapterResidency]:
-        return {each.adapter_id: each for each in self._store.list_adapters()}
+    def _residency(self, names: Iterable[str]) -> dict[int, AdapterResidency]:
+        """Of every version of these names."""
+        with self._lock:
+            adapter_ids = [version.adapter_id for name in names for version in self._table.versions_of(name)]
+        return {each.adapter_id: each for each in self._store.list_adapters(adapter_ids)}
 
     def _info(
         self,

@@ -6,7 +6,6 @@ and coming back is one read. Runs without any lock, in any thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from loraplex.memory.residency.compressed_copies import CompressedCopies
 from loraplex.memory.residency.records import LoadJob
 from loraplex.memory.residency.tiers import HostCache, Place
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
-from loraplex.memory.weights.loading import read_weights
+from loraplex.memory.weights.loading import ReadSlots, read_weights
 from loraplex.memory.weights.packing import PackedLayout, Packer
 
 COMPRESSED = "compressed"
@@ -41,7 +40,7 @@ class LoadedWeights:
 
 
 class WeightReader:
-    """At most `max_concurrent` reads at once; waiting for memory does not count."""
+    """At most `max_concurrent` reads at once; neither waiting for memory nor a read that hangs counts."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class WeightReader:
         self._host = host
         self._disk = disk
         self._compressed = compressed
-        self._busy = threading.BoundedSemaphore(max_concurrent)
+        self._busy = ReadSlots(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve` raises."""
