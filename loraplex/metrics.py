@@ -18,6 +18,32 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelFallback:
+    """Calls of an operator that stock torch ran because no kernel of `backend` covered them, and the reason."""
+
+    op: str
+    backend: str
+    reason: str
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpeedup:
+    """Seconds of one call of an operator on `backend`, and of the same call on `fallback`; `shape` says on which tensors."""
+
+    op: str
+    backend: str
+    fallback: str
+    shape: str
+    kernel_s: float
+    fallback_s: float
+
+    @property
+    def speedup(self) -> float:
+        return self.fallback_s / self.kernel_s
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One consistent look at an engine. Counters only grow; gauges are of now.
 

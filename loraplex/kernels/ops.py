@@ -19,6 +19,7 @@ from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceL
 from loraplex.kernels.reference import ReferenceBackend
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.metrics import KernelFallback as KernelFallback  # the profile's report reads it without torch
 
 logger = logging.getLogger(__name__)
 
