@@ -26,6 +26,11 @@ class KernelFallback:
     reason: str
     calls: int
 
+    @property
+    def label(self) -> str:
+        """Of `loraplex:kernel_fallbacks`."""
+        return f"{self.op}: {self.reason}"
+
 
 @dataclass(frozen=True, slots=True)
 class KernelSpeedup:

@@ -37,7 +37,8 @@ from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.errors import ConfigError, ModelNotFoundError
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.supervisor import Supervision
-from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
+from loraplex.kernels.native.choice import NoLibrary, open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
@@ -747,7 +748,7 @@ def test_doctor(run: Run) -> None:
 
 def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = NoLibrary("they are not built; install g++")
-    monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: nothing)
+    monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: nothing)
 
     def doctor() -> str:
         return run("doctor")[1].replace("\n", " ")
@@ -755,7 +756,7 @@ def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.Mon
     assert "kernels on cpu: stock torch (they are not built; install g++)" in doctor()
     library = open_library()
     if isinstance(library, NativeLibrary):
-        monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: library)
+        monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: library)
         assert f"kernels on cpu: native {library.isa}, " in doctor()
         assert f"libloraplex_{library.isa}.so" in doctor().replace(" ", "")
 
@@ -781,7 +782,7 @@ def test_doctor_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_doctor_prints_reasons_and_paths_in_one_piece(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not broken at 80 columns, where a path could not be copied, and nothing in brackets taken for markup."""
     nothing = NoLibrary(f"/opt/[env]/{'x' * 100}/libloraplex_portable.so is damaged")
-    monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: nothing)
+    monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: nothing)
     assert f"kernels on cpu: stock torch ({nothing.reason})\n" in run("doctor")[1]
 
 

@@ -28,7 +28,7 @@ from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
-from loraplex.kernels.native.library import open_library
+from loraplex.kernels.native.choice import open_library
 from loraplex.memory.weights.loading import LoaderThreads
 
 logger = logging.getLogger("loraplex.frontend.process")

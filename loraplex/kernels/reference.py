@@ -33,6 +33,7 @@ from loraplex.kernels.plan import (
     align,
 )
 from loraplex.kernels.token_ranking import WeightRule, target_mass
+from loraplex.metrics import KernelFallback
 
 
 def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:
@@ -143,9 +144,8 @@ class StockWeights:
     quantizations: tuple[str, ...] = ()
     packed_format: str | None = None
 
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        return {}
+    def fallbacks(self) -> tuple[KernelFallback, ...]:
+        return ()
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype

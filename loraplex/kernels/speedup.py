@@ -24,7 +24,7 @@ class KernelShapes:
     head_dim: int
     vocab_size: int
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device
     num_rows: int = 16
     num_adapters: int = 8
     rank: int = 16

@@ -23,8 +23,8 @@ import torch
 
 from loraplex.core import LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_lora_a, shard_lora_b
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.protocols import LayerOps
 
 
 class LinearBase(Protocol):
@@ -46,7 +46,7 @@ class BaseLayerWithLoRA:
         if target.kind is not self.kind:
             raise ValueError(f"{type(self).__name__} takes {self.kind} layers, {target.name} is {target.kind}")
         self.base_layer = base_layer
-        self.lora_backend: KernelBackend | None = None
+        self.lora_backend: LayerOps | None = None
         self._table: SlotTable | None = None
         self._first_row = -1
 
@@ -54,12 +54,12 @@ class BaseLayerWithLoRA:
     def target(self) -> LoraTarget:
         return self.base_layer.target
 
-    def set_lora(self, table: SlotTable, backend: KernelBackend) -> None:
+    def set_lora(self, table: SlotTable, backend: LayerOps) -> None:
         """Read adapters from `table` with the kernels of `backend` from now on. KeyError: the table lacks this target."""
         self._first_row = table.first_row(self.target.name)
         self._table, self.lora_backend = table, backend
 
-    def set_lora_info(self, table: SlotTable, backend: KernelBackend) -> None:
+    def set_lora_info(self, table: SlotTable, backend: LayerOps) -> None:
         """SGLang's name for `set_lora`."""
         self.set_lora(table, backend)
 
