@@ -8,5 +8,4 @@ fallbacks.py  what stock torch runs for a kernel, counted; speedup.py times both
 reference.py  the specification of every operator, in plain torch
 torch_ops.py  the same operators in few calls of stock torch, on any device; torch_attention.py is its paged attention
 checksum.py   of packed bytes, the same number wherever they are summed
-operators.py  Punica's and vLLM's sgmv_* and bgmv_*, which every backend has
 """

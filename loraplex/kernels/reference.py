@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from loraplex.core import LoraSlice
 from loraplex.cpu import CpuUse
 from loraplex.kernels.checksum import checksums
-from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import (
     ABSENT,
     AttentionPlan,
@@ -282,7 +281,7 @@ SPECIFICATIONS: dict[str, type[Int8Weight] | type[Int4Weight] | type[Fp8Weight]]
 }
 
 
-class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
+class ReferenceBackend(StockPacking, StockWeights):
     """Every operator as its formula."""
 
     name = description = "reference"

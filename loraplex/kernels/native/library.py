@@ -36,6 +36,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
     "loraplex_rotary_write_kv": (_POINTER,),
     "loraplex_add_lora": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
+    "loraplex_add_rows": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_pack_lora": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
     "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _INT),

@@ -5,7 +5,7 @@ What a kernel does not cover goes to stock torch on the same device: logged once
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,14 +120,23 @@ class TritonBackend(GpuPacking, TorchBackend):
         slices: tuple[LoraSlice, ...],
     ) -> None:
         dtypes = {x.dtype, y.dtype, *table.block_dtypes}
-        is_known = dtypes <= TRITON_DTYPES.keys() - ({torch.bfloat16} if self._is_interpreted else set())
-        if len(table.block_dtypes) > 1 or not is_known:
-            self._fall_back("add_lora", f"adapters and model in {', '.join(sorted(map(str, dtypes)))}")
+        gap = self.lora_gap(dtypes, len(table.block_dtypes))
+        if gap is not None:
+            self._fall_back("add_lora", gap)
             return super().add_lora(y, x, plan, table, first_row, slices)
         assert y.stride(1) == 1
         dense = x if x.stride(1) == 1 else x.contiguous()
         fused = self._is_lora_fused
         add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+
+    def lora_gap(self, dtypes: Set[torch.dtype], num_block_dtypes: int = 1) -> str | None:
+        """Why `add_lora` would leave rows and blocks of these dtypes to stock torch; None: it runs them."""
+        is_known = dtypes <= TRITON_DTYPES.keys() - ({torch.bfloat16} if self._is_interpreted else set())
+        return (
+            None
+            if is_known and num_block_dtypes <= 1
+            else f"adapters and model in {', '.join(sorted(map(str, dtypes)))}"
+        )
 
     def rank_capacity(self, table: SlotTable) -> int:
         """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)` is no more."""

@@ -1,20 +1,29 @@
-"""sgmv_* and bgmv_*: signatures and defaults, a float64 loop, base rows, broadcasts, refusals; and that add_lora equals them."""
+"""sgmv_* and bgmv_* on every backend: signatures, a float64 loop, base rows, broadcasts, refusals; and that add_lora equals them."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from loraplex.compat import punica_ops
+from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraSegment, SliceWeights
+from loraplex.kernels.protocols import KernelBackend
+from loraplex.kernels.reference import ReferenceBackend
 from tests.kernels.cases import (
     BACKENDS,
     BF16,
     FP16,
     FP32,
+    NATIVE,
     assert_close,
     case_id,
     make_problem,
@@ -25,9 +34,22 @@ from tests.kernels.cases import (
     run,
     same_bits,
 )
+from tests.kernels.native.machine import ISAS, library_or_skip
 
-Backend = Any
-each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+CPU = torch.device("cpu")
+
+
+class Ops:
+    """The operators on one backend."""
+
+    def __init__(self, backend: KernelBackend) -> None:
+        self.backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(getattr(punica_ops, name), backend=self.backend)
+
+
+each_backend = pytest.mark.parametrize("ops", [Ops(backend) for backend in BACKENDS], ids=lambda ops: ops.backend.name)
 
 SEQUENCES = ["b_seq_start_loc", "seq_len_tensor", "lora_indices_tensor", "batches", "max_seq_length", "token_nums"]
 SIGNATURES = {
@@ -60,11 +82,11 @@ SIGNATURES = {
 }
 
 
-@each_backend
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_arguments_and_defaults(backend: Backend, name: str) -> None:
+def test_arguments_and_defaults(name: str) -> None:
     names, defaults = SIGNATURES[name]
-    parameters = inspect.signature(getattr(backend, name)).parameters
+    parameters = dict(inspect.signature(getattr(punica_ops, name)).parameters)
+    assert parameters.pop("backend").kind is inspect.Parameter.KEYWORD_ONLY
     assert list(parameters) == names
     assert {p: v.default for p, v in parameters.items() if v.default is not inspect.Parameter.empty} == defaults
 
@@ -117,7 +139,7 @@ def draw(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.T
 
 @each_backend
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_equal_a_float64_loop(backend: Backend, case: dict[str, Any]) -> None:
+def test_equal_a_float64_loop(ops: Ops, case: dict[str, Any]) -> None:
     rank, lens, num_slots, add_inputs = (case[k] for k in ("rank", "lens", "num_slots", "add_inputs"))
     (in_features, out_features), (out_dtype, in_dtype) = case["features"], case["dtypes"]
     generator = torch.Generator().manual_seed(rank)
@@ -152,24 +174,24 @@ def test_equal_a_float64_loop(backend: Backend, case: dict[str, Any]) -> None:
         0,
         rank,
         lambda y: loop(x.to(out_dtype), a.to(out_dtype), y, rows, 0.5, add_inputs=False),
-        lambda y: backend.bgmv_shrink(x, a, y, per_row, 0.5),
-        lambda y: backend.sgmv_shrink(x, a, y, *sequences, 0.5),
+        lambda y: ops.bgmv_shrink(x, a, y, per_row, 0.5),
+        lambda y: ops.sgmv_shrink(x, a, y, *sequences, 0.5),
     )
     check(
         (len(rows), out_features + 2),
         0,
         out_features,
         lambda y: loop(v.to(out_dtype), b.to(out_dtype), y, rows, 1.0, add_inputs),
-        lambda y: backend.bgmv_expand(v, b, y, per_row, add_inputs),
-        lambda y: backend.sgmv_expand(v, b, y, *sequences, add_inputs),
+        lambda y: ops.bgmv_expand(v, b, y, per_row, add_inputs),
+        lambda y: ops.sgmv_expand(v, b, y, *sequences, add_inputs),
     )
     check(
         (len(rows), out_features + 9),
         4,
         4 + out_features,
         lambda y: loop(v.to(out_dtype), b.to(out_dtype), y, rows, 1.0, add_inputs),
-        lambda y: backend.bgmv_expand_slice(v, b, y, per_row, 4, out_features, add_inputs),
-        lambda y: backend.sgmv_expand_slice(v, b, y, *sequences, 4, out_features, add_inputs),
+        lambda y: ops.bgmv_expand_slice(v, b, y, per_row, 4, out_features, add_inputs),
+        lambda y: ops.sgmv_expand_slice(v, b, y, *sequences, 4, out_features, add_inputs),
     )
 
 
@@ -181,41 +203,41 @@ def test_cases_are_few() -> None:
 
 
 @each_backend
-def test_defaults_of_bgmv_add_and_of_sgmv_replace(backend: Backend) -> None:
+def test_defaults_of_bgmv_add_and_of_sgmv_replace(ops: Ops) -> None:
     v, b = torch.ones(2, 1), torch.ones(1, 3, 1)
     indices, sequences = torch.tensor([0, 0]), metadata([2], [0])
     added, replaced = torch.ones(2, 3), torch.ones(2, 3)
-    backend.bgmv_expand(v, b, added, indices)
-    backend.sgmv_expand(v, b, replaced, *sequences)
+    ops.bgmv_expand(v, b, added, indices)
+    ops.sgmv_expand(v, b, replaced, *sequences)
     assert added.tolist() == [[2.0] * 3] * 2
     assert replaced.tolist() == [[1.0] * 3] * 2
     added, replaced = torch.ones(2, 4), torch.ones(2, 4)
-    backend.bgmv_expand_slice(v, b, added, indices, 1, 3)
-    backend.sgmv_expand_slice(v, b, replaced, *sequences, 1, 3)
+    ops.bgmv_expand_slice(v, b, added, indices, 1, 3)
+    ops.sgmv_expand_slice(v, b, replaced, *sequences, 1, 3)
     assert added.tolist() == [[1.0, 2.0, 2.0, 2.0]] * 2
     assert replaced.tolist() == [[1.0] * 4] * 2
 
 
 @each_backend
-def test_expand_takes_the_columns_that_both_have(backend: Backend) -> None:
+def test_expand_takes_the_columns_that_both_have(ops: Ops) -> None:
     b = torch.arange(5.0).reshape(1, 5, 1)
     narrow, wide = torch.zeros(1, 3), torch.full((1, 7), -1.0)
-    backend.bgmv_expand(torch.ones(1, 1), b, narrow, torch.tensor([0]))
-    backend.bgmv_expand(torch.ones(1, 1), b, wide, torch.tensor([0]), False)
+    ops.bgmv_expand(torch.ones(1, 1), b, narrow, torch.tensor([0]))
+    ops.bgmv_expand(torch.ones(1, 1), b, wide, torch.tensor([0]), False)
     assert narrow.tolist() == [[0.0, 1.0, 2.0]]
     assert wide.tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0, -1.0, -1.0]]
 
 
 @each_backend
 @pytest.mark.parametrize("index", [0, -1])
-def test_a_single_result_row_goes_to_all_output_rows(backend: Backend, index: int) -> None:
+def test_a_single_result_row_goes_to_all_output_rows(ops: Ops, index: int) -> None:
     b, indices, sequences = torch.tensor([[[2.0], [3.0]]]), torch.tensor([index]), metadata([1], [index])
     start = torch.tensor([[1.0, 1.0], [5.0, 5.0], [9.0, 9.0]])
     added, replaced, shrunk, part = start.clone(), start.clone(), start.clone(), start.clone()
-    backend.bgmv_expand(torch.ones(1, 1), b, added, indices)
-    backend.sgmv_expand(torch.ones(1, 1), b, replaced, *sequences)
-    backend.bgmv_shrink(torch.ones(1, 1), b, shrunk, indices, 2.0)
-    backend.bgmv_expand_slice(torch.ones(1, 1), b[:, :1], part, indices, 1, 1, True)
+    ops.bgmv_expand(torch.ones(1, 1), b, added, indices)
+    ops.sgmv_expand(torch.ones(1, 1), b, replaced, *sequences)
+    ops.bgmv_shrink(torch.ones(1, 1), b, shrunk, indices, 2.0)
+    ops.bgmv_expand_slice(torch.ones(1, 1), b[:, :1], part, indices, 1, 1, True)
     if index < 0:
         assert all(torch.equal(t, start) for t in (added, replaced, shrunk, part))
         return
@@ -226,9 +248,9 @@ def test_a_single_result_row_goes_to_all_output_rows(backend: Backend, index: in
 
 
 @each_backend
-def test_no_rows_is_no_error(backend: Backend) -> None:
+def test_no_rows_is_no_error(ops: Ops) -> None:
     output = torch.zeros(0, 4)
-    backend.bgmv_expand(torch.zeros(0, 2), torch.zeros(1, 4, 2), output, torch.zeros(0, dtype=torch.long))
+    ops.bgmv_expand(torch.zeros(0, 2), torch.zeros(1, 4, 2), output, torch.zeros(0, dtype=torch.long))
     assert output.shape == (0, 4)
 
 
@@ -267,9 +289,9 @@ REFUSED = {
 
 @each_backend
 @pytest.mark.parametrize("what", REFUSED)
-def test_every_other_mismatch_is_refused(backend: Backend, what: str) -> None:
+def test_every_other_mismatch_is_refused(ops: Ops, what: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        REFUSED[what](backend)
+        REFUSED[what](ops)
 
 
 # --------------------------------------------------------------------------------------- the engine's op is these
@@ -278,7 +300,7 @@ def test_every_other_mismatch_is_refused(backend: Backend, what: str) -> None:
 @each_backend
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @pytest.mark.parametrize("lens", [[1, 1, 1, 1], [3, 2, 4, 1]], ids=str)
-def test_add_lora_is_shrink_then_expand(backend: Backend, dtype: torch.dtype, lens: list[int]) -> None:
+def test_add_lora_is_shrink_then_expand(ops: Ops, dtype: torch.dtype, lens: list[int]) -> None:
     """One slice: sgmv_expand; several: sgmv_expand_slice for each. The last sequence but one is the base model's."""
     generator = torch.Generator().manual_seed(7)
     indices, ends = [1, 0, -1, 2], np.cumsum(lens).tolist()
@@ -287,18 +309,18 @@ def test_add_lora_is_shrink_then_expand(backend: Backend, dtype: torch.dtype, le
     for out in ((40,), (40, 16, 8)):
         target = make_target(24, out)
         adapters = [make_weights(target, (8,) * len(out), dtype, False, generator) for _ in range(3)]
-        problem = make_problem(target, adapters, segments, sum(lens), backend.activation_dtype(dtype), generator)
+        problem = make_problem(target, adapters, segments, sum(lens), ops.backend.activation_dtype(dtype), generator)
         composed = problem.y.clone()
         for j, s in enumerate(target.slices):
             scaled = [scaled_b(weights[j]) for weights in adapters]
             a, b = torch.stack([w[0] for w in scaled]), torch.stack([w[1] for w in scaled])
             shrunk = torch.zeros(sum(lens), 8, dtype=problem.x.dtype)
-            backend.sgmv_shrink(problem.x, a, shrunk, *sequences, 1.0)
+            ops.sgmv_shrink(problem.x, a, shrunk, *sequences, 1.0)
             if len(out) == 1:
-                backend.sgmv_expand(shrunk, b, composed, *sequences, True)
+                ops.sgmv_expand(shrunk, b, composed, *sequences, True)
             else:
-                backend.sgmv_expand_slice(shrunk, b, composed, *sequences, s.out_offset, s.out_features, True)
-        got = run(problem, backend, make_table(target, adapters, dtype, backend))
+                ops.sgmv_expand_slice(shrunk, b, composed, *sequences, s.out_offset, s.out_features, True)
+        got = run(problem, ops.backend, make_table(target, adapters, dtype, ops.backend))
         assert same_bits(composed[problem.is_base], problem.y[problem.is_base])
         assert_close(got[~problem.is_base], composed[~problem.is_base], dtype)
 
@@ -308,3 +330,108 @@ def scaled_b(weights: SliceWeights | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert weights.lora_a is not None
     assert weights.lora_b is not None
     return weights.lora_a, weights.lora_b * weights.scaling
+
+
+# ------------------------------------------------------------------------------------------------------- the kernels
+
+
+def field_call(ops: Ops, rows: list[int], dtype: torch.dtype, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """(shrunk, expanded) of rows over three adapters of rank 12; unaligned weights."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = draw(generator, dtype, 3, 12, 70), draw(generator, dtype, 3, 41, 12)
+    x, y = draw(generator, dtype, len(rows), 70), draw(generator, dtype, len(rows), 41)
+    v = torch.zeros(len(rows), 12, dtype=dtype)
+    indices = torch.tensor(rows)
+    ops.bgmv_shrink(x, a, v, indices, 0.5)
+    ops.bgmv_expand(v, b, y, indices)
+    return v, y
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_each_instruction_set_against_the_reference(isa: str, dtype: torch.dtype) -> None:
+    rows = [2, 0, -1, 2, 1, 2, 2, 0]
+    native = field_call(Ops(NativeBackend(library_or_skip(isa), 1)), rows, dtype)
+    for got, expected in zip(native, field_call(Ops(ReferenceBackend()), rows, dtype), strict=True):
+        assert_close(got, expected)
+
+
+@pytest.mark.skipif(not isinstance(NATIVE, NativeLibrary), reason="no native kernels are built")
+def test_a_row_has_the_bits_that_it_has_alone() -> None:
+    """Of other rows, of the number of threads, and of whether weights are one column or many."""
+    assert isinstance(NATIVE, NativeLibrary)
+    generator = torch.Generator().manual_seed(1)
+    a, x, indices = draw(generator, FP32, 3, 70, 300), draw(generator, FP32, 900, 300), torch.arange(900) % 4 - 1
+    whole = torch.zeros(900, 70)
+    Ops(NativeBackend(NATIVE, 3)).bgmv_shrink(x, a, whole, indices, 0.7)
+    one = Ops(NativeBackend(NATIVE, 1))
+    for row in (1, 2, 3, 500, 899):
+        alone = torch.zeros(1, 70)
+        one.bgmv_shrink(x[row : row + 1], a, alone, indices[row : row + 1], 0.7)
+        assert same_bits(alone[0], whole[row])
+        column = torch.zeros(1, 1)
+        one.bgmv_shrink(x[row : row + 1], a[:, 69:], column, indices[row : row + 1], 0.7)
+        assert same_bits(column[0], whole[row, 69:])
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_triton_against_the_reference(dtype: torch.dtype) -> None:
+    """Small tiles and a large one; bfloat16, which the interpreter cannot compute, runs on stock torch."""
+    triton_backend = pytest.importorskip("loraplex.kernels.triton.backend")
+    backend = triton_backend.TritonBackend(CPU)
+    if not backend.launcher.is_interpreted:
+        pytest.skip("runs in Triton's interpreter")
+    for rows in ([2, 0, -1, 2], [1] * 40 + [0, -1]):
+        for got, expected in zip(
+            field_call(Ops(backend), rows, dtype), field_call(Ops(ReferenceBackend()), rows, dtype), strict=True
+        ):
+            assert_close(got, expected)
+    assert not backend.fallbacks()
+
+
+@each_backend
+def test_other_memory_layouts_are_read(ops: Ops) -> None:
+    """Weights of other strides and dtypes, inputs and outputs that are views."""
+    generator = torch.Generator().manual_seed(5)
+    b = draw(generator, FP16, 8, 21, 3).permute(2, 1, 0)  # [3, 21, 8], dense in no dimension
+    v, indices = draw(generator, torch.float64, 8, 6).T[:, :8], torch.tensor([0, 2, 2, -1, 1, 0])
+    start = draw(generator, FP32, 42, 6).T[:, ::2]
+    output = start.clone(memory_format=torch.preserve_format)
+    ops.bgmv_expand(v, b, output, indices)
+    assert_close(output, loop(v.to(FP32), b.to(FP32), start, indices.tolist(), 1.0, add_inputs=True))
+
+
+@each_backend
+def test_an_adapter_of_rank_0_adds_nothing(ops: Ops) -> None:
+    output = torch.ones(2, 5)
+    ops.bgmv_expand(torch.zeros(2, 0), torch.zeros(1, 5, 0), output, torch.tensor([0, -1]), False)
+    assert output.tolist() == [[0.0] * 5, [1.0] * 5]
+
+
+def test_without_a_backend_the_best_one_of_the_device_runs() -> None:
+    rows = [0, 1, -1, 2]
+    best = Ops(get_backend("auto", CPU))
+
+    class Default:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return getattr(punica_ops, name)
+
+    for got, expected in zip(field_call(Default(), rows, FP32), field_call(best, rows, FP32), strict=True):
+        assert same_bits(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("floating point", {"inputs": X.long()}),
+        ("whole numbers", {"lora_indices_tensor": INDICES.float()}),
+        ("on one device", {"lora_a_weights": A.to("meta")}),
+        ("lora index 2 is outside -1..1", {"lora_indices_tensor": INDICES + 1}),
+        ("inputs have 3 rows, there are 2 indices", {"lora_indices_tensor": INDICES[:2]}),
+        ("the rank of lora_a_weights is 4", {"output_tensor": torch.zeros(3, 3)}),
+    ],
+)
+def test_messages_say_what_does_not_match(what: str, change: dict[str, torch.Tensor]) -> None:
+    arguments = {"inputs": X, "lora_a_weights": A, "output_tensor": torch.zeros(3, 4), "lora_indices_tensor": INDICES}
+    with pytest.raises(ValueError, match=what):
+        punica_ops.bgmv_shrink(**(arguments | change))

@@ -1,0 +1,6 @@
+"""The field's names over Loraplex's own parts, for code that was written against vLLM, Punica or SGLang.
+
+punica_ops.py  sgmv_* and bgmv_* as free functions on the kernels
+
+Nothing in the product imports this package (tests/test_architecture.py): it adds names, never behaviour. docs/names.md is the map.
+"""
