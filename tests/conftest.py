@@ -9,6 +9,7 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("LORAPLEX_DEBUG", "1")  # each step of each engine checks its mapping
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported; with a GPU, set it to 0
 os.environ["LORAPLEX_CACHE"] = "none"  # no test leaves packed weights in the user's cache
 

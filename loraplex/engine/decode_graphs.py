@@ -79,7 +79,7 @@ def build_steps(
     largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
     lora_plan = LoraPlan(config.max_num_seqs, device, num_tokens)
     buffers = make_step_buffers(device, largest, lora_plan, graph_device is not None)
-    builder = BatchBuilder(blocks, buffers, lora_plan, table_width)
+    builder = BatchBuilder(blocks, buffers, lora_plan, table_width, table)
     if graph_device is None:
         return builder, None
     return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, graph_sizes(config))

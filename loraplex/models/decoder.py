@@ -227,7 +227,7 @@ class Decoder:
                 "the model was built without LoRA (enable_lora=False): no adapters can be bound to it"
             )
         for layer in self._linears.wrapped:
-            layer.set_lora(table, backend)
+            layer.set_lora_info(table, backend)
         self._run_layers = self._ops.captured(self._forward_layers)
 
     def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:
