@@ -14,6 +14,8 @@ from typing import Any
 from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+"""The field's short names, accepted for `lora_dtype`."""
 QUANTIZATIONS = ("fp8", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
@@ -110,8 +112,8 @@ class LoRAConfig:
     )
     lora_dtype: str = setting(
         "auto",
-        "type of adapter weights in memory: auto (the adapter's own; with triton the model's), float32, float16, "
-        "bfloat16, or int8 (triton; deltas are off by 1 %)",
+        "type of adapter weights in memory: auto (the adapter's own; with triton the model's), float32, float16 "
+        "(fp16), bfloat16 (bf16), or int8 (triton; deltas are off by 1 %)",
     )
     bias_enabled: bool = setting(
         True, "support for adapters with `bias` or `lora_bias`; off: such adapters are refused"
@@ -166,6 +168,7 @@ class LoRAConfig:
             self.max_loaded_loras is None or self.max_loaded_loras >= floor,
             f"max_loaded_loras ({self.max_loaded_loras}) must be >= max_loras ({floor})",
         )
+        object.__setattr__(self, "lora_dtype", SHORT_DTYPES.get(self.lora_dtype, self.lora_dtype))
         _require(
             self.lora_dtype in ("auto", "int8", *DTYPES),
             f"lora_dtype must be auto, int8 or one of {DTYPES}, got {self.lora_dtype!r}",

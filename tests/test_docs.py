@@ -90,10 +90,10 @@ def test_every_target_of_the_names_page_can_be_imported() -> None:
     targets = re.findall(r"`(loraplex(?:\.\w+)+)`", text)
     assert len(targets) > 40
     for target in targets:
-        _resolve(target)
+        resolve(target)
 
 
-def _resolve(dotted: str) -> object:
+def resolve(dotted: str) -> object:
     """`loraplex.a.b.Class.method`: the longest module, then attributes."""
     parts = dotted.split(".")
     for end in range(len(parts), 0, -1):

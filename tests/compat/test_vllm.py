@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex import LoRARequest
+from loraplex import LoRAConfig, LoRARequest
 from loraplex.compat import punica_ops
 from loraplex.compat.vllm import (
     BatchLoRADataMapper,
@@ -19,10 +19,20 @@ from loraplex.compat.vllm import (
 )
 from loraplex.core import ShardKind
 from loraplex.engine import batch
-from loraplex.errors import AdapterNoRoomError, InvalidRequestError
+from loraplex.errors import AdapterNoRoomError, ConfigError, InvalidRequestError
 from loraplex.layers.lora import with_lora
 from tests.layers.test_lora import IN, TOKENS, each_kind, make_base
 from tests.memory.rig import Rig
+
+
+@pytest.mark.parametrize(("short", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
+def test_short_names_of_dtypes(short: str, name: str) -> None:
+    config = LoRAConfig(lora_dtype=short)
+    assert config == LoRAConfig(lora_dtype=name)
+    assert config.effective_dtype("float32") == name
+    with pytest.raises(ConfigError, match="got 'fp32'"):
+        LoRAConfig(lora_dtype="fp32")
+
 
 # ------------------------------------------------------------------------------------------------------- a batch by id
 
