@@ -1,7 +1,8 @@
-// y[s:e] += scale * x[s:e] W^T for the segments of a step, W row-major as callers keep it: [rank, in], dense, one per slot.
+// y[s:e] += scale * x[s:e] W^T for the segments of a step, W row-major as callers keep it: [rank, in], one per slot.
 //
-// The operators of compat/punica_ops.py. A piece of work takes some rows of W, packs them into panels (lora_layout.h) in memory of its
-// thread that stays in the cache, and multiplies with them as lora.cpp does: the same chain over k, so the same batch invariance.
+// The operators of compat/punica_ops.py. A piece of work takes some rows of W, packs them into panels (lora_layout.h) in
+// memory of its thread that stays in the cache, and multiplies with them as lora.cpp does: the same chain over k, so the
+// same batch invariance.
 #include <algorithm>
 #include <vector>
 
@@ -9,7 +10,8 @@
 #include "lora_tile.h"
 #include "rows.h"
 
-LORAPLEX_API void loraplex_pack_lora(int32_t format, const loraplex::LoraSource* slices, int64_t num_slices, int64_t in, void* block);
+LORAPLEX_API void loraplex_pack_lora(int32_t format, const loraplex::LoraSource* slices, int64_t num_slices, int64_t in,
+                                     void* block);
 
 namespace loraplex {
 namespace {
@@ -22,7 +24,9 @@ struct Run {
 };
 
 // Rows of W in a piece.
-long run_columns(long in) { return std::clamp<long>(kPanelBytes / (in * sizeof(float)) / kPanel * kPanel, kPanel, kLoraPanel); }
+long run_columns(long in) {
+  return std::clamp<long>(kPanelBytes / (in * sizeof(float)) / kPanel * kPanel, kPanel, kLoraPanel);
+}
 
 }  // namespace
 }  // namespace loraplex
@@ -30,8 +34,8 @@ long run_columns(long in) { return std::clamp<long>(kPanelBytes / (in * sizeof(f
 using namespace loraplex;
 
 // Of `table` a_addr, rank, scale and format are read, and one slice.
-LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* segments, const float* x, int64_t x_stride, float* y,
-                                    int64_t y_stride, int32_t threads) {
+LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* segments, const float* x,
+                                    int64_t x_stride, float* y, int64_t y_stride, int32_t threads) {
   const long in = table->in, most_columns = run_columns(in);
   std::vector<Run> runs;
   long elements = 0;
@@ -50,13 +54,15 @@ LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* 
     auto run = [&](auto math) {
       using Math = decltype(math);
       using Weight = typename Math::Weight;
-      const LoraSource source = {.a = (const Weight*)table->a_addr[slot] + r.column * in, .b = nullptr, .bias = nullptr, .a_stride = in,
-                                 .b_stride = 0, .a_format = format, .b_format = format, .rank = r.columns, .out = 0};
+      const LoraSource source = {.a = (const Weight*)table->a_addr[slot] + r.column * in, .b = nullptr, .bias = nullptr,
+                                 .a_stride = in, .b_stride = 0, .a_format = format, .b_format = format,
+                                 .rank = r.columns, .out = 0};
       part.resize(part_bytes(in, most_columns, sizeof(float)) / sizeof(float));
       loraplex_pack_lora(format, &source, 1, in, part.data());
-      run_product<Math>({.x = x + r.row * x_stride, .x_stride = x_stride, .rows = r.rows, .w = (const Weight*)part.data(), .depth = in,
-                         .width = part_width(r.columns), .y = y + r.row * y_stride + r.column, .y_stride = y_stride,
-                         .columns = r.columns, .adds = true, .scale = segments->weight[r.segment] * table->scale[slot]},
+      run_product<Math>({.x = x + r.row * x_stride, .x_stride = x_stride, .rows = r.rows,
+                         .w = (const Weight*)part.data(), .depth = in, .width = part_width(r.columns),
+                         .y = y + r.row * y_stride + r.column, .y_stride = y_stride, .columns = r.columns,
+                         .adds = true, .scale = segments->weight[r.segment] * table->scale[slot]},
                         0, vectors_of(r.columns));
     };
     switch (format) {

@@ -1,20 +1,21 @@
 """Punica's and vLLM's operators under their own names and argument order, on the kernels of the product.
 
-shrink: output[t, :rank] = scaling * inputs[t] A[i_t]^T          A [slots, rank, in]  (or [slots, 1, rank, in])
-expand: output[t, :n] (+)= inputs[t] B[i_t]^T                     B [slots, out, rank] (or [slots, 1, out, rank])
+shrink: output[t, :rank] = scaling * inputs[t] A[i_t]^T          A [slots, rank, in]  (or [slots, 1, rank, in]) expand:
+output[t, :n] (+)= inputs[t] B[i_t]^T                     B [slots, out, rank] (or [slots, 1, out, rank])
 
 `bgmv` takes an index per row, i_t = lora_indices_tensor[t]. `sgmv` takes one per sequence: sequence j is rows
 [b_seq_start_loc[j], b_seq_start_loc[j] + seq_len_tensor[j]), where b_seq_start_loc[j] := sum(seq_len_tensor[:j]).
-Weights and inputs are cast to the output's dtype. A row with index -1 stays as it was, whether or not `add_inputs`.
-A single result row is written to all output rows. Everything else that does not match raises ValueError.
+Weights and inputs are cast to the output's dtype. A row with index -1 stays as it was, whether or not `add_inputs`. A
+single result row is written to all output rows. Everything else that does not match raises ValueError.
 
-A call makes a plan and a slot table that last for this call: rows are put into adapter order, the adapters that they name are the slots,
-and the table has the addresses of the caller's weights, which the kernels read where they lie. Native kernels have a product for such rows.
-Triton's `add_lora` is y += scale * (x A^T) B^T: there the other matrix is the identity, products with which are exact (an adapter with
-infinite weights makes its rows NaN as a whole). Other dtypes and devices run on stock torch.
+A call makes a plan and a slot table that last for this call: rows are put into adapter order, the adapters that they
+name are the slots, and the table has the addresses of the caller's weights, which the kernels read where they lie.
+Native kernels have a product for such rows. Triton's `add_lora` is y += scale * (x A^T) B^T: there the other matrix is
+the identity, products with which are exact (an adapter with infinite weights makes its rows NaN as a whole). Other
+dtypes and devices run on stock torch.
 
-`backend`: a kernel backend; by default the best one for the device of the output. On a GPU the indices are read on the host, so a call
-waits for them, and calls on one backend belong on one stream.
+`backend`: a kernel backend; by default the best one for the device of the output. On a GPU the indices are read on the
+host, so a call waits for them, and calls on one backend belong on one stream.
 
 Source: Punica, https://arxiv.org/abs/2310.18547; argument order of vLLM 0.6 (vllm/lora/ops).
 """
@@ -254,7 +255,8 @@ def _rows_of(
 class _Call:
     """output[rows] (+)= scaling * inputs[rows] W^T, with the rows in adapter order.
 
-    order: rows with an adapter; None: all of them, and they lie in order. used: the adapters; ends: behind the last row of each.
+    order: rows with an adapter; None: all of them, and they lie in order. used: the adapters; ends: behind the last row
+    of each.
     """
 
     inputs: torch.Tensor
@@ -379,7 +381,9 @@ def _has_kernels(backend: KernelBackend, dtype: torch.dtype) -> bool:
 
 
 def _readable(weights: torch.Tensor, used: Host, dtype: torch.dtype) -> tuple[torch.Tensor, Host]:
-    """Weights that kernels can read by address, in `dtype`, and where the used ones are in them: a copy of these only where it must be."""
+    """Weights that kernels can read by address, in `dtype`, and where the used ones are in them: a copy of these only
+    where it must be.
+    """
     _, m, n = weights.shape
     starts = weights.data_ptr() | weights.stride(0) * weights.itemsize
     if weights.dtype == dtype and weights.stride()[1:] == (n, 1) and starts % ADDRESS_ALIGNMENT == 0:

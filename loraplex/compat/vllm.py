@@ -69,7 +69,8 @@ class BatchLoRADataMapper:
     def map_sequence_to_adapters(
         sequences: Sequence[SequenceWithLoRA], lora_requests: Mapping[int, LoRARequest]
     ) -> LoRAMapping:
-        """Slots in the order in which adapters first occur, from 0; base rows have -1, where the field gives them slot 0.
+        """Slots in the order in which adapters first occur, from 0; base rows have -1, where the field gives them slot
+        0.
 
         lora_requests: by LoRA id. Raises InvalidRequestError for an id that is not in it.
         """
@@ -90,7 +91,7 @@ class BatchLoRADataMapper:
         return LoRAMapping(mapping.index_mapping, mapping.prompt_mapping, mapping.is_prefill, slots, lora_set)
 
 
-# ------------------------------------------------------------------------------------------------------ verbs of a batch
+# ----------------------------------------------------------------------------------------------------- verbs of a batch
 
 
 class HasAdapterId(Protocol):
@@ -101,7 +102,9 @@ class HasAdapterId(Protocol):
 
 
 class WorkerLoRAManager:
-    """What a worker says before each of its batches. The engine's own steps hold references and carry their plan as an argument."""
+    """What a worker says before each of its batches. The engine's own steps hold references and carry their plan as an
+    argument.
+    """
 
     def __init__(self, manager: LoRAModelManager) -> None:
         self.manager = manager

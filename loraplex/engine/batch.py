@@ -22,7 +22,7 @@ from loraplex.errors import InvalidRequestError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SlotTable, StepBatch
 
 DEBUG_VARIABLE = "LORAPLEX_DEBUG"
-"""Environment variable that makes an engine check each step's mapping against the slot table; for tests and for looking for a fault."""
+"""Environment variable that makes an engine check each step's mapping against the slot table, for tests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +102,8 @@ class BuiltStep:
 class BatchBuilder:
     """Builds the tensors of one step after the other, in buffers that are reused: only the last step's are valid.
 
-    A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request. `table`: where the
-    adapters are; with LORAPLEX_DEBUG a step that names a slot without one raises InvalidRequestError.
+    A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request.
+    `table`: where the adapters are; with LORAPLEX_DEBUG a step that names a slot without one raises InvalidRequestError.
     """
 
     def __init__(

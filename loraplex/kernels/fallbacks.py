@@ -1,7 +1,7 @@
 """Calls that stock torch runs for a kernel, counted by operator and reason.
 
-A backend with kernels counts what they do not cover. `TorchInstead` stands for a backend that is missing as a whole, and counts
-every call that it would have had.
+A backend with kernels counts what they do not cover. `TorchInstead` stands for a backend that is missing as a whole,
+and counts every call that it would have had.
 """
 
 from __future__ import annotations

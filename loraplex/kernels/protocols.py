@@ -7,8 +7,8 @@
 
 Pure functions on tensors. `reference.py` says what each computes; T is token rows, dtypes are the model's.
 
-Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor
-[num_blocks, num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D]. Its dtype is float32,
+Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor [num_blocks,
+num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D]. Its dtype is float32,
 float16 or bfloat16, whatever the model's is. How a head's block_size * D numbers lie in a block is the backend's own.
 """
 
@@ -76,11 +76,15 @@ class LayerOps(Protocol):
         ...
 
     def embeds_prepared(self, quantization: str | None) -> bool:
-        """Whether `embedding` reads what `prepare_linear` makes for this quantization: a tied head and its embedding are one then."""
+        """Whether `embedding` reads what `prepare_linear` makes for this quantization: a tied head and its embedding
+        are one then.
+        """
         ...
 
     def embedding(self, token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """Rows [T, in] of a weight [out, in], bit for bit those that it was made of; token_ids int64 [T], each below `out`."""
+        """Rows [T, in] of a weight [out, in], bit for bit those that it was made of; token_ids int64 [T], each below
+        `out`.
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -109,7 +113,8 @@ class LayerOps(Protocol):
     ) -> torch.Tensor:
         """q with rotary positions (Hugging Face's rotate_half; cos and sin [T, D]); q, k and v may be overwritten.
 
-        k, rotated too, and v of each token go to block * block_size + offset = kv_slot_mapping[t], in the dtype of the cache.
+        k, rotated too, and v of each token go to block * block_size + offset = kv_slot_mapping[t], in the dtype of the
+        cache.
         """
         ...
 
@@ -154,7 +159,8 @@ class AdapterPacking(Protocol):
     def unpack(
         self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
     ) -> tuple[SliceWeights | None, ...]:
-        """The inverse of `pack`, in the block's dtype: packing the result gives the same layouts and bytes. `out_features` by slice.
+        """The inverse of `pack`, in the block's dtype: packing the result gives the same layouts and bytes.
+        `out_features` by slice.
 
         The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
         """
@@ -173,7 +179,9 @@ class SamplingOps(Protocol):
         ...
 
     def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first k tokens of each row of x [m, V] in the order (value, descending; id, ascending): values and ids [m, k]."""
+        """The first k tokens of each row of x [m, V] in the order (value, descending; id, ascending): values and ids
+        [m, k].
+        """
         ...
 
     def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,7 +189,8 @@ class SamplingOps(Protocol):
         ...
 
     def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
-        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count as 0.
+        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count
+        as 0.
 
         weights [m, V] are whole numbers and may be overwritten; u float64 [m, 1].
         """
@@ -190,7 +199,8 @@ class SamplingOps(Protocol):
     def keep_nucleus(
         self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
     ) -> torch.Tensor:
-        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place.
+        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in
+        place.
 
         Rows where `wanted` is 0 are not read.
         """
@@ -209,14 +219,17 @@ class StepCapture(Protocol):
     """A step that is captured once and replayed, and the scratch memory that it keeps between steps."""
 
     def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
-        """`forward`, or the same run with less overhead: captured at first, replayed later. It may use only these operators and views.
+        """`forward`, or the same run with less overhead: captured at first, replayed later. It may use only these
+        operators and views.
 
         on_seconds(operator, seconds) is told how long each took, where they are not called from Python.
         """
         ...
 
     def reserve_workspace(self, num_rows: int) -> None:
-        """Steps will have up to `num_rows` rows: scratch memory of captured steps is made for so many at once. More rows make it grow."""
+        """Steps will have up to `num_rows` rows: scratch memory of captured steps is made for so many at once. More
+        rows make it grow.
+        """
         ...
 
     @property
@@ -225,7 +238,8 @@ class StepCapture(Protocol):
         ...
 
     def release_workspace(self) -> int:
-        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only.
+        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between
+        steps only.
 
         Never while CUDA graphs are held: they have its addresses.
         """
@@ -237,15 +251,21 @@ class StepCapture(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan on the host."""
+        """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan
+        on the host.
+        """
         ...
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Within it a step is captured: a call that has to read the host, or to wait for the device, raises EngineError."""
+        """Within it a step is captured: a call that has to read the host, or to wait for the device, raises
+        EngineError.
+        """
         ...
 
     def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
-        """Adapters will be in this table, which is empty: captures cover them up to `max_rank`, or what is usual when it is 0."""
+        """Adapters will be in this table, which is empty: captures cover them up to `max_rank`, or what is usual when
+        it is 0.
+        """
         ...
 
     def rank_capacity(self, table: SlotTable) -> int:
@@ -279,9 +299,10 @@ class KernelBackend(LayerOps, AdapterPacking, SamplingOps, StepCapture, Protocol
     def choose_attention(
         self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
     ) -> None:
-        """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where there are several.
+        """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where
+        there are several.
 
-        dtype: of q; kv: the KV memory; windows: of the layers. `description` says it. Raises ConfigError where what the setting
-        attention_backend asks for cannot run.
+        dtype: of q; kv: the KV memory; windows: of the layers. `description` says it. Raises ConfigError where what the
+        setting attention_backend asks for cannot run.
         """
         ...

@@ -1,4 +1,6 @@
-"""sgmv_* and bgmv_* on every backend: signatures, a float64 loop, base rows, broadcasts, refusals; and that add_lora equals them."""
+"""sgmv_* and bgmv_* on every backend: signatures, a float64 loop, base rows, broadcasts, refusals; and that add_lora
+equals them.
+"""
 
 from __future__ import annotations
 

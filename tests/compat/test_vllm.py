@@ -86,7 +86,7 @@ def test_what_is_not_in_the_batch_is_refused() -> None:
         BatchLoRADataMapper.map_sequence_to_adapters([Sequence_(3), Sequence_(4)], REQUESTS)
 
 
-# ------------------------------------------------------------------------------------------------------ verbs of a batch
+# ----------------------------------------------------------------------------------------------------- verbs of a batch
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from loraplex.kernels.native.self_test import first_difference
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "LORAPLEX_ISA"
-"""Environment variable that names the instruction set to use instead of the best one; `none` turns native kernels off."""
+"""Environment variable that names the instruction set to use instead of the best one; `none` turns native kernels off.
+"""
 
 
 @dataclass(frozen=True, slots=True)

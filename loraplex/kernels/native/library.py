@@ -1,4 +1,6 @@
-"""The shared libraries of kernels, one per instruction set: where they are, whether they are whole, what functions they have."""
+"""The shared libraries of kernels, one per instruction set: where they are, whether they are whole, what functions they
+have.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class NativeLibrary:
 
 
 def load(isa: str) -> NativeLibrary:
-    """Open one library, which the processor must be able to run. Raises one of LOAD_ERRORS: not there, damaged, not this version's."""
+    """Open one library, which the processor must be able to run. Raises one of LOAD_ERRORS: not there, damaged, not
+    this version's.
+    """
     path = _find(f"libloraplex_{isa}.so")
     _check_whole(path)
     functions = ctypes.CDLL(str(path))

@@ -242,8 +242,10 @@ def add_lora(
 def add_rows(
     library: NativeLibrary, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan, table: SlotTable, num_threads: int
 ) -> None:
-    """y[s:e] += weight * scale * x[s:e] W^T (csrc/lora_rows.cpp). Of the table's one row, a_addr are the W's [rank, in], row-major and
-    dense in float32, float16 or bfloat16; x and y as for `add_lora`.
+    """y[s:e] += weight * scale * x[s:e] W^T (csrc/lora_rows.cpp).
+
+    The table has one row, whose a_addr are the W's [rank, in], row-major and dense in float32, float16 or bfloat16. x and
+    y are as for `add_lora`.
     """
     check_rows(y, x, plan)
     rows, segments = table_rows(table, 0, x.shape[1], table.targets[0].slices), segments_of(plan, table)

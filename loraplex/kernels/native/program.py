@@ -226,7 +226,7 @@ class StepProgram:
     """`forward`, recorded when it is first called and replayed from then on.
 
     When the KV memory moves, a new recording is made; weights, biases and the slot table have to stay where they are. A cache in a layout
-    that is not native is left to `forward` itself. recording(recorder): within it the operators that `forward` calls are the recorder's.
+    that is not native is left to `forward` itself. recording(recorder): within it the operators are the recorder's.
     """
 
     def __init__(
