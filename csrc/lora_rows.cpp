@@ -1,8 +1,8 @@
 // y[s:e] += scale * x[s:e] W^T for the segments of a step, W row-major as callers keep it: [rank, in], one per slot.
 //
-// The operators of compat/punica_ops.py. A piece of work takes some rows of W, packs them into panels (lora_layout.h) in
-// memory of its thread that stays in the cache, and multiplies with them as lora.cpp does: the same chain over k, so the
-// same batch invariance.
+// The operators of compat/punica_ops.py. A piece of work takes some rows of W, packs them into panels (lora_layout.h)
+// in memory of its thread that stays in the cache, and multiplies with them as lora.cpp does: the same chain over k, so
+// the same batch invariance.
 #include <algorithm>
 #include <vector>
 

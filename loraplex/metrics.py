@@ -34,7 +34,7 @@ class KernelFallback:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpeedup:
-    """Seconds of one call of an operator on `backend`, and of the same call on `fallback`; `shape` says on which tensors."""
+    """Seconds of one call of an operator on `backend`, and of the same on `fallback`; `shape` says on what tensors."""
 
     op: str
     backend: str

@@ -142,7 +142,7 @@ class AdapterPacking(Protocol):
     def pack(
         self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
     ) -> tuple[SliceLayout | None, ...]:
-        """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`); any thread may call it."""
+        """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`), on any thread."""
         ...
 
     @property
@@ -175,7 +175,7 @@ class SamplingOps(Protocol):
     """From logits to tokens (token_ranking.py)."""
 
     def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest."""
+        """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN is the largest."""
         ...
 
     def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
