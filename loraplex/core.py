@@ -10,13 +10,15 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import Any, NewType, Protocol, TypeVar, overload
 
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
 """The lora_slot of rows without an adapter: they are in no segment and stay bit-identical."""
+
+Item = TypeVar("Item", covariant=True)
 
 AdapterId = NewType("AdapterId", int)
 """Process-wide number of one loaded version of an adapter; never reused."""
@@ -198,13 +200,49 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
+class Prefix(Sequence[Item]):
+    """The first items of a list that only grows, as a tuple of them would be. A copy at each step of 256 long answers would take
+    longer than the step.
+    """
+
+    __slots__ = ("_items", "_length")
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = items
+        self._length = len(items)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            return tuple(self._items[start:stop:step]) if step > 0 else tuple(self)[index]
+        return self._items[range(self._length)[index]]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prefix | tuple | list) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
+    """`token_ids` and `logprobs` are tuples once it is finished, and a `Prefix` before."""
+
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None

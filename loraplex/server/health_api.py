@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -28,8 +28,8 @@ T = TypeVar("T")
 STATS_TIMEOUT_S = 5.0
 """An engine answers between two steps. Prometheus gives a page 10 s."""
 
-PROBE_KEPT_S = 0.5
-"""A probe's outcome answers those that ask so soon after it."""
+KEPT_S = 0.5
+"""The outcome of a probe, and a page of metrics, answer those that ask so soon after them."""
 
 
 STEP_POLL_S = 0.05
@@ -48,8 +48,29 @@ class Version(msgspec.Struct, frozen=True):
     backend: str
 
 
+class Shared(Generic[T]):
+    """`work` for all that ask: one run at a time, whose outcome is kept for KEPT_S. For routes that need no key."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._run: asyncio.Task[T] | None = None
+        self._ended_s = 0.0
+
+    async def __call__(self) -> T:
+        """Raises what `work` raises."""
+        if self._run is None or (self._run.done() and time.monotonic() - self._ended_s > KEPT_S):
+            self._run = asyncio.ensure_future(self._work())
+            self._run.add_done_callback(self._note_end)
+        return await asyncio.shield(self._run)  # a client that goes away ends nothing that others wait for
+
+    def _note_end(self, run: asyncio.Task[T]) -> None:
+        self._ended_s = time.monotonic()
+        if not run.cancelled():
+            run.exception()  # perhaps nothing waits
+
+
 class GenerateProbe:
-    """One token of the base model through the scheduler. One probe runs at a time, whoever asks: the route needs no key.
+    """One token of the base model through the scheduler.
 
     A probe that is refused, or still waits at its deadline, says nothing of an engine with a long queue. Then the engine's steps do.
     """
@@ -58,17 +79,9 @@ class GenerateProbe:
         self._engine = engine
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._probe: asyncio.Task[float | None] | None = None
-        self._ended_s = 0.0
 
-    async def __call__(self) -> float | None:
+    async def run(self) -> float | None:
         """Milliseconds that the token took, None when the engine stepped for others instead. Raises LoraplexError, or TimeoutError."""
-        if self._probe is None or (self._probe.done() and time.monotonic() - self._ended_s > PROBE_KEPT_S):
-            self._probe = asyncio.ensure_future(self._run())
-            self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())  # perhaps nothing waits
-        return await asyncio.shield(self._probe)  # a client that goes away ends nothing that others wait for
-
-    async def _run(self) -> float | None:
         first = asyncio.ensure_future(self._num_steps())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -85,7 +98,6 @@ class GenerateProbe:
         finally:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-            self._ended_s = time.monotonic()
 
     async def _num_steps(self) -> int:
         async with asyncio.timeout(STATS_TIMEOUT_S):
@@ -107,7 +119,8 @@ class GenerateProbe:
 class HealthRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._probe = GenerateProbe(context.engine, context.config.probe_timeout_s)
+        self._probe = Shared(GenerateProbe(context.engine, context.config.probe_timeout_s).run)
+        self._page = Shared(self._render_page)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"], route_class=GuardedRoute)
@@ -162,13 +175,15 @@ class HealthRoutes:
     @requires(Access.OPEN)
     async def metrics(self) -> Response:
         """Prometheus' text. It is there while the engine is not, and says so."""
+        return Response(await self._page(), media_type=CONTENT_TYPE)
+
+    async def _render_page(self) -> bytes:
         context = self._context
         registry = context.engine.registry
         refs = {} if registry is None else registry.refs()
         engine = context.engine
         stats, memory = await asyncio.gather(self._answer(engine.stats), self._answer(engine.memory_report))
-        page = context.metrics_page.render(stats, refs, memory, engine.events.counts)
-        return Response(page, media_type=CONTENT_TYPE)
+        return context.metrics_page.render(stats, refs, memory, engine.events.counts)
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:
