@@ -749,13 +749,13 @@ def test_it_imports_neither_torch_nor_anything_of_the_server() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_by_default_a_farewell_runs_on_its_own_thread() -> None:
+def test_by_default_a_drain_completes_on_its_own_thread() -> None:
     bench = Bench()
     registry = LoRARegistry(bench.store, bench.sources.open)
     registry.load("sql", "/sql")
     ref = registry.acquire("sql")
     registry.unload("sql")
-    (parting,) = registry._table.partings("sql")
+    (drain,) = registry._table.pending_drains("sql")
     registry.release(ref)
-    assert parting.done.result(60)
+    assert drain.done.result(60)
     assert bench.store.adapters == {}

@@ -291,7 +291,7 @@ def test_a_switch_to_what_is_unloaded_meanwhile_leaves_the_old_adapter(bench: Be
 def test_unload_waits_until_its_deadline_for_the_last_request(bench: Bench, pool: ThreadPoolExecutor) -> None:
     bench.registry.load("sql", "/sql")
     held = bench.registry.acquire("sql")
-    is_unnamed = watch(bench, "partings", 1)
+    is_unnamed = watch(bench, "pending_drains", 1)
     unload: Future[UnloadResult] = pool.submit(bench.registry.unload, "sql", deadline_s=WAIT_S)
     assert is_unnamed.wait(WAIT_S)
     assert bench.registry.names() == ()
@@ -306,12 +306,12 @@ def test_unload_waits_until_its_deadline_for_the_last_request(bench: Bench, pool
 def test_a_waiting_unload_hears_that_the_store_failed_to_drop(bench: Bench, pool: ThreadPoolExecutor) -> None:
     held = bench.registry.load("sql", "/sql").ref
     bench.registry.acquire("sql")
-    is_unnamed = watch(bench, "partings", 1)
+    is_unnamed = watch(bench, "pending_drains", 1)
     unload = pool.submit(bench.registry.unload, "sql", deadline_s=WAIT_S)
     assert is_unnamed.wait(WAIT_S)
     bench.store.faults.errors["drop"] = AdapterNoRoomError("the engine is odd")
     bench.registry.release(held)
-    bench.run_jobs()  # whoever released hears nothing of it
+    bench.run_jobs()  # the releaser hears nothing of it
     with pytest.raises(AdapterNoRoomError, match="odd"):
         unload.result(WAIT_S)
     bench.store.drop_adapter(held.adapter_id)

@@ -383,7 +383,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_holds_what_is_named_or_in_use(self) -> None:
         if self.bench.jobs:
-            return  # a farewell is under way
+            return  # a drain is under way
         named_ids = {ref.adapter_id for each in self.model.names.values() for ref, _, _ in (each.version, *each.kept)}
         in_use_ids = {ref.adapter_id for ref in self.held_refs}
         assert named_ids <= set(self.bench.store.adapters) <= named_ids | in_use_ids

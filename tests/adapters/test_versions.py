@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from loraplex.adapters.registry import LoadStatus, VersionState
-from loraplex.adapters.registry.history import MAX_OTHERS
+from loraplex.adapters.registry.name_table import MAX_OTHERS
 from loraplex.core import Tier
 from loraplex.errors import (
     AdapterContentChangedError,
