@@ -190,12 +190,10 @@ def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
 
 def _layers(plan: ReadPlan, helper: PEFTHelper) -> tuple[LayerPlan, ...]:
     modules = sorted({name.module for name in plan.names})
-    ranks, alphas = helper.ranks(modules), helper.alphas(modules)
-    numbers = {name: index for index, name in enumerate(plan.names)}
+    numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
     layers = []
     for module in modules:
-        parts = tuple(numbers.get(TensorName(module, part)) for part in PARTS.values())
-        rank = 0 if parts[0] is None else ranks[module]
-        scaling = helper.scaling(alphas[module], ranks[module])
-        layers.append(LayerPlan(module, rank, alphas[module], scaling, parts))
+        parts = tuple(indices.get(TensorName(module, part)) for part in PARTS.values())
+        rank = 0 if parts[0] is None else numbers.ranks[module]
+        layers.append(LayerPlan(module, rank, numbers.alphas[module], numbers.scalings[module], parts))
     return tuple(layers)

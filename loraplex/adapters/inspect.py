@@ -149,12 +149,13 @@ def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str
     """What can be checked without a base: A with B, and the ranks."""
     try:
         modules = _modules(names)
-        ranks, reasons = helper.ranks(modules), helper.unusable_scalings(modules)
+        numbers = helper.numbers(modules)
     except AdapterValidationError as error:
         return list(error.reasons)
+    reasons = helper.unusable_scalings(numbers)
     if not modules:
         reasons.append("the file has no lora_A.weight: there is no LoRA in it")
-    for module, rank in ranks.items():
+    for module, rank in numbers.ranks.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             entry = names.get(TensorName(module, part))
             if entry is None:
@@ -178,10 +179,10 @@ class _ModuleFacts:
 def _module_facts(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> _ModuleFacts:
     modules = _modules(names)
     try:
-        ranks, scalings = helper.ranks(modules), helper.scalings(modules)
+        numbers = helper.numbers(modules)
     except AdapterValidationError:  # a pattern that cannot be matched: it is among the reasons
         return _ModuleFacts(modules)
-    return _ModuleFacts(modules, dict(Counter(ranks.values())), dict(Counter(scalings.values())))
+    return _ModuleFacts(modules, dict(Counter(numbers.ranks.values())), dict(Counter(numbers.scalings.values())))
 
 
 def _report(

@@ -137,13 +137,13 @@ class TensorCheck:
         matched = self.helper.match_modules((*modules, *UNSUPPORTED_BASE_MODULES))
         self._check_targets(matched)
         matched &= self.base.keys()
-        ranks = self.helper.ranks(sorted(matched))
-        self.warnings.extend(self.helper.ambiguous_patterns(sorted(matched)))
-        self.reasons.extend(self.helper.unusable_scalings(sorted(matched)))
+        numbers = self.helper.numbers(sorted(matched))
+        self.warnings.extend(numbers.warnings)
+        self.reasons.extend(self.helper.unusable_scalings(numbers))
         in_file = {name.module for name in self.names if name.part != "bias"}
         for module in sorted(matched):
             if module in in_file:
-                self._check_module(module, ranks[module])
+                self._check_module(module, numbers.ranks[module])
             else:
                 self._missing_module(module, in_file)
         for name, entry in self.names.items():
