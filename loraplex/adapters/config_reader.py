@@ -62,7 +62,7 @@ class ConfigReader:
     def _refuse_value(self, name: str, wanted: str) -> None:
         self._refuse(name, f"{name} must be {wanted}, got {shown(self.fields.get(name))}")
 
-    # ------------------------------------------------------------------------------------------------- numbers and flags
+    # ------------------------------------------------------------------------------------------------ numbers and flags
 
     def rank(self) -> int:
         return int(self._number("r", RANK, _is_rank))
@@ -105,7 +105,7 @@ class ConfigReader:
         self._refuse_value("bias", "'none', 'all' or 'lora_only'")
         return "none"
 
-    # --------------------------------------------------------------------------------------------------- names, patterns
+    # -------------------------------------------------------------------------------------------------- names, patterns
 
     def target_modules(self) -> tuple[str, ...] | str:
         if self.fields.get("target_modules") is None:
@@ -182,7 +182,7 @@ class ConfigReader:
                 self._refuse(name, f"{name}[{shown(key)}] must be {wanted}, got {shown(number)}")
         return kept if self._compiles(name, tuple(kept)) else {}
 
-    # ------------------------------------------------------------------------------------------------- kinds of adapters
+    # ------------------------------------------------------------------------------------------------ kinds of adapters
 
     def peft_type(self) -> None:
         value = self.fields.get("peft_type")
@@ -205,7 +205,7 @@ class ConfigReader:
         else:
             self._refuse("init_lora_weights", f"{text} is not known; set it to true if it keeps the base")
 
-    # ------------------------------------------------------------------------------------------------------ all the rest
+    # ----------------------------------------------------------------------------------------------------- all the rest
 
     def finish(self) -> tuple[FieldVerdict, ...]:
         """Judge the fields that no method reads; returns one verdict a field, in the order of the file."""

@@ -1,7 +1,8 @@
 """adapter_config.json of a PEFT LoRA, read exactly or refused by field.
 
 scaling(module) = alpha(module) / rank(module), or alpha(module) / sqrt(rank(module)) with use_rslora
-rank(module), alpha(module): the value of the first key of rank_pattern, alpha_pattern that names the module, else r, lora_alpha
+rank(module), alpha(module): the value of the first key of rank_pattern, alpha_pattern that names the module, else r,
+lora_alpha
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from loraplex.adapters.config_reader import MAX_FIELDS, ConfigReader
 from loraplex.adapters.fields import FieldVerdict
-from loraplex.adapters.files import read_config_file
+from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.patterns import (
     PatternError,
     dotted_suffixes,
@@ -50,9 +51,9 @@ class ModuleNumbers:
 
 @dataclass(frozen=True)
 class PEFTHelper:
-    """One adapter's configuration. `problems` are the reasons for which it is refused, found in the configuration alone.
+    """One adapter's configuration. `problems`: why it is refused, found in the configuration alone.
 
-    A value that cannot be used is replaced by its default and named in `problems`, so that everything else can still be checked.
+    A value that cannot be used is replaced by its default and named there, so that everything else can still be checked.
     """
 
     adapter: str
@@ -81,7 +82,7 @@ class PEFTHelper:
         when the file is outside the roots.
         """
         name = adapter or Path(path).name or str(path)
-        return cls.from_dict(read_config_file(Path(path), name, roots), name)
+        return cls.from_dict(AdapterFolder(Path(path), name, roots).read_config(), name)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], adapter: str = "adapter") -> PEFTHelper:
@@ -127,13 +128,11 @@ class PEFTHelper:
         reasons = list(self.problems)
         limit = lora_config.max_lora_rank
         if limit is not None and self.max_rank > limit:
-            reasons.append(
-                f"rank {self.max_rank} is above max_lora_rank {limit}; raise the limit or train with a lower rank"
-            )
+            text = f"rank {self.max_rank} is above max_lora_rank {limit}"
+            reasons.append(f"{text}; raise the limit or train with a lower rank")
         if self.has_bias and not lora_config.bias_enabled:
-            reasons.append(
-                f"bias={self.bias!r}, lora_bias={self.lora_bias}: bias_enabled is off on this server; train without biases"
-            )
+            text = f"bias={self.bias!r}, lora_bias={self.lora_bias}"
+            reasons.append(f"{text}: bias_enabled is off on this server; train without biases")
         return reasons
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
@@ -203,7 +202,10 @@ class PEFTHelper:
     # --------------------------------------------------------------------------------------------------------- matching
 
     def match_modules(self, module_names: Sequence[str]) -> frozenset[str]:
-        """The modules that peft would put LoRA on. Raises AdapterValidationError for a pattern that cannot be matched."""
+        """The modules that peft would put LoRA on.
+
+        Raises AdapterValidationError for a pattern that cannot be matched.
+        """
         with self._refusing_bad_patterns():
             return frozenset(self._targeted(module_names)) - self._excluded(module_names)
 
@@ -234,7 +236,7 @@ class PEFTHelper:
     # --------------------------------------------------------------------------------------------------------- identity
 
     def naming(self) -> Hashable:
-        """All that decides which tensors are called for, in which shapes, and how they are scaled: with equal ones, equal files are alike.
+        """All that decides which tensors are called for, in which shapes, and how they are scaled.
 
         Not in it: what is refused or warned of for the configuration alone.
         """
@@ -245,7 +247,7 @@ class PEFTHelper:
         return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern
 
     def canonical(self) -> bytes:
-        """The fields that change the mathematics of given tensors, as JSON with sorted keys (patterns in their order: it counts)."""
+        """The fields that change the mathematics of given tensors, as JSON with sorted keys; patterns in their order."""
         fields = {
             "r": self.r,
             "lora_alpha": self.lora_alpha,
@@ -259,8 +261,11 @@ class PEFTHelper:
 
 
 def _ambiguous(field: str, values: Mapping[str, Sequence[float]]) -> list[str]:
-    """A warning where several keys have different values for a module: saving sorts the keys, so the first may be another
-    one than in training. A wrong rank is refused with the shapes; a wrong alpha would not be noticed."""
+    """A warning where several keys have different values for a module.
+
+    Saving sorts the keys, so the first may be another than in training. A wrong rank is refused with the shapes; a wrong
+    alpha would not be noticed.
+    """
     odd = sorted(name for name, hits in values.items() if len(set(hits)) > 1)
     text = "several keys name {}; the first is taken, as peft does, but peft sorts the keys when it saves"
     return [f"{field}: {text.format(_and_more(repr(odd[0]), odd))}"] if odd else []

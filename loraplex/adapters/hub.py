@@ -1,7 +1,8 @@
 """Adapters of the Hugging Face hub, by `huggingface_hub.snapshot_download` (imported when the first hub id is given).
 
-A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name and the revision
-to paths of its cache. What it returns must lie in that cache, and so must every file that a load reads, links resolved.
+A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name
+and the revision to paths of its cache. What it returns must lie in that cache, and so must every file that a load
+reads, links resolved.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HubAdapter:
-    """A repository and revision (None: main). `is_explicit` when the user wrote `hf://`, so that no directory can have been meant."""
+    """A repository and revision (None: main).
+
+    `is_explicit` when the user wrote `hf://`, so that no directory can have been meant.
+    """
 
     repo: str
     revision: str | None = None
@@ -97,7 +101,10 @@ def _is_revision(text: str) -> bool:
 
 
 def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
-    """The snapshot's directory, named by commit: its content never changes. Only adapter files are downloaded, `.bin` only if need be."""
+    """The snapshot's directory, named by commit: its content never changes.
+
+    Only adapter files are downloaded, `.bin` only if need be.
+    """
     result: list[Path | AdapterLoadError] = []
 
     def work() -> None:
@@ -177,7 +184,10 @@ def _check_reference(folder: Path, adapter: HubAdapter) -> None:
 
 
 def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
-    """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the repository's part of the cache."""
+    """The snapshot, resolved.
+
+    It and the files that a load reads (links to blobs) must lie in the repository's part of the cache.
+    """
     real = snapshot.resolve()
     for file in (real, *read_files(real)):
         if real == root or not file.resolve().is_relative_to(root):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
-from loraplex.adapters.files import TensorEntry
+from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
@@ -22,7 +22,8 @@ from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValid
 class AdapterReport:
     """All that can be said of an adapter. `reasons` empty: it would be loaded (by this base, if targets were given).
 
-    ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if unreadable.
+    ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if
+    unreadable.
     """
 
     path: str
@@ -87,7 +88,7 @@ def inspect_adapter(
     limits = lora_config or LoRAConfig()
     helper = PEFTHelper.from_local_dir(path)
     try:
-        file = WeightFile.open(Path(path), helper.adapter, limits.host_memory_bytes)
+        file = WeightFile.open(AdapterFolder(Path(path), helper.adapter), limits.host_memory_bytes)
         file.check_size(limits.host_memory_bytes)
     except AdapterError as error:
         return _report(path, helper, [*helper.reasons(limits), error.message])
@@ -103,7 +104,7 @@ def inspect_adapter(
         dtypes=dict(Counter(entry.dtype for entry in names.values())),
         nbytes=file.nbytes,
         num_tensors=len(file.entries),
-        weight_file=file.path.name,
+        weight_file=file.name,
         adapter_digest=digest,
         is_checked_against_base=targets is not None,
     )

@@ -1,11 +1,12 @@
 """Whether the tensors of a file are exactly what the configuration and the base model call for.
 
-    wanted: lora_A.weight [rank, in] and lora_B.weight [out, rank] of every module that the configuration names and the base has,
+    wanted: lora_A.weight [rank, in] and lora_B.weight [out, rank] of every module that the configuration names and the
+    base has,
             lora_B.bias [out] of the same with lora_bias,
             bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all")
 
-Every difference is a reason. When all differences are those between two base models (widths, number of layers), the adapter is made
-for another base, which is an error of its own.
+Every difference is a reason. When all differences are those between two base models (widths, number of layers), the
+adapter is made for another base, which is an error of its own.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
 
 @dataclass
 class TensorCheck:
-    """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest; `reasons` are faults
-    of the adapter itself, `differences` those that another base model would explain, `widths` what they say: width ->
-    {(the file's, the base's)}; `agreed` are the widths that a tensor of the file has as the base has them.
+    """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest.
+
+    reasons: faults of the adapter itself; differences: those that another base model would explain; widths: what these
+    say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them.
     """
 
     helper: PEFTHelper
@@ -71,7 +73,7 @@ class TensorCheck:
     agreed: set[str] = field(default_factory=set)
 
     def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
-        """AdapterBaseMismatchError when another base explains everything, else AdapterValidationError with all reasons."""
+        """AdapterBaseMismatchError when another base explains all, else AdapterValidationError with all reasons."""
         reasons = [*more_reasons, *self.reasons]
         if reasons:
             raise self._refusal([*reasons, *self.differences])
@@ -194,7 +196,7 @@ class TensorCheck:
             self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
 
     def _missing_module(self, module: str) -> None:
-        """Without any tensor, or with layers chosen in the configuration, missing layers do not speak for another base."""
+        """Without any tensor, or with chosen layers, missing layers do not speak for another base."""
         layer, layers, helper = _layer_of(module), self._layers_in_file, self.helper
         text = f"{module}: adapter_config.json names it, but the file has no tensors for it"
         is_chosen = bool(helper.layers_to_transform) or bool(helper.exclude_modules)

@@ -16,7 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensors import WeightFile
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
@@ -144,6 +146,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 LIMITS = LoRAConfig()
+
+
+def header_nbytes(path: Path) -> int:
+    """Bytes of the adapter's tensors in the file's dtypes, by the headers."""
+    return WeightFile.open(AdapterFolder(path, "adapter"), LIMITS.host_memory_bytes).nbytes
 
 
 def load(path: Path, targets: tuple[LoraTarget, ...], lora_config: LoRAConfig = LIMITS) -> LoRAModel:

@@ -23,7 +23,6 @@ from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters import tensors
 from loraplex.adapters.regular_file import RegularFile
-from loraplex.adapters.weights import header_nbytes
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterError,
@@ -37,6 +36,7 @@ from loraplex.errors import (
 )
 from tests.adapters.peft_oracle import (
     PeftAdapter,
+    header_nbytes,
     load,
     new_base,
     read_config,

@@ -14,7 +14,7 @@ import torch
 
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensors import ALIGNMENT
-from loraplex.adapters.weights import DeltaCache, LoRALayerWeights, LoRAModel, header_nbytes
+from loraplex.adapters.weights import DeltaCache, LoRALayerWeights, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterValidationError,
@@ -23,6 +23,7 @@ from tests.adapters.peft_oracle import (
     LINEARS,
     PeftAdapter,
     edit_config,
+    header_nbytes,
     load,
     make_adapter,
     new_base,
