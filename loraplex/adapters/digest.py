@@ -20,7 +20,7 @@ _TEXT = json.JSONEncoder()
 
 
 def digest_line(canonical_name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """What stands before a tensor's bytes. JSON by hand: an encoder makes itself anew for every list."""
+    """What stands before a tensor's bytes. JSON by hand: an encoder is made again for every list."""
     sizes = ",".join(map(str, shape))
     return _sized(f"[{_TEXT.encode(canonical_name)},{_TEXT.encode(dtype)},[{sizes}]]".encode())
 

@@ -53,7 +53,7 @@ class ModuleNumbers:
 class PEFTHelper:
     """One adapter's configuration. `problems`: why it is refused, found in the configuration alone.
 
-    A value that cannot be used is replaced by its default and named there, so that everything else can still be checked.
+    A value that cannot be used is replaced by its default and named there, so that all else can still be checked.
     """
 
     adapter: str
@@ -247,7 +247,7 @@ class PEFTHelper:
         return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern
 
     def canonical(self) -> bytes:
-        """The fields that change the mathematics of given tensors, as JSON with sorted keys; patterns in their order."""
+        """The fields that change the mathematics of given tensors, as JSON; keys sorted, patterns in their order."""
         fields = {
             "r": self.r,
             "lora_alpha": self.lora_alpha,
@@ -263,8 +263,8 @@ class PEFTHelper:
 def _ambiguous(field: str, values: Mapping[str, Sequence[float]]) -> list[str]:
     """A warning where several keys have different values for a module.
 
-    Saving sorts the keys, so the first may be another than in training. A wrong rank is refused with the shapes; a wrong
-    alpha would not be noticed.
+    Saving sorts the keys, so the first may be another than in training. A wrong rank is refused with the shapes; a
+    wrong alpha would not be noticed.
     """
     odd = sorted(name for name, hits in values.items() if len(set(hits)) > 1)
     text = "several keys name {}; the first is taken, as peft does, but peft sorts the keys when it saves"

@@ -46,7 +46,7 @@ class AdapterReport:
         return not self.reasons
 
     def describe(self) -> str:
-        """The report as text for a person: the verdict, its reasons, what the files hold, the fields that are set."""
+        """The report as text: the verdict, its reasons, what the files hold, the fields that are set."""
         lines = [f"{self.path}: {'would be loaded' if self.is_honoured else 'is refused'}{self._base_note()}"]
         lines += [f"  refused: {reason}" for reason in self.reasons]
         lines += [f"  warning: {warning}" for warning in self.warnings]

@@ -9,9 +9,9 @@ By the rules of peft 0.21, `check_target_module_exists` and `get_pattern_key`:
 Patterns come from tenants, and Python's regex engine backtracks while it holds the interpreter lock: one pattern could
 stop a server. So patterns are matched here only when they are short and their text bounds the steps: with q
 quantifiers, none on a group, and g alternatives in the groups (multiplied), a name of n characters takes at most
-C(n + q, q) * g. Beyond MAX_STEPS or MAX_CHARS_HERE, or where the text bounds nothing, they are matched in a child process
-with a deadline, and a limit on its processor time and memory, which is the same answer 20 ms later. At most
-MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for its turn is to come again.
+C(n + q, q) * g. Beyond MAX_STEPS or MAX_CHARS_HERE, or where the text bounds nothing, they are matched in a child
+process with a deadline, and a limit on its processor time and memory, which is the same answer 20 ms later. At most
+MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for one is to be loaded again.
 """
 
 from __future__ import annotations

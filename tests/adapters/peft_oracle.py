@@ -112,7 +112,7 @@ def lora_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def make_adapter(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **config: Any) -> PeftAdapter:
-    """Make, fill with random numbers (biases of the base too, where they are trained) and save an adapter with real peft."""
+    """Make, fill with random numbers (trained biases of the base too) and save an adapter with real peft."""
     base = new_base(family)
     targets = targets_of(base)
     config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **config}

@@ -36,7 +36,7 @@ def reasons(**fields: Any) -> list[str]:
     return helper(**fields).reasons(LIMITS)
 
 
-# ------------------------------------------------------------------------------------- parity with what peft instantiates
+# ----------------------------------------------------------------------------------- parity with what peft instantiates
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GRID: list[dict[str, Any]] = [
@@ -50,7 +50,8 @@ GRID: list[dict[str, Any]] = [
     {"target_modules": r"model\.layers\.[02]\.self_attn\.(q_proj|o_proj)"},
     {"target_modules": r".*(q_proj|gate_proj)$", "exclude_modules": r".*layers\.1\..*"},
     {
-        "target_modules": r"(?:.*?(?:model|text).*?(?:mlp).*?(?:up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.gate_proj)"
+        "target_modules": r"(?:.*?(?:model|text).*?(?:mlp).*?(?:up_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.mlp\.gate_proj)"
     },
     {"target_modules": ATTENTION, "exclude_modules": ["k_proj"]},
     {"target_modules": ATTENTION, "exclude_modules": ["model.layers.0.self_attn.q_proj", "2.self_attn.v_proj"]},
@@ -172,10 +173,10 @@ def test_pattern_keys_are_pefts(pattern: dict[str, int]) -> None:
         assert numbers.alphas[name] == (expected or 16), name
 
 
-# ------------------------------------------------------------------------------------------------------ hostile patterns
+# ----------------------------------------------------------------------------------------------------- hostile patterns
 
 
-def test_an_exponential_regex_is_refused_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exponential_regex_is_refused_and_stops_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.adapters.patterns.DEADLINE_S", 0.5)
     found = helper(target_modules=r"(\w|.)*X")
     with pytest.raises(AdapterValidationError, match="takes longer"):

@@ -31,7 +31,7 @@ def bench() -> Iterator[Bench]:
     bench.check_idle()
 
 
-# ------------------------------------------------------------------------------------------------------------------ load
+# ----------------------------------------------------------------------------------------------------------------- load
 
 
 def test_a_loaded_name_resolves_and_the_store_has_its_spec(bench: Bench) -> None:
@@ -127,7 +127,7 @@ def test_fifty_bad_loads_do_not_touch_what_runs(bench: Bench) -> None:
         bench.registry.release(ref)
 
 
-# ------------------------------------------------------------------------------------------------------- names and numbers
+# ---------------------------------------------------------------------------------------------------- names and numbers
 
 
 @pytest.mark.parametrize("name", ["a", "org/model", "sql:v2", "日本語", "x" * 256, "with space", "basement"])
@@ -209,7 +209,7 @@ def test_max_loaded_loras_is_refused_with_numbers() -> None:
     bench.check_idle()
 
 
-# ------------------------------------------------------------------------------------------------- references and unload
+# ------------------------------------------------------------------------------------------------ references and unload
 
 
 def test_unknown_names_are_errors(bench: Bench) -> None:
@@ -608,7 +608,7 @@ def test_a_switched_adapter_that_is_unloaded_in_use_is_dropped_not_evicted(bench
     assert bench.store.count("evict") == 0
 
 
-# --------------------------------------------------------------------------------------------- pins, tiers and the views
+# -------------------------------------------------------------------------------------------- pins, tiers and the views
 
 
 def test_pin_unpin_evict_and_preload(bench: Bench) -> None:
@@ -738,7 +738,7 @@ def test_a_version_that_died_with_the_engine_is_forgotten(bench: Bench) -> None:
     assert bench.registry.specs() == ()
 
 
-# ------------------------------------------------------------------------------------------------------------ the module
+# ----------------------------------------------------------------------------------------------------------- the module
 
 
 def test_it_imports_neither_torch_nor_anything_of_the_server() -> None:

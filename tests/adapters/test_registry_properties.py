@@ -146,7 +146,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def answers_are_remembered(self) -> None:
         self.model.note_answers()
 
-    # ------------------------------------------------------------------------------------------------------------- verbs
+    # ------------------------------------------------------------------------------------------------------------ verbs
 
     @initialize(names=st.sets(NAMES, max_size=MAX_LOADED))
     def begin(self, names: set[str]) -> None:
@@ -324,7 +324,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for named in self.model.names.values():
             named.is_on_device = named.is_pinned
 
-    # ---------------------------------------------------------------------------------------------------------- requests
+    # --------------------------------------------------------------------------------------------------------- requests
 
     @rule(target=held, name=NAMES)
     def acquire(self, name: str) -> LoRARef | MultipleResults[LoRARef]:
@@ -368,7 +368,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for name in self.model.names:
             self.see_off_if_idle(name)
 
-    # --------------------------------------------------------------------------------------------------------- invariants
+    # ------------------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def names_and_numbers_mean_what_they_should(self) -> None:

@@ -191,7 +191,7 @@ class NameTable:
         return AdapterNotFoundError(text)
 
     def _registered(self, name: str, answer: Answer) -> AdapterVersion | None:
-        """What `answer` of `name` stands for now; None when that is gone, or another name that answers already.
+        """What `answer` of `name` stands for now; None when that is unloaded, or another name that answers already.
 
         A name that was switched on meanwhile stands for the adapter that answers for it, unless that is `name` itself.
         """

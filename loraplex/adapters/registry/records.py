@@ -55,7 +55,7 @@ class NameRecord:
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """What a verb did to a name: its new record, None when the name is gone."""
+    """What a verb did to a name: its new record; None: it is not loaded."""
 
     name: str
     record: NameRecord | None

@@ -67,8 +67,10 @@ class PendingDrain:
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """is_unloaded: its name stopped resolving, `name@N` too. is_forced_out: its requests are being aborted; what
-    has not reached the engine yet must not any more, until the last reference is gone or it answers again.
+    """is_unloaded: its name stopped resolving, `name@N` too.
+
+    is_forced_out: its requests are being aborted; what has not reached the engine yet must no longer be sent, until the
+    last reference is released or it answers again.
     """
 
     ref: LoRARef
