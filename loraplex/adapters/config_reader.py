@@ -193,9 +193,9 @@ class ConfigReader:
 
     def init_lora_weights(self) -> None:
         value = self.fields.get("init_lora_weights")
-        text = f"init_lora_weights={shown(value)}"
         if value is None or isinstance(value, bool):
             return
+        text = f"init_lora_weights={shown(value)}"
         if value in INIT_THAT_KEEPS_BASE:
             if self.fields.get("lora_bias") is True:
                 self._refuse("lora_bias", f"lora_bias=True with {text}: peft does not load that; set it to true")
@@ -210,14 +210,14 @@ class ConfigReader:
     def finish(self) -> tuple[FieldVerdict, ...]:
         """Judge the fields that no method reads; returns one verdict a field, in the order of the file."""
         for name, value in self.fields.items():
-            if name in HONOURED or name in IGNORED:
+            if name in HONOURED or name in IGNORED or (name in REFUSED and not is_set(value)):
                 continue
             text = f"{_field(name)}={shown(value)} is not "
-            if name in REFUSED and is_set(value):
+            if name in REFUSED:
                 self._refuse(name, f"{text}supported: {REFUSED[name]}")
-            elif name not in REFUSED and is_set(value):
+            elif is_set(value):
                 self._refuse(name, f"{text}a known field; remove it if it does not change the result")
-            elif name not in REFUSED:
+            else:
                 self.warnings.append(f"{text}a known field and is ignored")
         return tuple(self._verdict(name, value) for name, value in self.fields.items())
 
