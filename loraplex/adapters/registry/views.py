@@ -16,7 +16,7 @@ NAMES_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class NameQuery:
-    """Which names, in the order of their loads; is_sorted: by name. after: the last name of the page before, loaded or not."""
+    """Which names, in the order of their loads; is_sorted: by name. after: the last name of the page before."""
 
     prefix: str = ""
     contains: str = ""
