@@ -1,7 +1,8 @@
 """Adapters of the Hugging Face hub, by `huggingface_hub.snapshot_download` (imported when the first hub id is given).
 
-A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name and the revision
-to paths of its cache. What it returns must lie in that cache, and so must every file that a load reads, links resolved.
+A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name
+and the revision to paths of its cache. What it returns must lie in that cache, and so must every file that a load
+reads, links resolved.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HubAdapter:
-    """A repository and revision (None: main). `is_explicit` when the user wrote `hf://`, so that no directory can have been meant."""
+    """A repository and revision (None: main).
+
+    `is_explicit` when the user wrote `hf://`, so that no directory can have been meant.
+    """
 
     repo: str
     revision: str | None = None
@@ -57,8 +61,9 @@ class HubAdapter:
 
     @classmethod
     def parse(cls, given: str, revision: str | None = None) -> HubAdapter | None:
-        """What `hf://org/name[@revision]` or `org/name[@revision]` names; None for a text that can only be a path. `revision` goes first.
+        """What `hf://org/name[@revision]` or `org/name[@revision]` names; None for a text that can only be a path.
 
+        `revision` takes precedence.
         Raises AdapterPathNotFoundError for a name or revision that breaks the rules of hub ids. Touches no disk.
         """
         is_explicit = given.startswith(HUB_PREFIX)
@@ -72,14 +77,15 @@ class HubAdapter:
             if not is_explicit:
                 return None
             raise AdapterPathNotFoundError(
-                f"adapter {shown(given)}: {shown(repo)} is no hub repository; write hf://org/name or hf://org/name@revision, "
-                "each of the two of letters, digits and _.-"
+                f"adapter {shown(given)}: {shown(repo)} is no hub repository; "
+                "write hf://org/name or hf://org/name@revision, each of the two of letters, digits and _.-"
             )
         wanted = revision if revision is not None else tail if at else None
         if wanted is not None and not _is_revision(wanted):
             raise AdapterPathNotFoundError(
-                f"adapter {shown(given)}: {shown(wanted)} is no revision; give a branch, a tag, a commit hash or refs/pr/N: "
-                f"letters, digits and _.- with single slashes between, no '..', at most {MAX_REVISION_CHARS} characters"
+                f"adapter {shown(given)}: {shown(wanted)} is no revision; give a branch, a tag, a commit hash or "
+                "refs/pr/N: letters, digits and _.- with single slashes between, no '..', "
+                f"at most {MAX_REVISION_CHARS} characters"
             )
         return cls(repo, wanted, is_explicit)
 
@@ -97,7 +103,10 @@ def _is_revision(text: str) -> bool:
 
 
 def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
-    """The snapshot's directory, named by commit: its content never changes. Only adapter files are downloaded, `.bin` only if need be."""
+    """The snapshot's directory, named by commit: its content never changes.
+
+    Only adapter files are downloaded, `.bin` only if need be.
+    """
     result: list[Path | AdapterLoadError] = []
 
     def work() -> None:
@@ -106,7 +115,7 @@ def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) ->
         except Exception as error:
             result.append(_as_adapter_error(error, adapter))
 
-    # huggingface_hub cannot be cancelled: past the deadline the thread is left to end by huggingface_hub's own timeouts.
+    # huggingface_hub cannot be cancelled: past the deadline the thread is left to end by its own timeouts.
     thread = threading.Thread(target=work, name=f"fetch {adapter.repo}", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -154,13 +163,13 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
 
 
 def hub_folder_of(snapshot: Path) -> Path | None:
-    """The repository's part of the cache, with the blobs that a snapshot's files link to; None for a directory that is no snapshot."""
+    """The repository's part of the cache, with the blobs that a snapshot's files link to; None: it is no snapshot."""
     folder = snapshot.parent.parent
     return folder if snapshot.parent.name == "snapshots" and folder.name.startswith(CACHE_PREFIX) else None
 
 
 def _check_reference(folder: Path, adapter: HubAdapter) -> None:
-    """The library reads refs/REVISION as it is: a FIFO would block it, and a file without an end would fill the memory."""
+    """The library reads refs/REVISION as it is: a FIFO would block it, an endless file would fill the memory."""
     reference = folder / "refs" / (adapter.revision or "main")
     try:
         with RegularFile.open(reference, adapter.repo, frozenset((folder,))) as file:
@@ -177,7 +186,10 @@ def _check_reference(folder: Path, adapter: HubAdapter) -> None:
 
 
 def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
-    """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the repository's part of the cache."""
+    """The snapshot, resolved.
+
+    It and the files that a load reads (links to blobs) must lie in the repository's part of the cache.
+    """
     real = snapshot.resolve()
     for file in (real, *read_files(real)):
         if real == root or not file.resolve().is_relative_to(root):

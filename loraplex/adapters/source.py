@@ -1,6 +1,6 @@
 """Where adapters come from: a local directory, or a repository of the Hugging Face hub.
 
-/path/to/adapter, ./adapter, ~/adapter      a directory, symbolic links resolved, inside the allowed roots if there are any
+/path/to/adapter, ./adapter, ~/adapter      a directory, links resolved, inside the allowed roots if there are any
 hf://org/name, hf://org/name@revision       the hub
 org/name, org/name@revision                 the hub, when no such local directory exists
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from loraplex.adapters.files import check_directory, read_files
+from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.hub import HubAdapter, fetch_from_hub, hub_folder_of
 from loraplex.adapters.regular_file import Roots, is_inside
 from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError, shortened, shown
@@ -49,9 +49,9 @@ class AdapterSource:
         return self._from_disk(path, path_or_id)
 
     def roots_of(self, directory: Path) -> Roots:
-        """Where the files of a directory that was fetched must lie each time they are opened, whatever became of it since.
+        """Where the files of a directory that was fetched must lie each time they are opened.
 
-        One that is inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
+        One inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
         """
         if self._roots is None or is_inside(directory, self._roots):
             return self._roots
@@ -67,7 +67,7 @@ class AdapterSource:
     def _path(self, given: str) -> Path:
         try:
             path = Path(given).expanduser() if given else None
-        except RuntimeError:  # ~name of nobody
+        except RuntimeError:  # ~name of an unknown user
             path = None
         if path is None:
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory; give a directory or a hub id")
@@ -75,7 +75,7 @@ class AdapterSource:
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
-        check_directory(directory, shortened(given))
+        AdapterFolder(directory, shortened(given)).check()
         for file in read_files(directory):
             self._resolved(file, given)
         return directory

@@ -26,7 +26,7 @@ class Gate:
 
     def pass_through(self) -> None:
         self.arrived.set()
-        assert self.opened.wait(60), "nobody opened the gate"
+        assert self.opened.wait(60), "the gate stayed closed"
 
 
 @dataclass

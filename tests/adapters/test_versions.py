@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from loraplex.adapters.registry import LoadStatus, VersionState
-from loraplex.adapters.registry.history import MAX_OTHERS
+from loraplex.adapters.registry.name_table import MAX_OTHERS
 from loraplex.core import Tier
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -282,7 +282,7 @@ def test_only_so_many_switches_are_remembered(bench: Bench) -> None:
 
 
 def test_a_switch_that_comes_while_a_rollback_promotes(bench: Bench) -> None:
-    """The rollback is of what answers when it takes effect, and the pin that it had passed on is nobody's."""
+    """The rollback is of what answers when it takes effect, and the pin that it had passed on is lifted."""
     switched(bench)
     bench.registry.load("chat", "/chat")
     bench.registry.pin("sql")
@@ -372,7 +372,7 @@ def test_what_cannot_be_written_is_done_and_said(bench: Bench) -> None:
 
 
 def test_a_request_that_is_not_sent_yet_when_its_adapter_is_forced_out(bench: Bench) -> None:
-    """The engine aborts what it knows; who holds a reference and has not sent it must ask before sending."""
+    """The engine aborts what it knows; a request that is not sent yet asks before sending."""
     reload(bench, "one")
     ref = bench.registry.acquire("sql")
     assert not bench.registry.is_forced_out(ref.adapter_id)

@@ -1,7 +1,7 @@
 """Rows of the journal as records, when they can be: types, ranges, and what belongs together.
 
-SQLite keeps any value in any column, and a file may have been edited, or restored in part. What is not as the registry would have written
-it is damage, said in words, of one name or of the whole file; nothing of it reaches the registry.
+SQLite keeps any value in any column, and a file may have been edited, or restored in part. What is not as the registry
+would have written it is damage, said in words, of one name or of the whole file; nothing of it reaches the registry.
 """
 
 from __future__ import annotations

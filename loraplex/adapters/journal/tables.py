@@ -194,7 +194,8 @@ class JournalTables:
             )
         if base_model not in (None, about["base_model"]):
             raise ConfigError(
-                f"{self._file} has the adapters of base model {about['base_model'][:200]!r}, this one is {base_model!r}; "
+                f"{self._file} has the adapters of base model {about['base_model'][:200]!r}, "
+                f"this one is {base_model!r}; "
                 "give each model a --state-dir of its own"
             )
         self._base_model = about["base_model"]
