@@ -41,7 +41,14 @@ ROUTES = (
 def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> FastAPI:
     """The application. `app.state.context` is its ServerContext. It neither starts nor ends the engine."""
     context = ServerContext.create(engine, config or ServerConfig())
-    app = DescribedApi(title="Loraplex", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = DescribedApi(
+        title="Loraplex",
+        version=__version__,
+        openapi_url=None,  # pages.py has it
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.context = context
     routers = [routes(context).router() for routes in ROUTES]
     for router in routers:
@@ -50,7 +57,7 @@ def create_app(engine: EngineSurface, config: ServerConfig | None = None) -> Fas
     known = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     app.add_exception_handler(HTTPException, KnownUrls(known).answer)
     app.open_paths = _open_paths(context.config) if context.config.has_keys else None
-    _add_middleware(app, context.config)
+    _add_middleware(app, context.config, context.keys)
     return app
 
 
@@ -58,9 +65,9 @@ def _open_paths(config: ServerConfig) -> frozenset[str]:
     return (OPEN_PATHS | PAGE_PATHS) - ({METRICS_PATH} if config.guard_metrics else set())
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
+def _add_middleware(app: FastAPI, config: ServerConfig, keys: KeyRing) -> None:
     """The last one added sees a request first: its id, then what browsers may do (guard, then CORS), then its key."""
-    app.add_middleware(ApiKeyMiddleware, keys=KeyRing.of(config), open_paths=_open_paths(config))
+    app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=_open_paths(config))
     if config.cors_allowed_origins:
         app.add_middleware(
             CORSMiddleware,

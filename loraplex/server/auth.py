@@ -68,6 +68,10 @@ class KeyRing:
     def has_keys(self) -> bool:
         return bool(self._callers)
 
+    def admits(self, headers: Headers) -> bool:
+        """Whether a request's head has a valid key, where there are keys. What another one sends as its body is never read."""
+        return not self._callers or self.caller_of(headers.get("authorization")) is not None
+
     def caller_of(self, authorization: str | None) -> Caller | None:
         """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, whichever matches."""
         scheme, _, key = (authorization or "").partition(" ")

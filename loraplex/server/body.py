@@ -1,14 +1,14 @@
 """Reading a request's body: bounded in bytes, values and depth, strict JSON, every field checked by name.
 
 What a body may cost is known before it is read as JSON: values are counted in its bytes, without making any. A long
-body is counted, decoded and checked in a thread (`off_loop.py`). No single call of that takes longer than some 20 ms,
-so the event loop goes on meanwhile.
+body is counted, decoded and checked in a thread (`off_loop.py`), and the event loop goes on between two calls. Counting is cut into
+slices; the longest single call is the decoder's: 8 ms for 16 MiB of plain text, 52 ms for 16 MiB of escapes (measured).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ SHORT_BODY_BYTES = 16 * 2**10
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
 """The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body were cut."""
 _NO_VALUE_BEGINS = bytes(set(range(256)) - set(b",:[{"))
+SLICE_BYTES = 2**20
+"""A call on so many bytes keeps the interpreter for at most 3 ms (escapes, measured)."""
 _FORMS = {
     "application/x-www-form-urlencoded": "curl and others send forms unless told otherwise: "
     "curl -H 'Content-Type: application/json' -d '{...}'",
@@ -84,12 +86,28 @@ def check_num_values(body: bytes, max_values: int) -> None:
     Every value but the first follows one of `,:[{` outside a string. First all of these are counted, which may be too
     many; then without strings: when escaped quotes are gone, every other piece between two quotes is one.
     """
-    if len(body) <= max_values or len(body.translate(None, delete=_NO_VALUE_BEGINS)) < max_values:
+    if len(body) <= max_values or sum(_num_begun(part) for part in slices(body)) < max_values:
         return
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    has_too_many_strings = bare.count(b'"') > 2 * max_values
-    if has_too_many_strings or _num_begun(b"".join(bare.split(b'"')[::2])) >= max_values:
-        raise ApiError(f"the body has more than {max_values} values: send several requests", code="too_many_values")
+    num_begun = num_quotes = 0
+    for part in slices(body):
+        bare = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        is_in_string = num_quotes % 2
+        num_quotes += bare.count(b'"')
+        if num_quotes <= 2 * max_values:
+            num_begun += _num_begun(b"".join(bare.split(b'"')[is_in_string::2]))
+        if num_quotes > 2 * max_values or num_begun >= max_values:
+            raise ApiError(f"the body has more than {max_values} values: send several requests", code="too_many_values")
+
+
+def slices(body: bytes) -> Iterator[bytes]:
+    """None ends between a backslash and what it escapes."""
+    start = 0
+    while part := body[start : start + SLICE_BYTES]:
+        num_backslashes = len(part) - len(part.rstrip(b"\\"))
+        if num_backslashes % 2 and len(part) == SLICE_BYTES:
+            part = part[:-1]
+        yield part
+        start += len(part)
 
 
 def _num_begun(outside: bytes) -> int:

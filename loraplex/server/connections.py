@@ -24,6 +24,9 @@ IDLE_AT_LEAST_S = 1.0
 SMALL_BODY_BYTES = 64 * 2**10
 """The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all others."""
 
+MAX_WAITING_BYTES = 32 * 2**20
+"""Heads and bodies of requests behind unanswered ones on their connections: apart from the bodies of those that run."""
+
 
 class Refusal(enum.StrEnum):
     """Why a connection was refused or closed by the server."""
@@ -74,8 +77,9 @@ class Connections:
         self._clock = clock
         self._num_open = 0
         self._by_source: Counter[str] = Counter()
-        self._idle: dict[Closable, float] = {}  # without a whole head since then, longest first
+        self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
         self._body_bytes = 0
+        self._waiting_bytes = 0
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
 
@@ -85,8 +89,13 @@ class Connections:
 
     @property
     def body_bytes(self) -> int:
-        """Received of bodies whose requests are not over."""
+        """Received of bodies whose requests run."""
         return self._body_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Received of requests that wait for the answer to an earlier one of their connection."""
+        return self._waiting_bytes
 
     @property
     def refused(self) -> Mapping[str, int]:
@@ -113,7 +122,7 @@ class Connections:
             del self._by_source[source]
 
     def set_idle(self, connection: Closable) -> None:
-        """It waits for a request's head."""
+        """It waits for a request that is admitted."""
         self._idle.pop(connection, None)
         self._idle[connection] = self._clock()
 
@@ -142,6 +151,16 @@ class Connections:
 
     def release_body(self, num_bytes: int) -> None:
         self._body_bytes -= num_bytes
+
+    def hold_waiting(self, num_bytes: int) -> bool:
+        """Count `num_bytes` more of requests that wait behind others; False when those would be too large together."""
+        if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+            return False
+        self._waiting_bytes += num_bytes
+        return True
+
+    def release_waiting(self, num_bytes: int) -> None:
+        self._waiting_bytes -= num_bytes
 
     # -------------------------------------------------------------------------------------------------------------- refusals
 

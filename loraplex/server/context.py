@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from loraplex.server.audit import Audit
+from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
@@ -37,6 +38,7 @@ class ServerContext:
     audit: Audit
     connections: Connections
     views: OffLoop
+    keys: KeyRing
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
@@ -65,4 +67,5 @@ class ServerContext:
             audit=Audit(engine.events),
             connections=connections,
             views=OffLoop(NUM_VIEW_THREADS),
+            keys=KeyRing.of(config),
         )

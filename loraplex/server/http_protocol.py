@@ -6,7 +6,11 @@ trailers. More of it than `max_header_bytes` at a time is answered with 431, a h
 A head that comes in one piece, as nearly all do, costs a comparison and no timer.
 
 A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time. Bodies of all
-connections together are bounded by `Connections`. What the client does not read has the same rule with `send_timeout_s`.
+connections together are bounded by `Connections`. A request without a valid key (`server_admits`) has no body here: it is dropped as it
+comes. An answer that begins before its request's body has come is the last one of its connection.
+
+What the client does not read has the same rule with `send_timeout_s`. An answer of any size is written in pieces, each when the last one
+is gone, and the next request of the connection begins when the answer before it is gone: what a client does not read takes one piece.
 
 An `Upgrade` is ignored, as HTTP allows. The parser would take the request's body for another protocol's, and what comes
 later for a request of its own; so it is given the same head once more, without that header.
@@ -15,32 +19,50 @@ later for a request of its own; so it is given the same head once more, without 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from urllib.parse import unquote_to_bytes
 
 import httptools
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from loraplex.server.api_error import ApiError, error_reply
+from loraplex.server.api_error import ApiError, error_reply, error_response
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, Refusal, Slot
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
 
+PIECE_BYTES = 64 * 2**10
+"""Of an answer: what is written at a time."""
+
 LINGER_S = 1.0
-"""What a refused client still sends is read and dropped for so long: a reset would overtake the answer."""
+"""What a refused client still sends is read and dropped until it is silent for so long: a reset would overtake the answer."""
+
+MAX_LINGERS = 5
+MAX_LINGER_BYTES = 32 * 2**20
+"""At most so many times LINGER_S, and so much."""
 
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
-    """One request: what came of its body, and how much of that counts among the bodies in memory."""
+    """One request: what came of its body, and what it counts for in `Connections`.
 
+    is_admitted: its body is kept. num_held: bytes of its body, once it runs. num_waiting: bytes of its head and body while it waits for
+    the answer to an earlier one. is_last: its answer closes the connection.
+    """
+
+    is_admitted: bool
+    is_waiting: bool
     cycle: RequestResponseCycle | None = None
     num_received: int = 0
     num_held: int = 0
+    num_waiting: int = 0
+    is_last: bool = False
     is_over: bool = False
 
 
@@ -49,6 +71,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     server_settings: ServerConfig
     server_connections: Connections
+    server_admits: Callable[[Headers], bool]
 
     slot: Slot | None = None
     _num_stuck_bytes = 0  # received since the parser last finished a head or gave a piece of a body
@@ -56,7 +79,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _has_begun = False  # a message of which something came and something is missing
     _is_in_head = True  # or between two messages
     _is_upgrade = False
-    _is_refused = False
+    _is_refused = False  # what comes from now on is dropped
+    _is_busy = False  # with a request that is admitted
+    _num_dropped = 0
     _incoming: _Incoming  # the request whose body comes
     _running: _Incoming | None = None
     _header_timer: asyncio.TimerHandle | None = None
@@ -93,6 +118,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_LINGER_BYTES:
+                self.transport.abort()
             return
         self._unset_keepalive_if_required()
         self._is_stuck = True
@@ -131,7 +159,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _is_head_due(self) -> bool:
-        """Whether the client has to end a head, or the rest of a request that was answered before it was read."""
+        """Whether the client has to end a head."""
         is_idle = self.cycle is None or self.cycle.response_complete
         return (is_idle or (self._is_in_head and self._has_begun)) and not self.transport.is_closing()
 
@@ -159,13 +187,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._is_upgrade = True  # the parser stops after this head
             return
         self._begin_request()
+        if self._incoming.is_waiting and not self._hold(self._incoming, self._head_bytes()):
+            raise ConnectionAbortedError
         self._is_stuck = self._is_in_head = False
         self._stop_waiting()
         self.headers = []  # trailers come as headers do: they are no part of the request's
 
     def _begin_request(self) -> None:
-        self.server_connections.set_busy(self)
-        self._incoming = incoming = _Incoming()
+        is_waiting = self.flow.write_paused or not (self.cycle is None or self.cycle.response_complete)
+        self._incoming = incoming = _Incoming(self.server_admits(Headers(raw=self.headers)), is_waiting)
+        if incoming.is_admitted:
+            self.server_connections.set_busy(self)
+            self._is_busy = True
         app: Any = self.app
         self.app = cast(Any, partial(self._run, app, incoming))
         try:
@@ -176,14 +209,68 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
-        if self._is_refused:
-            self._disconnect(incoming)  # refused before this task began: there is no way back to the client
         try:
-            await app(scope, receive, send)
+            if self.flow.write_paused:
+                self.flow.pause_reading()
+                await self.flow.drain()
+                if self.transport.is_closing():
+                    self._disconnect(incoming)
+                    return
+            if self._is_refused:
+                self._disconnect(incoming)  # there is no way back to the client
+                return
+            if incoming.is_waiting and not self._end_waiting(incoming):
+                app = error_response(_too_many_bodies())
+            await app(scope, receive, partial(self._send, incoming, send))
         except asyncio.CancelledError:
             self._cut(incoming)
         finally:
             self._release(incoming)
+
+    async def _send(self, incoming: _Incoming, send: Send, message: Message) -> None:
+        assert incoming.cycle is not None
+        if message["type"] == "http.response.start" and incoming is self._incoming and not self._is_in_head:
+            incoming.is_last = True
+            await send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
+            incoming.cycle.keep_alive = True  # else uvicorn closes the connection, and the client may miss the answer
+            return
+        rest = memoryview(message.get("body", b""))
+        while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
+            await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
+            await asyncio.sleep(0)  # others have their piece
+            rest = rest[PIECE_BYTES:]
+        await send({**message, "body": rest} if rest.nbytes < len(message.get("body", b"")) else message)
+
+    def _hold(self, incoming: _Incoming, num_bytes: int) -> bool:
+        """Count `num_bytes` more of a request; refuse it, and say False, where there is no room for them."""
+        connections = self.server_connections
+        self._held.add(incoming)
+        if incoming.is_waiting:
+            if not connections.hold_waiting(num_bytes):
+                text = "the requests that wait behind others on their connections are too large together"
+                self._refuse(Refusal.PIPELINE, ApiError(text, status=503, kind="overloaded_error"))
+                return False
+            incoming.num_waiting += num_bytes
+            return True
+        if not connections.hold_body(num_bytes, incoming.num_held):
+            self._refuse(Refusal.BODY_MEMORY, _too_many_bodies())
+            return False
+        incoming.num_held += num_bytes
+        return True
+
+    def _end_waiting(self, incoming: _Incoming) -> bool:
+        """Its body counts among the bodies from now on. False where these have no room for it: then it is dropped."""
+        assert incoming.cycle is not None
+        self._release(incoming)
+        incoming.is_waiting = incoming.is_over = False
+        num_bytes = len(incoming.cycle.body)
+        if not self.server_connections.hold_body(num_bytes, 0):
+            incoming.is_over = True
+            incoming.cycle.body.clear()
+            self._count_refusal(Refusal.BODY_MEMORY, _too_many_bodies().message)
+            return False
+        incoming.num_held = num_bytes
+        return True
 
     def _cut(self, incoming: _Incoming) -> None:
         """The server ends and waits no longer: an answer that has not begun says so, another one breaks off."""
@@ -196,22 +283,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _release(self, incoming: _Incoming) -> None:
         self.server_connections.release_body(incoming.num_held)
+        self.server_connections.release_waiting(incoming.num_waiting)
         self._held.discard(incoming)
-        incoming.num_held = 0
+        incoming.num_held = incoming.num_waiting = 0
         incoming.is_over = True
 
     def on_body(self, body: bytes) -> None:
         self._is_stuck = False
         incoming = self._incoming
         incoming.num_received += len(body)
-        if self._is_refused or incoming.is_over or self.cycle.response_complete:
-            return
-        if not self.server_connections.hold_body(len(body), incoming.num_held):
-            self._refuse_memory()
-            return
-        incoming.num_held += len(body)
-        self._held.add(incoming)
-        super().on_body(body)
+        is_kept = incoming.is_admitted and not (self._is_refused or incoming.is_over or self.cycle.response_complete)
+        if is_kept and self._hold(incoming, len(body)):
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._is_upgrade:
@@ -222,14 +305,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self._running is not None and self._running.is_last:
+            self.server_state.total_requests += 1
+            if not self.transport.is_closing():
+                self._close_softly()
+            return
         super().on_response_complete()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        """All is answered and sent, and no body comes."""
+        """All is answered and sent, and no body comes. A connection without admitted requests is idle from its begin."""
         is_answered = self.cycle.response_complete and not self.pipeline
-        if is_answered and self._is_in_head and not (self.flow.write_paused or self.transport.is_closing()):
-            self.server_connections.set_idle(self)
+        is_sent = not (self.flow.write_paused or self.transport.is_closing())
+        if self._is_busy and is_answered and self._is_in_head and is_sent:
+            self._set_idle()
+
+    def _set_idle(self) -> None:
+        self._is_busy = False
+        self.server_connections.set_idle(self)
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
@@ -243,6 +336,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return f"HTTP/{version} is not spoken here: send HTTP/1.1"
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
+        try:
+            unquote_to_bytes(self.url).decode()
+        except UnicodeDecodeError:
+            return "the percent-encoding of the path or query does not stand for UTF-8"
         return None
 
     # ------------------------------------------------------------------------------------------------------------- refusals
@@ -252,17 +349,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         text = f"the request line and headers are longer than {limit} bytes"
         self._refuse(Refusal.HEADER_LENGTH, ApiError(text, status=431, code="header_too_long"))
 
-    def _refuse_memory(self) -> None:
-        text = "the bodies of all requests together are too large at this moment; try again later"
-        error = ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
-        self._refuse(Refusal.BODY_MEMORY, error)
-
     def _refuse(self, reason: Refusal, error: ApiError) -> None:
         """Close the connection, with an answer unless one has begun or that of an earlier request is still to come."""
         self._stop_waiting()
         if self._is_refused or self.transport.is_closing():
             return
-        self._is_refused = True
         self._count_refusal(reason, error.message)
         if self._can_answer():
             self.transport.write(closing_answer(error))
@@ -276,13 +367,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.server_connections.refuse(reason, text, self.client[0] if self.client else "")
 
     def _close_softly(self) -> None:
-        """Close, but first read for a moment what the client still sends."""
-        if not self.transport.can_write_eof():
-            self.transport.close()
-            return
-        self.transport.write_eof()
+        """Close, but first read for a moment what the client still sends. Another connection may have the place at once."""
+        self._is_refused = True
+        self._stop_waiting()
+        self._unset_keepalive_if_required()
+        if self._is_busy:
+            self._set_idle()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
         self.flow.resume_reading()
-        self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)
+        self._linger(MAX_LINGERS)
+
+    def _linger(self, num_left: int) -> None:
+        check = partial(self._check_silence, self._num_dropped, num_left - 1)
+        self._linger_timer = self.loop.call_later(LINGER_S, check)
+
+    def _check_silence(self, num_dropped: int, num_left: int) -> None:
+        if num_left and self._num_dropped > num_dropped:
+            self._linger(num_left)
+        else:
+            self.transport.close()
 
     def _disconnect(self, incoming: _Incoming | None) -> None:
         """Tell a running request that its client is gone. uvicorn tells the one that came last, which may still wait its turn."""
@@ -365,6 +469,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return num_bytes >= self.server_settings.min_transfer_rate * seconds
 
 
+def _too_many_bodies() -> ApiError:
+    text = "the bodies of all requests together are too large at this moment; try again later"
+    return ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
+
+
 def closing_answer(error: ApiError) -> bytes:
     """An answer of this server on a connection that is closed after it, as bytes."""
     body = error_reply(error)
@@ -373,7 +482,9 @@ def closing_answer(error: ApiError) -> bytes:
     return STATUS_LINE[error.status] + head + body
 
 
-def bounded_http_protocol(config: ServerConfig, connections: Connections) -> type[BoundedHttpProtocol]:
-    """The protocol with a server's limits: uvicorn makes one of it for each connection."""
-    members = {"server_settings": config, "server_connections": connections}
+def bounded_http_protocol(
+    config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
+) -> type[BoundedHttpProtocol]:
+    """The protocol with a server's limits: uvicorn makes one of it for each connection. `admits`: whose bodies are read."""
+    members = {"server_settings": config, "server_connections": connections, "server_admits": staticmethod(admits)}
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

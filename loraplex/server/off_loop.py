@@ -1,14 +1,17 @@
-"""Work that is too long for the event loop: a few threads, in which clients take turns.
+"""Work that is too long for the event loop: threads in which clients take turns by what their work costs.
 
 A long body takes tens of milliseconds to check and a long text seconds to tokenize. In the event loop every other
 request would stop for that long; in an unbounded pool those of one client would stand before all others. Here each
-client has a queue, the threads take from the queues in rotation, and one client never has all threads at a time. A full
-queue is answered with 429 or 503.
+client has a queue, and the next work is what would end first if all clients had equal shares of a thread (fair queueing
+by start tags). One client never has all threads at a time. Short work has threads of its own, so that work which cannot
+be cut, a long body or a long prompt, does not hold it up. A full queue is answered with 429 or 503.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -20,20 +23,25 @@ from fastapi import Request
 
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS, caller_of
+from loraplex.server.connections import source_of
 
 T = TypeVar("T")
 
 MAX_THREADS = 16
+SHORT_BYTES = 64 * 2**10
 MAX_WAITING_BYTES_OF_A_CLIENT = 64 * 2**20
 MAX_WAITING_BYTES = 256 * 2**20
 _LEAST_BYTES = 4096
 """What any work counts at least, so that the number of waiting ones is bounded too."""
+_MAX_REMEMBERED = 4096
+"""Clients without waiting work whose share is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     work: Callable[[], Any]
     num_bytes: int
+    end_tag: int
     done: asyncio.Future[Any]
 
 
@@ -41,21 +49,55 @@ class OffLoop:
     """Runs functions in threads. `client` is whose work it is: see `client_of`. Belongs to one event loop."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or min(MAX_THREADS, max(2, os.cpu_count() or 1))
-        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="off-loop")
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
-        self._waiting_bytes: Counter[str] = Counter()
-        self._running: Counter[str] = Counter()
+        num_threads = num_threads or min(MAX_THREADS, max(2, os.cpu_count() or 1))
+        self._short = _Lane(num_threads)
+        self._long = _Lane(num_threads)
 
     async def run(self, client: str, work: Callable[[], T], num_bytes: int) -> T:
         """The result of `work`, which holds `num_bytes` of the client's. Raises ApiError when too many bytes wait."""
+        lane = self._short if num_bytes <= SHORT_BYTES else self._long
+        return await lane.run(client, work, num_bytes)
+
+
+class _Lane:
+    """Some threads, and the queues of those that wait for one.
+
+    A tag is a time at which nothing but shares passes: a client's work begins at `now` or when its last one ends, and
+    ends its bytes later. `now` is where the last work that was started begins.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="off-loop")
+        self._waiting: dict[str, deque[_Job]] = {}
+        self._waiting_bytes: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._turns: list[tuple[int, int, str]] = []  # a heap: end of each client's first job, a number, the client
+        self._numbers = itertools.count()
+        self._now = 0
+        self._end_tags: OrderedDict[str, int] = OrderedDict()
+
+    async def run(self, client: str, work: Callable[[], T], num_bytes: int) -> T:
         num_bytes = max(num_bytes, _LEAST_BYTES)
         self._check_room(client, num_bytes)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(_Job(work, num_bytes, done))
+        jobs = self._waiting.setdefault(client, deque())
+        jobs.append(_Job(work, num_bytes, self._end_tag(client, num_bytes), done))
         self._waiting_bytes[client] += num_bytes
+        if len(jobs) == 1:
+            self._enter(client)
         self._start_waiting()
         return await done
+
+    def _end_tag(self, client: str, num_bytes: int) -> int:
+        end_tag = max(self._now, self._end_tags.pop(client, 0)) + num_bytes
+        self._end_tags[client] = end_tag
+        if len(self._end_tags) > _MAX_REMEMBERED:
+            self._end_tags.popitem(last=False)
+        return end_tag
+
+    def _enter(self, client: str) -> None:
+        heapq.heappush(self._turns, (self._waiting[client][0].end_tag, next(self._numbers), client))
 
     def _check_room(self, client: str, num_bytes: int) -> None:
         """What comes to an empty queue always has room."""
@@ -76,32 +118,29 @@ class OffLoop:
             )
 
     def _start_waiting(self) -> None:
-        while self._running.total() < self._num_threads:
-            client = next((each for each in self._waiting if self._may_run(each)), None)
-            if client is None:
-                return
-            job = self._next_of(client)
-            if not job.done.done():
-                self._start(client, job)
+        passed = []  # clients that have all the threads they may
+        while self._running.total() < self._num_threads and self._turns:
+            turn = heapq.heappop(self._turns)
+            if self._running[turn[2]] >= max(1, self._num_threads - 1):
+                passed.append(turn)
+            else:
+                self._start_next_of(turn[2])
+        for turn in passed:
+            heapq.heappush(self._turns, turn)
 
-    def _may_run(self, client: str) -> bool:
-        return self._running[client] < max(1, self._num_threads - 1)
-
-    def _next_of(self, client: str) -> _Job:
-        """The client's first job; the client goes to the end of the rotation."""
-        jobs = self._waiting.pop(client)
+    def _start_next_of(self, client: str) -> None:
+        jobs = self._waiting[client]
         job = jobs.popleft()
+        self._now = max(self._now, job.end_tag - job.num_bytes)
         self._waiting_bytes[client] -= job.num_bytes
         if jobs:
-            self._waiting[client] = jobs
+            self._enter(client)
         else:
-            del self._waiting_bytes[client]
-        return job
-
-    def _start(self, client: str, job: _Job) -> None:
-        self._running[client] += 1
-        running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
-        running.add_done_callback(lambda result: self._end(client, job, result))
+            del self._waiting[client], self._waiting_bytes[client]
+        if not job.done.done():
+            self._running[client] += 1
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
+            running.add_done_callback(lambda result: self._end(client, job, result))
 
     def _end(self, client: str, job: _Job, result: asyncio.Future[Any]) -> None:
         self._running[client] -= 1
@@ -117,8 +156,8 @@ class OffLoop:
 
 
 def client_of(request: Request) -> str:
-    """Whose turn a request takes: its key's where the server has keys, else its address's."""
+    """Whose turn a request takes: its key's where the server has keys, else its address's, as connections count it."""
     caller = caller_of(request)
     if caller is not KEYLESS:
         return caller.fingerprint
-    return "" if request.client is None else request.client.host
+    return "" if request.client is None else source_of(request.client.host)

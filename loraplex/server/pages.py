@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hashlib
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from html import escape
 from pathlib import Path
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 
 from loraplex import __version__
 from loraplex.server.access import Access, GuardedRoute, requires
@@ -66,30 +70,59 @@ class Index(msgspec.Struct, frozen=True):
     links: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
-    """A file of the docs page. It changes with the version of Loraplex alone."""
+@dataclass(frozen=True)
+class Page:
+    """What is the same for all clients: read or made once, packed once and unpacked once; every answer has these bytes.
 
-    path: Path
+    `load`: the content, packed if `is_packed`.
+    """
+
+    load: Callable[[], bytes]
     media_type: str
+    is_packed: bool = False
+    headers: Mapping[str, str] = field(default_factory=lambda: {"Cache-Control": "no-cache"})
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return self.load() if self.is_packed else gzip.compress(self._plain, mtime=0)
+
+    @cached_property
+    def _plain(self) -> bytes:
+        return gzip.decompress(self._packed) if self.is_packed else self.load()
+
+    @cached_property
+    def _etag(self) -> str:
+        return f'W/"{hashlib.sha256(self._packed).hexdigest()[:32]}"'
 
     def respond(self, request: Request) -> Response:
-        data = self.path.read_bytes()
-        headers = {"Cache-Control": "public, max-age=3600"}
-        if self.path.suffix == ".gz":
-            headers["Vary"] = "Accept-Encoding"
-            if "gzip" in request.headers.get("accept-encoding", ""):
-                headers["Content-Encoding"] = "gzip"
-            else:
-                data = gzip.decompress(data)
-        return Response(data, headers=headers, media_type=self.media_type)
+        headers = {**self.headers, "ETag": self._etag, "Vary": "Accept-Encoding"}
+        if self._etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        if not _takes_gzip(request.headers.get("accept-encoding", "")):
+            return Response(self._plain, headers=headers, media_type=self.media_type)
+        return Response(self._packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=self.media_type)
+
+
+def _takes_gzip(accepted: str) -> bool:
+    return any(re.fullmatch(r"\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*$).*)?", each.lower()) for each in accepted.split(","))
+
+
+def _asset(path: Path, media_type: str) -> Page:
+    """A file of the docs page. It changes with the version of Loraplex alone."""
+    headers = {"Cache-Control": "public, max-age=3600"}
+    return Page(path.read_bytes, media_type, path.suffix == ".gz", headers)
 
 
 ASSETS = {
-    "/docs/swagger-ui.js": Asset(STATIC / "swagger-ui" / "swagger-ui.js.gz", "text/javascript"),
-    "/docs/swagger-ui.css": Asset(STATIC / "swagger-ui" / "swagger-ui.css.gz", "text/css"),
-    "/docs/docs.js": Asset(STATIC / "docs.js", "text/javascript"),
+    "/docs/swagger-ui.js": _asset(STATIC / "swagger-ui" / "swagger-ui.js.gz", "text/javascript"),
+    "/docs/swagger-ui.css": _asset(STATIC / "swagger-ui" / "swagger-ui.css.gz", "text/css"),
+    "/docs/docs.js": _asset(STATIC / "docs.js", "text/javascript"),
 }
+DOCS = Page(
+    (STATIC / "docs.html").read_bytes,
+    "text/html",
+    headers={"Cache-Control": "no-cache", "Content-Security-Policy": DOCS_POLICY},
+)
 PAGE_PATHS = frozenset({"/", "/docs", "/openapi.json", *ASSETS})
 """They are the same on every server of a version, so they need no key; `/` names models only where none is needed."""
 
@@ -97,11 +130,13 @@ PAGE_PATHS = frozenset({"/", "/docs", "/openapi.json", *ASSETS})
 class PageRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
+        self._schema: asyncio.Task[Page] | None = None
 
     def router(self) -> APIRouter:
         router = APIRouter(include_in_schema=False, route_class=GuardedRoute)
         router.add_api_route("/", self.index, methods=["GET", "HEAD"])
         router.add_api_route("/docs", self.docs, methods=["GET", "HEAD"])
+        router.add_api_route("/openapi.json", self.schema, methods=["GET", "HEAD"])
         for path in ASSETS:
             router.add_api_route(path, self.asset, methods=["GET", "HEAD"])
         return router
@@ -117,13 +152,24 @@ class PageRoutes:
         return Response(_index_page(models), headers=headers, media_type="text/html")
 
     @requires(Access.OPEN)
-    async def docs(self) -> Response:
-        headers = {"Content-Security-Policy": DOCS_POLICY}
-        return Response((STATIC / "docs.html").read_bytes(), headers=headers, media_type="text/html")
+    async def docs(self, request: Request) -> Response:
+        return DOCS.respond(request)
+
+    @requires(Access.OPEN)
+    async def schema(self, request: Request) -> Response:
+        """Made once, in a thread: that takes a tenth of a second."""
+        if self._schema is None:
+            self._schema = asyncio.ensure_future(asyncio.to_thread(_schema_page, request.app))
+        return (await asyncio.shield(self._schema)).respond(request)
 
     @requires(Access.OPEN)
     async def asset(self, request: Request) -> Response:
         return ASSETS[request.scope["path"]].respond(request)
+
+
+def _schema_page(app: FastAPI) -> Page:
+    schema = msgspec.json.encode(app.openapi())
+    return Page(lambda: schema, "application/json")
 
 
 def _index_page(models: list[str] | None) -> str:

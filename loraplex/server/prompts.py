@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,8 +26,13 @@ LONG_TEXT_CHARS = 8192
 MAX_CHARS_PER_TOKEN = 256
 """More characters than this per token of the model's length cannot fit: refused before the work of tokenizing."""
 
+MAX_CHARS_OF_PROMPTS = 2**22
+"""Of all prompts of a request together, if one of them may not have more."""
+
 USUAL_CHARS_PER_TOKEN = 4
 PIECE_CHARS = 2**16
+"""Texts are tokenized so much at a time, and the client's next turn comes after those of others."""
+
 MAX_COUNTED_IDS = 2**18
 """How long a text /tokenize counts, if that is more than the model's length."""
 
@@ -43,28 +48,42 @@ class PromptEncoder:
     async def from_field(
         self, field: str | Sequence[Any], add_special_tokens: bool, max_tokens: int | None, client: str
     ) -> list[Prompt]:
-        """The prompts of /v1/completions: a text, token ids, or a list of either, checked. Raises ApiError for an empty list."""
+        """The prompts of /v1/completions: a text, token ids, or a list of either, checked as `check` does.
+
+        Raises ApiError for an empty list too. Each prompt is checked before the next becomes token ids.
+        """
         if isinstance(field, str) or (field and isinstance(field[0], int)):
             field = [field]
         if not field:
             raise ApiError("prompt is an empty list: send at least one prompt", param="prompt")
-        encode = functools.partial(self._prompts, field, add_special_tokens, max_tokens)
-        return await self._run(encode, sum(map(len, field)), client)
+        self._check_all_chars(sum(len(item) for item in field if isinstance(item, str)))
+        prompts: list[Prompt] = []
+        for items in _batches(field):
+            if isinstance(items[0], str) and len(items[0]) > PIECE_CHARS:
+                long = await self._encoded(
+                    items[0], add_special_tokens, "prompt", self._model_info.max_model_len, client
+                )
+                self.check(long, max_tokens)
+                prompts.append(long)
+            else:
+                encode = functools.partial(self._prompts, items, add_special_tokens, max_tokens)
+                prompts += await self._run(encode, sum(map(len, items)), client)
+        return prompts
 
-    def _prompts(self, field: Sequence[Any], add_special_tokens: bool, max_tokens: int | None) -> list[Prompt]:
-        max_ids = self._model_info.max_model_len
-        prompts = [
-            self._prompt(item, add_special_tokens, "prompt", max_ids) if isinstance(item, str) else Prompt(tuple(item))
-            for item in field
-        ]
-        for prompt in prompts:
-            self.check(prompt, max_tokens)
+    def _prompts(self, items: Sequence[Any], add_special_tokens: bool, max_tokens: int | None) -> list[Prompt]:
+        prompts = []
+        for item in items:
+            if isinstance(item, str):
+                self._check_chars(len(item), "prompt")
+                prompts.append(self._prompt(item, add_special_tokens))
+            else:
+                prompts.append(Prompt(tuple(item)))
+            self.check(prompts[-1], max_tokens)
         return prompts
 
     async def from_text(self, text: str, add_special_tokens: bool, client: str) -> Prompt:
         """One text of any length that may be counted."""
-        encode = functools.partial(self._prompt, text, add_special_tokens, "prompt", self.max_counted_ids)
-        return await self._run(encode, len(text), client)
+        return await self._encoded(text, add_special_tokens, "prompt", self.max_counted_ids, client)
 
     async def from_chat(self, chat: ChatFields, client: str, max_ids: int | None = None) -> Prompt:
         """Messages through the model's chat template. Raises InvalidRequestError when there is none or it refuses them."""
@@ -72,16 +91,18 @@ class PromptEncoder:
         self._check_chars(num_chars, "messages")
         has_more = chat.tools or chat.documents or chat.chat_template_kwargs
         is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
-        render = functools.partial(self._rendered, chat, max_ids or self._model_info.max_model_len)
-        return await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client)
+        render = functools.partial(self._rendered, chat)
+        text = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client)
+        max_ids = max_ids or self._model_info.max_model_len
+        return await self._encoded(text, chat.add_special_tokens, "messages", max_ids, client)
 
     @property
     def max_counted_ids(self) -> int:
         return max(MAX_COUNTED_IDS, self._model_info.max_model_len)
 
-    def _rendered(self, chat: ChatFields, max_ids: int) -> Prompt:
+    def _rendered(self, chat: ChatFields) -> str:
         _check_arguments(chat)
-        text = self._tokenizer.apply_chat_template(
+        return self._tokenizer.apply_chat_template(
             [_template_message(message) for message in chat.messages],
             chat.tools or None,
             chat.add_generation_prompt and not chat.continue_final_message,
@@ -89,13 +110,15 @@ class PromptEncoder:
             documents=chat.documents or None,
             continue_final_message=chat.continue_final_message,
         )
-        return self._prompt(text, chat.add_special_tokens, "messages", max_ids)
 
-    def _prompt(self, text: str, add_special_tokens: bool, field: str, max_ids: int) -> Prompt:
+    async def _encoded(self, text: str, add_special_tokens: bool, field: str, max_ids: int, client: str) -> Prompt:
         """`field` is what the client sent it in: errors name it."""
         self._check_chars(len(text), field)
         if len(text) > max(PIECE_CHARS, USUAL_CHARS_PER_TOKEN * max_ids):
-            self._count_in_pieces(text, field, max_ids)
+            await self._count_in_pieces(text, field, max_ids, client)
+        return await self._run(functools.partial(self._prompt, text, add_special_tokens), len(text), client)
+
+    def _prompt(self, text: str, add_special_tokens: bool) -> Prompt:
         return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens)), text)
 
     def _check_chars(self, num_chars: int, field: str) -> None:
@@ -105,14 +128,24 @@ class PromptEncoder:
                 f"the prompt has {num_chars} characters, more than {longest}: shorten it", param=field
             )
 
-    def _count_in_pieces(self, text: str, field: str, max_ids: int) -> None:
+    def _check_all_chars(self, num_chars: int) -> None:
+        most = max(MAX_CHARS_OF_PROMPTS, MAX_CHARS_PER_TOKEN * self._model_info.max_model_len)
+        if num_chars > most:
+            raise ApiError(
+                f"the prompts have {num_chars} characters, more than {most} together: send several requests",
+                code="too_many_characters",
+                param="prompt",
+            )
+
+    async def _count_in_pieces(self, text: str, field: str, max_ids: int, client: str) -> None:
         """Refuse a text that is far too long as soon as that is certain: a token takes a hundred bytes of memory.
 
         A cut makes a few tokens more, so twice the limit is certain.
         """
         num_ids = 0
         for start in range(0, len(text), PIECE_CHARS):
-            num_ids += len(self._tokenizer.encode(text[start : start + PIECE_CHARS], add_special_tokens=False))
+            encode = functools.partial(self._tokenizer.encode, text[start : start + PIECE_CHARS], False)
+            num_ids += len(await self._run(encode, PIECE_CHARS, client))
             if num_ids > 2 * max_ids:
                 raise PromptTooLongError(
                     f"the prompt has more than {num_ids // 2} tokens, and at most {max_ids} are possible: shorten it",
@@ -141,6 +174,17 @@ class PromptEncoder:
             raise ApiError(
                 f"token id {largest} is not in the vocabulary, 0..{self._model_info.vocab_size - 1}", param=field
             )
+
+
+def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Prompts in order, of at most PIECE_CHARS characters or ids together; a longer one is alone."""
+    begin = size = 0
+    for index, item in enumerate(items):
+        if index > begin and size + len(item) > PIECE_CHARS:
+            yield items[begin:index]
+            begin, size = index, 0
+        size += len(item)
+    yield items[begin:]
 
 
 def _num_chars(message: ChatMessage) -> int:

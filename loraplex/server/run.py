@@ -26,7 +26,7 @@ from loraplex import logs
 from loraplex.errors import LoraplexError
 from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, Slot
+from loraplex.server.connections import Slot
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
@@ -106,7 +106,8 @@ def make_server(
     """A server for an event loop of the caller's: run its `serve(sockets=[...])`, end it with `stop()`."""
     app = create_app(engine, config)
     context: ServerContext = app.state.context
-    return DrainingServer(context, _uvicorn_config(app, config, context.connections), on_ready)
+    protocol = bounded_http_protocol(config, context.connections, context.keys.admits)
+    return DrainingServer(context, _uvicorn_config(app, config, protocol), on_ready)
 
 
 class DrainingServer(uvicorn.Server):
@@ -237,12 +238,14 @@ def _signals(react: Callable[[], object], received: list[signal.Signals] | None 
             loop.remove_signal_handler(each)
 
 
-def _uvicorn_config(app: Callable[..., object], config: ServerConfig, connections: Connections) -> uvicorn.Config:
+def _uvicorn_config(
+    app: Callable[..., object], config: ServerConfig, protocol: type[BoundedHttpProtocol]
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
         ws="none",
-        http=bounded_http_protocol(config, connections),
+        http=protocol,
         log_config=None,
         access_log=config.access_log,
         server_header=False,

@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from loraplex.server import ServerConfig
+from loraplex.server.auth import KeyRing
 from loraplex.server.connections import Connections
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
 
@@ -20,27 +21,41 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: 
 
 
 class Transport(asyncio.Transport):
-    """What was written, and whether it was closed."""
+    """What was written, and whether it was closed. `is_unread`: the client reads nothing until `read`."""
+
+    protocol: asyncio.Protocol
 
     def __init__(self) -> None:
         super().__init__()
         self.written = bytearray()
         self.is_closed = False
+        self.is_aborted = False
+        self.is_unread = False
         self.num_unsent = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += data
+        if self.is_unread:
+            self.num_unsent += len(data)
+            self.protocol.pause_writing()
+
+    def read(self) -> None:
+        self.num_unsent = 0
+        self.protocol.resume_writing()
 
     def close(self) -> None:
         self.is_closed = True
 
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
+
     def is_closing(self) -> bool:
         return self.is_closed
 
-    abort = close
-
     def can_write_eof(self) -> bool:
-        return False
+        return True
+
+    write_eof = close
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
 
@@ -93,9 +108,11 @@ class Connection:
         server = ServerConfig(max_header_bytes=LIMIT, header_timeout_s=timeout_s, **settings)
         self.state = ServerState()
         self.connections = Connections(server, 10)
-        protocol_class: Any = bounded_http_protocol(server, self.connections)
+        keys = KeyRing.of(server)
+        protocol_class: Any = bounded_http_protocol(server, self.connections, keys.admits)
         self.protocol: BoundedHttpProtocol = protocol_class(config=config, server_state=self.state, app_state={})
         self.transport = Transport()
+        self.transport.protocol = self.protocol
         self.protocol.connection_made(self.transport)
 
     def feed(self, *pieces: bytes) -> None:

@@ -183,26 +183,6 @@ async def test_line_ends_keep_no_connection(monkeypatch: pytest.MonkeyPatch) -> 
     assert connection.transport.is_closed
 
 
-async def test_the_rest_of_a_body_that_was_answered_already_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    connection = Connection()
-    connection.protocol.app = answer_at_once
-    connection.feed(POST)
-    await connection.settle()
-    assert connection.transport.status == 200
-    connection.transport.written.clear()
-    connection.feed(b"1\r\nx\r\n")
-    clock.ring()
-    assert connection.transport.is_closed
-    assert connection.transport.written == b""
-
-
-async def answer_at_once(scope: Any, receive: Any, send: Any) -> None:
-    """Answers before the body is read."""
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
-
-
 async def test_a_request_that_runs_has_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     connection = Connection()

@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from loraplex.server.api_error import ApiError
-from loraplex.server.off_loop import MAX_WAITING_BYTES_OF_A_CLIENT, OffLoop
+from loraplex.server.off_loop import MAX_WAITING_BYTES_OF_A_CLIENT, SHORT_BYTES, OffLoop
+
+LONG = SHORT_BYTES + 1
 
 
 class Bench:
@@ -49,12 +51,12 @@ async def test_clients_take_turns_and_none_has_all_threads() -> None:
 
 async def test_only_so_many_bytes_of_a_client_wait() -> None:
     bench, off_loop = Bench(), OffLoop(num_threads=2)
-    first = asyncio.ensure_future(off_loop.run("a", bench.work("a0"), 10))
+    first = asyncio.ensure_future(off_loop.run("a", bench.work("a0"), LONG))
     await bench.until_begun(1)
     waiting = asyncio.ensure_future(off_loop.run("a", bench.work("a1"), MAX_WAITING_BYTES_OF_A_CLIENT))
     await asyncio.sleep(0)
     with pytest.raises(ApiError, match="send fewer at a time") as refused:
-        await off_loop.run("a", bench.work("a2"), 10)
+        await off_loop.run("a", bench.work("a2"), LONG)
     assert (refused.value.status, refused.value.code) == (429, "too_many_long_requests")
     other = asyncio.ensure_future(off_loop.run("b", bench.work("b0"), MAX_WAITING_BYTES_OF_A_CLIENT))
     bench.end(3)
