@@ -25,6 +25,7 @@ from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_te
 from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
+from loraplex.errors import AdapterLoadError
 
 BIN_COPIES = 3
 MAX_BLUEPRINTS = 32
@@ -125,13 +126,17 @@ class CheckedReader:
         Also AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, outside
         the roots, truncated, format).
         """
-        with self._budget.hold(_bytes_to_read(directory)):
-            return self._read(directory, helper, roots)
-
-    def _read(self, directory: Path, helper: PEFTHelper, roots: Roots) -> AdapterContent:
         folder = AdapterFolder(directory, helper.adapter, roots)
+        nbytes = _bytes_to_read(folder)
+        with self._budget.hold(nbytes):
+            return self._read(folder, helper, nbytes)
+
+    def _read(self, folder: AdapterFolder, helper: PEFTHelper, held_bytes: int) -> AdapterContent:
         max_bytes = self.lora_config.host_memory_bytes
         file = WeightFile.open(folder, max_bytes, self._limits)
+        if sum(shard.size for shard in file.shards) > held_bytes:
+            text = "grew while it was read; load it again when it is complete"
+            raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
         check = TensorCheck(helper, self._base)
         key = _key(file, helper)
         blueprint = self._get(key)
@@ -163,10 +168,10 @@ class CheckedReader:
                 self._known.popitem(last=False)
 
 
-def _bytes_to_read(directory: Path) -> int:
+def _bytes_to_read(folder: AdapterFolder) -> int:
     """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors."""
     nbytes = 0
-    for path in read_files(directory):
+    for path in read_files(folder):
         with suppress(OSError):
             nbytes += os.stat(path).st_size * (BIN_COPIES if path.name == BIN_NAME else 1)
     return nbytes

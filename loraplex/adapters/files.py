@@ -31,6 +31,7 @@ from loraplex.adapters.regular_file import RegularFile, Roots, Stamp
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFileFormatError,
+    AdapterLoadError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
     AdapterTruncatedError,
@@ -187,17 +188,34 @@ class AdapterFolder:
         names = ", ".join(WEIGHT_NAMES)
         raise AdapterWeightsMissingError(f"adapter {self.adapter!r}: its directory has none of {names}")
 
+    def shard_names(self) -> frozenset[str]:
+        """The .safetensors files; none of a directory that is not there.
 
-def read_files(directory: Path) -> list[Path]:
+        Raises AdapterFileFormatError for more than a load reads. A directory that may be entered but not listed would
+        keep its files from every check (Path.glob takes it for an empty one): AdapterPermissionError, AdapterLoadError.
+        """
+        where = f"adapter {self.adapter!r}: its directory"
+        try:
+            with os.scandir(self.path) as entries:
+                names = (entry.name for entry in entries)
+                found = frozenset(islice(filter(_SHARD_NAME.fullmatch, names), MAX_SHARDS + 1))
+        except (FileNotFoundError, NotADirectoryError):
+            return frozenset()
+        except OSError as error:
+            kind = AdapterPermissionError if isinstance(error, PermissionError) else AdapterLoadError
+            raise kind(f"{where} cannot be listed: {error.strerror}") from error
+        if len(found) > MAX_SHARDS:
+            raise AdapterFileFormatError(f"{where} has more than {MAX_SHARDS} .safetensors files")
+        return found
+
+
+def read_files(folder: AdapterFolder) -> list[Path]:
     """The files of an adapter's directory that a load may read, there or not; nothing else in it is looked at.
 
-    Raises AdapterFileFormatError for more shards than a load reads.
+    Raises what `shard_names` raises.
     """
-    found = (path for path in directory.glob("*.safetensors") if _SHARD_NAME.fullmatch(path.name))
-    shards = list(islice(found, MAX_SHARDS + 1))
-    if len(shards) > MAX_SHARDS:
-        raise AdapterFileFormatError(f"the adapter's directory has more than {MAX_SHARDS} .safetensors files")
-    return [directory / CONFIG_NAME, *(directory / name for name in WEIGHT_NAMES), *shards]
+    names = (CONFIG_NAME, *WEIGHT_NAMES, *sorted(folder.shard_names()))
+    return [folder.path / name for name in names]
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -286,6 +304,9 @@ def _read_index(folder: AdapterFolder, limits: Limits) -> dict[str, frozenset[st
         shards.setdefault(name, set()).add(tensor)
     if len(shards) > MAX_SHARDS:
         raise AdapterFileFormatError(f"{where} names {len(shards)} shards, at most {MAX_SHARDS} are read")
+    unlisted = shards.keys() - folder.shard_names()
+    if unlisted:  # no check saw it
+        raise AdapterWeightsMissingError(f"{folder.where(min(unlisted))} is missing")
     return {name: frozenset(tensors) for name, tensors in shards.items()}
 
 

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, INDEX_NAME, SAFETENSORS_NAME, WEIGHT_NAMES, read_files
+from loraplex.adapters.files import (
+    BIN_NAME,
+    CONFIG_NAME,
+    INDEX_NAME,
+    SAFETENSORS_NAME,
+    WEIGHT_NAMES,
+    AdapterFolder,
+    read_files,
+)
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.errors import (
     AdapterConfigMissingError,
@@ -191,7 +199,7 @@ def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
     It and the files that a load reads (links to blobs) must lie in the repository's part of the cache.
     """
     real = snapshot.resolve()
-    for file in (real, *read_files(real)):
+    for file in (real, *read_files(AdapterFolder(real, adapter.repo))):
         if real == root or not file.resolve().is_relative_to(root):
             _log.warning("%s: %s leads outside the hub's cache of it, %s", adapter, file, root)
             raise AdapterPathForbiddenError(f"{adapter} is not read: its files do not all lie in the hub's cache")

@@ -7,9 +7,10 @@ By the rules of peft 0.21, `check_target_module_exists` and `get_pattern_key`:
     layers_pattern:                            re.match(rf"(?:^|.*?\\.){pattern}\\.(?P<idx>\\d+)\\.", name)
 
 Patterns come from tenants, and Python's regex engine backtracks while it holds the interpreter lock: one pattern could
-stop a server. So patterns are matched here only when they are short and their text bounds the steps: with q
-quantifiers, none on a group, and g alternatives in the groups (multiplied), a name of n characters takes at most
-C(n + q, q) * g. Beyond MAX_STEPS or MAX_CHARS_HERE, or where the text bounds nothing, they are matched in a child
+stop a server. So patterns are matched here only when they are short, made of the plain parts that _TOKEN knows, and
+`_max_steps` shows that they cost little. Behind q quantifiers, none on a group, and g alternatives (multiplied), a
+place in a pattern is reached at most C(n + q, q) * g times in a name of n characters; the steps are the sum over the
+places. Beyond MAX_STEPS (about 20 ms) or MAX_CHARS_HERE, or where the text bounds nothing, they are matched in a child
 process with a deadline, and a limit on its processor time and memory, which is the same answer 20 ms later. At most
 MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for one is to be loaded again.
 """
@@ -24,17 +25,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from loraplex.environment import child_environment
 from loraplex.errors import AdapterBusyError, shown
 
-MAX_STEPS = 5_000_000
+MAX_STEPS = 2_000_000
 MAX_PATTERN_CHARS = 200_000
 MAX_REGEXES = 512
 MAX_CHARS_HERE = 4096
 MAX_SETS_HERE = 32
 """`[` in patterns that are compiled here: one with a large range takes two milliseconds."""
+
+MAX_KINDS_OF_KEYS = 16
+"""Plain keys of one length with dots at different places; more are matched as regular expressions."""
+HITS_A_NAME, SPARE_HITS = 4, 4096
+"""How often the patterns of a child may name modules: the answer of 512 that name all of thousands is gigabytes."""
 
 DEADLINE_S = 10.0
 MAX_CHILDREN = 2
@@ -43,8 +50,14 @@ CHILD_CPU_S, CHILD_MEMORY_BYTES = 2, 512 * 2**20
 
 _ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_.]+")
-_QUANTIFIER = re.compile(r"[*+{?]\??")
-_QUANTIFIED_GROUP = re.compile(r"\)[*+{]")
+_ANY_PARENT = r"(.*\.)?"
+_TOKEN = re.compile(
+    r"(?P<literal>[^\\\[\](){}*+?|.^$\x80-\U0010ffff]|\\[^A-Za-z0-9\x80-\U0010ffff])"
+    r"|(?P<item>[.^$]|\\[dDwWsSbBAZ]|\[\^?(?:[A-Za-z0-9_.|-]|\\[dws.-])+\])"
+    r"|(?P<quantifier>(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\??)"
+    r"|(?P<open>\((?:\?:|\?P<idx>|(?!\?)))|(?P<bar>\|)|(?P<close>\))|(?P<other>(?s:.))"
+)
+"""What the cost of a regex is read from. What is not surely another, such as `(?=`, `(?i)`, `\\1` or `[)]`, is `other`."""
 
 Value = TypeVar("Value")
 Matches = dict[str, str]
@@ -54,18 +67,24 @@ _CHILD = """
 import json, re, resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
 resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-mode, regexes, names = json.load(sys.stdin)
+mode, regexes, names, max_hits = json.load(sys.stdin)
 found = []
 try:
     for regex in regexes:
         match = getattr(re.compile(regex), mode)
-        hits = ((name, match(name)) for name in names)
-        found.append({name: hit.groupdict().get("idx") or "" for name, hit in hits if hit})
-    json.dump({"found": found}, sys.stdout)
+        hits = ((number, match(name)) for number, name in enumerate(names))
+        found.append([[number, hit.groupdict().get("idx") or ""] for number, hit in hits if hit])
+        max_hits -= len(found[-1])
+        if max_hits < 0:
+            break
+    else:
+        json.dump({"found": found}, sys.stdout)
+        sys.exit()
+    json.dump({"error": "and the patterns beside it name modules too often; list the modules by name"}, sys.stdout)
 except MemoryError:
-    json.dump({"error": "it takes too much memory"}, sys.stdout)
+    json.dump({"error": "takes too much memory; list the modules by name"}, sys.stdout)
 except Exception as error:
-    json.dump({"error": f"{type(error).__name__}: {error}"[:200]}, sys.stdout)
+    json.dump({"error": f"is no regular expression: {type(error).__name__}: {error}"[:200]}, sys.stdout)
 """.replace("CPU_S", str(CHILD_CPU_S)).replace("MEMORY_BYTES", str(CHILD_MEMORY_BYTES))
 
 _children = threading.BoundedSemaphore(MAX_CHILDREN)
@@ -100,7 +119,7 @@ def pattern_values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[
         return {}
     keys = list(patterns)
     plain = _PlainKeys({order: key for order, key in enumerate(keys) if _PLAIN_KEY.fullmatch(key)})
-    regexes = {order: rf"(.*\.)?({key})$" for order, key in enumerate(keys) if not _PLAIN_KEY.fullmatch(key)}
+    regexes = {order: f"{_ANY_PARENT}({key})$" for order, key in enumerate(keys) if order not in plain.orders}
     matched = dict(zip(regexes, _match("match", list(regexes.values()), names), strict=True))
     found: dict[str, tuple[Value, ...]] = {}
     for name in names:
@@ -121,10 +140,14 @@ class _PlainKeys:
 
     def __init__(self, keys: Mapping[int, str]) -> None:
         self._tables: dict[int, dict[tuple[int, ...], dict[str, list[int]]]] = {}
+        self.orders: set[int] = set()
+        """Of the keys that are in a table."""
         for order, key in keys.items():
             dots = tuple(index for index, char in enumerate(key) if char == ".")
-            table = self._tables.setdefault(len(key), {}).setdefault(dots, {})
-            table.setdefault(_without(key, dots), []).append(order)
+            tables = self._tables.setdefault(len(key), {})
+            if dots in tables or len(tables) < MAX_KINDS_OF_KEYS:
+                tables.setdefault(dots, {}).setdefault(_without(key, dots), []).append(order)
+                self.orders.add(order)
 
     def naming(self, name: str) -> list[int]:
         """The orders of the keys that name this module."""
@@ -164,35 +187,79 @@ def _match(mode: str, regexes: Sequence[str], names: Sequence[str]) -> Sequence[
         text = f"at most {MAX_REGEXES} patterns of {MAX_PATTERN_CHARS} characters in all are read"
         raise PatternError(f"{text}; list the modules by name")
     is_short = num_chars <= MAX_CHARS_HERE and sum(regex.count("[") for regex in regexes) <= MAX_SETS_HERE
-    longest, num_names = max(map(len, names), default=0), max(1, len(names))  # without names it is compiled
-    if is_short and sum(min(_max_steps(each, longest), MAX_STEPS + 1) for each in regexes) * num_names <= MAX_STEPS:
+    num_names = max(1, len(names))  # without names it is compiled
+    if is_short and sum(_max_steps(regex, names) for regex in regexes) * num_names <= MAX_STEPS:
         return [_match_here(mode, regex, names) for regex in regexes]
     return _match_in_child(mode, tuple(regexes), tuple(names))
 
 
-def _max_steps(regex: str, name_length: int) -> float:
-    """A bound on the steps of matching one name, from the text alone; infinite where the text shows none.
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """How often a place in a regex can be reached: choices, times the splits of a name of n characters among quantifiers.
 
-    A sum of these takes the least of each and MAX_STEPS first: Python refuses to add a very large int to infinity.
+    before: the ways before the quantifier that ends here. A literal after it has only the places that the name has.
     """
-    text = re.sub(r"\\.", "_", regex.replace("(?:", "(").replace("(?P<idx>", "(").replace(r"(.*\.)?", "(.*)"))
-    if "(?" in text or _QUANTIFIED_GROUP.search(text):
-        return math.inf
-    quantifiers = len(_QUANTIFIER.findall(text))
-    return math.comb(name_length + quantifiers, quantifiers) * _num_choices(text)
+
+    choices: int = 1
+    quantifiers: int = 0
+    before: _Ways | None = None
+
+    def count(self, name_length: int) -> int:
+        return self.choices * math.comb(name_length + self.quantifiers, self.quantifiers)
+
+    def __or__(self, other: _Ways) -> _Ways:
+        return _Ways(self.choices + other.choices, max(self.quantifiers, other.quantifiers))
+
+    def repeated(self) -> _Ways:
+        return _Ways(self.choices, self.quantifiers + 1, self)
+
+    def at_literal(self, num_places: int) -> _Ways:
+        return self if self.before is None else _Ways(self.before.choices * num_places, self.before.quantifiers)
 
 
-def _num_choices(text: str) -> int:
-    """The alternatives of all groups, multiplied."""
-    product, open_groups = 1, [1]
-    for char in text:
-        if char == "(":
-            open_groups.append(1)
-        elif char == "|":
-            open_groups[-1] += 1
-        elif char == ")" and len(open_groups) > 1:
-            product *= open_groups.pop()
-    return product * math.prod(open_groups)
+def _max_steps(regex: str, names: Sequence[str]) -> float:
+    """A bound on the steps of matching one of the names, from the text alone; infinite above MAX_STEPS or without one.
+
+    The sum over the places in the text of the ways to reach them: each item, branch and end of a group takes a step each
+    time, a quantified item one for each character.
+    """
+    if regex.startswith(_ANY_PARENT):
+        regex = rf"(|.*\.){regex.removeprefix(_ANY_PARENT)}"
+    length = max(map(len, names), default=0)
+    places = functools.cache(lambda literal: max((name.count(literal) for name in names), default=0))
+    starts, ends, ways, before = [_Ways()], [_Ways(0)], _Ways(), _Ways()
+    steps, last = len(regex), ""
+    for token in _TOKEN.finditer(regex):
+        kind = token.lastgroup
+        if kind == "quantifier":
+            if last not in ("literal", "item"):
+                return math.inf
+            steps += before.count(length) * (length + 2)
+            ways = before.repeated()
+        else:
+            before = ways
+            steps += ways.count(length)
+        if kind == "literal":
+            ways = ways.at_literal(places(token[0][-1]))
+        elif kind == "item":
+            ways = _Ways(ways.choices, ways.quantifiers)
+        elif kind == "open":
+            starts.append(ways)
+            ends.append(_Ways(0))
+            steps += ways.count(length)  # of its first alternative
+        elif kind == "bar":
+            ends[-1], ways = ends[-1] | ways, starts[-1]
+            steps += ways.count(length)  # of the next
+        elif kind == "close" and len(starts) > 1:
+            ways, _ = ends.pop() | ways, starts.pop()
+            steps += ways.count(length)  # of the group's own end
+        elif kind != "quantifier":
+            return math.inf
+        if steps > MAX_STEPS:
+            return math.inf
+        last = kind
+    steps += (ends[0] | ways).count(length)
+    return steps if steps <= MAX_STEPS else math.inf
 
 
 def _match_here(mode: str, regex: str, names: Sequence[str]) -> Matches:
@@ -204,9 +271,17 @@ def _match_here(mode: str, regex: str, names: Sequence[str]) -> Matches:
     return {name: hit.groupdict().get("idx") or "" for name, hit in hits if hit}
 
 
-@functools.lru_cache(maxsize=64)  # ranks, alphas and scalings of one adapter ask the same
-def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> tuple[Matches, ...]:
-    request, first = json.dumps([mode, regexes, names]), shown(regexes[0])
+def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> list[Matches]:
+    reply = json.loads(_reply_of_child(mode, regexes, names))
+    if "error" in reply:
+        raise PatternError(f"{shown(regexes[0])} {reply['error']}")
+    return [{names[number]: index for number, index in hits} for hits in reply["found"]]
+
+
+@functools.lru_cache(maxsize=16)  # ranks, alphas and scalings of one adapter ask the same
+def _reply_of_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...]) -> str:
+    max_hits = SPARE_HITS + HITS_A_NAME * len(names)
+    request, first = json.dumps([mode, regexes, names, max_hits]), shown(regexes[0])
     if not _children.acquire(timeout=CHILD_WAIT_S):
         raise AdapterBusyError(
             f"{MAX_CHILDREN} adapters with costly patterns are being checked already; load this one again in a moment"
@@ -220,17 +295,12 @@ def _match_in_child(mode: str, regexes: tuple[str, ...], names: tuple[str, ...])
             timeout=DEADLINE_S,
             env=child_environment(),
         )
-        reply = json.loads(child.stdout)
+        if child.returncode or not child.stdout:
+            raise PatternError(f"{first} takes more than {CHILD_CPU_S} s or too much memory; list the modules by name")
+        return child.stdout
     except subprocess.TimeoutExpired:
         raise PatternError(f"{first} takes longer than {DEADLINE_S:g} s; list the modules by name") from None
     except OSError as error:
         raise PatternError(f"{first} cannot be matched now: {error.strerror}; load the adapter again") from error
-    except ValueError:  # the child was killed
-        raise PatternError(
-            f"{first} takes more than {CHILD_CPU_S} s or too much memory; list the modules by name"
-        ) from None
     finally:
         _children.release()
-    if "error" in reply:
-        raise PatternError(f"{first} is no regular expression: {reply['error']}")
-    return tuple(reply["found"])

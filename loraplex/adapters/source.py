@@ -75,8 +75,9 @@ class AdapterSource:
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
-        AdapterFolder(directory, shortened(given)).check()
-        for file in read_files(directory):
+        folder = AdapterFolder(directory, shortened(given))
+        folder.check()
+        for file in read_files(folder):
             self._resolved(file, given)
         return directory
 

@@ -28,7 +28,7 @@ MAX_REASONS_OF_A_KIND = 20
 
 LAYERS = "number of layers"
 
-_LAYER = re.compile(r"(?P<before>.*?\blayers)\.(?P<layer>\d+)\.(?P<after>.+)")
+_LAYER = re.compile(r".*?\blayers\.(?P<layer>\d+)\..")
 _HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _HIDDEN_OUT = ("o_proj", "down_proj")
 _WIDTHS = {"q_proj": "attention width", "k_proj": "key/value width", "v_proj": "key/value width"}
@@ -268,7 +268,8 @@ def _layer_of(module: str) -> int | None:
 
 
 def _layer_like(module: str, layer: int) -> str:
-    return _LAYER.sub(lambda match: f"{match['before']}.{layer}.{match['after']}", module)
+    match = _LAYER.match(module)  # once, from the start: `sub` looks again from each character, n * n steps
+    return module if match is None else f"{module[: match.start('layer')]}{layer}{module[match.end('layer') :]}"
 
 
 def _num_layers(modules: Iterable[str]) -> int:

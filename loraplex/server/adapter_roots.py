@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from loraplex.adapters.files import read_files
+from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.hub import HUB_PREFIX, HubAdapter
-from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, shown
+from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, shortened, shown
 from loraplex.server.config import ServerConfig
 
 _log = logging.getLogger("loraplex.server")
@@ -59,7 +59,7 @@ class AdapterRoots:
             real = Path(path).expanduser().resolve()
             if not self._has_root(real):
                 return outside
-            for file in read_files(real):
+            for file in read_files(AdapterFolder(real, shortened(path))):
                 outside = file.name
                 if not self._has_root(file.resolve()):
                     return outside

@@ -203,6 +203,11 @@ MANY_NAMES = [
         },
         {"rank_pattern": {rf"^model\.layers\.{layer}\..*q_proj": layer + 1 for layer in range(20)}},
         {"rank_pattern": dict.fromkeys(MANY_NAMES, 3), "alpha_pattern": dict.fromkeys(MANY_NAMES, 3)},
+        {
+            "target_modules": r"(?:.*?(?:model|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj|gate_proj).*?)"
+            r"|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.gate_proj)"
+        },
+        {"rank_pattern": {r".*\.2\..*gate_proj": 2, r"layers\.[0-9]+\.self_attn\.(q|k|v|o)_proj": 4}},
         {"layers_to_transform": [1, 2]},
         {"layers_to_transform": [1, 2], "layers_pattern": ["layers", "h"]},
     ],
@@ -228,10 +233,12 @@ def test_usual_patterns_need_no_child(fields: dict[str, Any], monkeypatch: pytes
         r"(?=.*)X",
         r"(\w+\.){2,9}X",
         "(a|b|[)])" * 20,
+        "([^)]|.|.)" * 20 + "X",
+        ".*.*.*.*" + "()" * 1990 + "X",
     ],
 )
 def test_dangerous_patterns_go_to_the_child(pattern: str) -> None:
-    assert _max_steps(pattern, max(map(len, MANY_NAMES))) * len(MANY_NAMES) > MAX_STEPS
+    assert _max_steps(pattern, MANY_NAMES) * len(MANY_NAMES) > MAX_STEPS
 
 
 def test_a_regex_that_could_be_exponential_but_is_not_is_matched_as_peft_does() -> None:

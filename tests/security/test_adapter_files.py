@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import pickletools
+import re
 import shutil
 import socket
 import struct
@@ -47,6 +48,7 @@ from loraplex.errors import (
     shown,
 )
 from tests.security.demo_reader import demo_reader
+from tests.security.regex_steps import StepCounter
 
 ADAPTER = adapter_path(TASKS[0].name)
 WEIGHTS, INDEX, BIN = "adapter_model.safetensors", "adapter_model.safetensors.index.json", "adapter_model.bin"
@@ -291,6 +293,39 @@ def test_a_refusal_takes_time_in_proportion_to_the_tensors(adapter: Path, monkey
     monkeypatch.setattr(validation, "_layer_of", lambda module: calls.append(module) or layer_of(module))
     refusal(adapter)
     assert len(calls) < 5 * len(names)
+
+
+@pytest.mark.parametrize("part", ["layers.1", "layers1.", "9", "layers.", ".", "a"])
+def test_a_long_name_takes_steps_in_proportion_to_its_length(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """2,800 names of 500 characters took 5 s: the layer was looked for again from each character."""
+    module = (part * 500)[:480] + ("x" if part == "layers.1" else "")
+    monkeypatch.setattr(validation, "_LAYER", counting := _CountingPattern(validation._LAYER.pattern))
+    names = [f"model.{module}{number:03}.lora_A.weight" for number in range(40)]
+    header = {name: {"dtype": "F32", "shape": [0, 1], "data_offsets": [0, 0]} for name in names}
+    write_header(adapter / WEIGHTS, json.dumps(header).encode())
+    refusal(adapter)
+    assert counting.calls
+    assert counting.steps < 20 * len("".join(names))
+
+
+class _CountingPattern:
+    """Matches as a regex does, once from the start of a text, and counts the steps."""
+
+    def __init__(self, regex: str) -> None:
+        self._pattern, self._counter = re.compile(regex), StepCounter(regex, 10**7)
+        self.calls = 0
+
+    def match(self, text: str) -> re.Match[str] | None:
+        self.calls += 1
+        if len(text) > 100:  # of the file, not of the base
+            assert self._counter.matches("match", text) == bool(self._pattern.match(text))
+        return self._pattern.match(text)
+
+    @property
+    def steps(self) -> int:
+        return self._counter.steps
 
 
 def test_files_that_are_read_at_once_share_a_budget() -> None:

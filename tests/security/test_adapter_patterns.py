@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import threading
+import warnings
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from loraplex.adapters import patterns
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.patterns import MAX_CHILDREN, PatternError, check_patterns, fullmatches, pattern_values
+from loraplex.adapters.patterns import (
+    MAX_CHILDREN,
+    MAX_KINDS_OF_KEYS,
+    MAX_STEPS,
+    PatternError,
+    check_patterns,
+    dotted_suffixes,
+    fullmatches,
+    pattern_values,
+)
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterBusyError, AdapterValidationError
+from tests.security.regex_steps import StepCounter
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(30) for part in "qkvo"]
 MINIMAL = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
@@ -151,3 +166,133 @@ def test_thousands_of_plain_keys_are_found_by_hash(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(patterns, "_match_here", lambda *args: pytest.fail("a plain key was taken for a regex"))
     keys = {f"model.layers.{layer}.mlp.up_proj": layer + 1 for layer in range(8000)}
     assert pattern_values(keys, ["model.layers.77.mlp.up_proj"]) == {"model.layers.77.mlp.up_proj": (78,)}
+
+
+# ------------------------------------------------------------------------------------------- what is matched in this process
+
+DEAR = [
+    ".*.*.*.*" + "()" * 1990 + "\n",
+    ".*.*.*" + "()" * 1300 + "\n",
+    ".*.*.*" + "(?:)" * 1000 + "\n",
+    ".*.*.*.*" + r"\b" * 1900,
+    "(|)" * 30 + "X",
+    "(.|.)" * 20 + "X",
+    "(.(.(.|.)|.)|.)" * 9 + "X",
+    "([^)]|.|.)" * 12 + "X",
+    "([(]|.|.)" * 12 + "X",
+    "([]|)]|.|.)" * 12 + "X",
+    r"(\)|.|.)" * 12 + "X",
+    r"\(?:" * 500 + "(?:a?){30}X",
+    "(?:a?){30}a{30}X",
+    "(?:(?:){9}){9}.*.*.*X",
+    ".*?" * 12 + "X",
+    ".{0,40}" * 12 + "X",
+    "(.*.*.*.*|.*.*.*.*)X",
+    "(?=.*.*.*.*X)",
+    "(?<=a)(?<!b)X",
+    r"(.*)(.*)(.*)\1\2\3X",
+    "(?P<a>.*)(?P=a)X",
+    "(a)?(?(1).*.*.*|.*.*.*)X",
+    "(?>.*.*)X",
+    ".*+.*.*X",
+    "(?i)model.*X",
+    "(?s:.*)X",
+    "[\u4e00-\u9fff]*X",
+    "(\u4e00|\u4e02|\u4e04)X",
+    "(?#" + "x" * 99 + ").*X",
+    "(model|modem|modest)" * 9 + "X" * 4000,
+    "[a-z]" * 40,
+]
+
+
+@pytest.mark.parametrize("regex", DEAR, ids=lambda regex: ascii(regex[:20]))
+@pytest.mark.parametrize("mode", ["match", "fullmatch"])
+def test_what_could_cost_more_is_never_matched_here(mode: str, regex: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first held the interpreter lock for seconds; the eighth, whose `)` in a set was taken for a group's end, for good."""
+    monkeypatch.setattr(patterns, "_match_here", lambda *args: pytest.fail("it was matched here"))
+    monkeypatch.setattr(patterns, "_match_in_child", lambda *args: [{}])
+    for text in (regex, rf"(.*\.)?({regex})$", rf"(?:^|.*?\.){regex}\.(?P<idx>\d+)\."):
+        assert patterns._match(mode, [text], NAMES) == [{}]
+
+
+ITEMS = st.sampled_from(
+    [
+        *"modelay.",
+        r"\.",
+        r"\d",
+        r"\w",
+        "[^x]",
+        "[a-z_]",
+        "[0-9.]",
+        "^",
+        "$",
+        r"\b",
+        "",
+        "()",
+        "(?:)",
+        "(|)",
+        "q_proj",
+        "layers",
+    ]
+)
+QUANTIFIERS = st.sampled_from(["", "", "", "*", "+", "?", "*?", "+?", "??", "{2}", "{1,3}", "{,2}", "{0,}?"])
+TEXTS = st.recursive(
+    st.builds(str.__add__, ITEMS, QUANTIFIERS),
+    lambda texts: st.one_of(
+        st.lists(texts, min_size=1, max_size=5).map("".join),
+        st.lists(texts, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.builds("(?:{}|{})".format, texts, texts),
+    ),
+    max_leaves=14,
+)
+FRAMES = st.sampled_from(["{}", "{}X", "(.*\\.)?({})$", "(?:^|.*?\\.){}\\.(?P<idx>\\d+)\\."])
+SOME_NAMES = [*NAMES[:3], "q_proj", "", "m" * 12, "a.b", "model.layers.layers.0.1.x"]
+
+
+@settings(max_examples=600, deadline=None)
+@given(TEXTS, FRAMES)
+def test_what_is_matched_here_takes_no_more_steps_than_its_bound(text: str, frame: str) -> None:
+    """Counted by a matcher without the engine's shortcuts."""
+    regex = frame.format(text)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compiled = re.compile(regex)
+    except re.error:
+        return
+    bound = patterns._max_steps(regex, SOME_NAMES)
+    if math.isinf(bound):
+        return
+    assert bound <= MAX_STEPS
+    for mode in ("match", "fullmatch"):
+        for name in SOME_NAMES:
+            counter = StepCounter(regex, int(bound))
+            assert counter.matches(mode, name) == bool(getattr(compiled, mode)(name)), (mode, name)
+
+
+def test_thousands_of_plain_keys_of_as_many_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of keys was looked up for each module: 8,100 lookups in pure Python for each of thousands of names."""
+    calls: list[str] = []
+    without = patterns._without
+    monkeypatch.setattr(patterns, "_without", lambda text, dots: calls.append(text) or without(text, dots))
+    name = NAMES[0]
+    keys = {
+        "".join("." if number >> place & 1 else char for place, char in enumerate(name)): number
+        for number in range(8100)
+    }
+    with pytest.raises(PatternError, match="at most 512 patterns"):
+        pattern_values(keys, NAMES)
+    some = dict(list(keys.items())[:300])
+    expected = {each: tuple(some[key] for key in some if re.match(rf"(.*\.)?({key})$", each)) for each in NAMES}
+    calls.clear()
+    assert pattern_values(some, NAMES) == {each: found for each, found in expected.items() if found}
+    lookups = sum(MAX_KINDS_OF_KEYS for each in NAMES for suffix in dotted_suffixes(each) if len(suffix) == len(name))
+    assert len(calls) <= lookups + MAX_KINDS_OF_KEYS
+
+
+def test_the_answer_of_a_child_is_bounded() -> None:
+    """512 patterns that each name all of 36,000 modules would be 18 million entries, parsed in one go."""
+    keys = {f"(?i:.*(?:{number})?.*)": number for number in range(300)}
+    with pytest.raises(PatternError, match="name modules too often"):
+        pattern_values(keys, NAMES)
+    assert len(pattern_values(dict(list(keys.items())[:20]), NAMES)) == len(NAMES)
