@@ -16,7 +16,8 @@ from typing import Any, Self, cast
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
-from loraplex.engine.engine import EngineCore, Progress, build_engine
+from loraplex.engine.build import Progress, build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.errors import (
     AdapterNotFoundError,
     ConfigError,

@@ -25,7 +25,8 @@ import zmq
 
 from loraplex import logs
 from loraplex.core import FinishReason, TokenOutput
-from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.build import build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
 from loraplex.kernels.native.choice import open_library

@@ -18,7 +18,8 @@ from typing import Any
 from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import RequestOutput, SamplingParams, TokenOutput
-from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.build import build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.errors import LoraplexError, RequestAbortedError
 from loraplex.frontend.frontend import adapter_ref, make_front
 from loraplex.frontend.in_process_store import InProcessStore

@@ -396,7 +396,7 @@ def test_a_lost_device_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     runner = LateRunner(driver)
     driver.submit([3, 4, 5], max_tokens=8)
     driver.advance()
-    monkeypatch.setattr("loraplex.engine.steps_in_flight.is_device_lost", lambda _: True)
+    monkeypatch.setattr("loraplex.engine.engine.is_device_lost", lambda _: True)
     runner.result_errors[driver.engine._scheduler._turns.step_id] = [RuntimeError("gone")]
     with pytest.raises(DeviceLostError, match="gone"):
         driver.advance()
