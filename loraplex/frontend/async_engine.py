@@ -47,7 +47,6 @@ from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.frontend import Front, adapter_ref, make_front
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
-from loraplex.frontend.output_stream import OutputStream
 from loraplex.frontend.remote_store import RemoteStore
 from loraplex.frontend.supervisor import EngineSupervisor, Supervision
 from loraplex.metrics import EngineStats, MemoryReport
@@ -60,6 +59,7 @@ from loraplex.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
+
 
 logger = logging.getLogger(__name__)
 
@@ -436,3 +436,42 @@ def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
     from loraplex.adapters.journal import SqliteJournal  # brings in sqlalchemy: a third of a second
 
     return SqliteJournal(state_dir, config.model)
+
+
+class OutputStream:
+    """The latest output of one request. Outputs are cumulative, so a slow reader skips some and memory stays bounded."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._latest: RequestOutput | None = None
+        self._error: LoraplexError | None = None
+        self._has_news = asyncio.Event()
+        self._on_end: Callable[[], None] | None = on_end
+
+    def put(self, output: RequestOutput) -> None:
+        self._latest = output
+        self._has_news.set()
+        if output.finished:
+            self.end()
+
+    def fail(self, error: LoraplexError) -> None:
+        self._error = error
+        self._has_news.set()
+        self.end()
+
+    def end(self) -> None:
+        """Return what the request held, once."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        is_finished = False
+        while not is_finished:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if self._latest is not None:
+                output, self._latest = self._latest, None
+                is_finished = output.finished
+                yield output
+            if self._error is not None and not is_finished:
+                raise self._error
