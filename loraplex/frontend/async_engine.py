@@ -13,19 +13,16 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from loraplex.adapters.registry import (
-    LoRARef,
-    LoRARegistry,
-    start_thread,
-)
+from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARef, LoRARegistry, start_thread
 from loraplex.config import EngineConfig
 from loraplex.core import (
+    AdapterStore,
     EngineInfo,
     LoRARequest,
     RequestOutput,
@@ -47,7 +44,7 @@ from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.frontend import Front, adapter_ref, make_front
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
-from loraplex.frontend.remote_store import RemoteStore
+from loraplex.frontend.store import RemoteStore
 from loraplex.frontend.supervisor import EngineSupervisor, Supervision
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.source import resolve_model
@@ -62,6 +59,13 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
+NUM_VIEW_THREADS = 2
+VIEWS = frozenset({LoRARegistry.describe, LoRARegistry.list_adapters})
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,6 @@ class AsyncEngine(AdapterVerbs):
         journal: SqliteJournal | None = None,
         supervision: Supervision | None = None,
     ) -> None:
-        super().__init__()
         self.config = config
         self._journal = journal
         self._served_model_name = served_model_name or config.model
@@ -118,7 +121,10 @@ class AsyncEngine(AdapterVerbs):
         self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
-        self._store = RemoteStore(self.call, asyncio.get_running_loop())
+        self._store = RemoteStore(partial(self.call, msg.CallStore), asyncio.get_running_loop())
+        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
+        self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
+        self._restores = ThreadPoolExecutor(1, thread_name_prefix="adapter-restore")  # never behind verbs that wait
         # Set by start(), once the model is known.
         self.model_info: ModelInfo
         self._front: Front
@@ -175,7 +181,7 @@ class AsyncEngine(AdapterVerbs):
         self._front = make_front(
             self.config,
             info,
-            self._store,
+            cast(AdapterStore, self._store),
             start_thread,
             served_model_name=self._served_model_name,
             base_names=base_names,
@@ -186,6 +192,19 @@ class AsyncEngine(AdapterVerbs):
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""
         self.record_event(EngineEvent(kind, time.time(), text, adapter_name=name, details=details))
+
+    async def on_registry(
+        self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """In a thread, since a verb may wait for a fetch, a load or another verb. Not while the engine is being restarted: it would meet
+        its adapters half restored.
+        """
+        run: Callable[..., Any] = _logged_load if verb is LoRARegistry.load else verb
+        work = partial(run, self._front.registry_or_refuse(), *args, **kwargs)
+        self.check_can_serve()
+        threads = self._views if verb in VIEWS else self._verbs
+        result: T = await asyncio.get_running_loop().run_in_executor(threads, work)
+        return result
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -363,9 +382,6 @@ class AsyncEngine(AdapterVerbs):
             self.registry.check_integrity()
         await self.call(msg.CheckIntegrity)
 
-    def _registry_or_refuse(self) -> LoRARegistry:
-        return self._front.registry_or_refuse()
-
     def check_can_serve(self) -> None:
         if self._is_shut_down:
             raise EngineShutdownError("the server is shutting down; send the request to another one")
@@ -423,6 +439,20 @@ async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
     threading.Thread(target=fetch, name="fetch model", daemon=True).start()
     path: Path = await asyncio.wrap_future(fetched)
     return replace(config, model=str(path))
+
+
+def _logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) -> LoadResult:
+    began_s = time.monotonic()
+    try:
+        result = registry.load(name, path, **wishes)
+    except LoraplexError as error:
+        logger.warning("adapter %r could not be loaded from %r: %.1000s", name, path, error)
+        raise
+    if result.status is not LoadStatus.ALREADY_LOADED:
+        ref, seconds = result.ref, time.monotonic() - began_s
+        what = f"version {ref.adapter_version}, rank {ref.max_rank}"
+        logger.info("adapter %r: %s from %r in %.3f s (%s)", ref.adapter_name, result.status.value, path, seconds, what)
+    return result
 
 
 def _again(error: EngineDeadError) -> EngineDeadError:

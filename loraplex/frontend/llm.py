@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
@@ -28,8 +28,8 @@ from loraplex.errors import (
     error_from_payload,
 )
 from loraplex.frontend.frontend import adapter_ref, make_front
-from loraplex.frontend.in_process_store import InProcessStore, run_now
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
+from loraplex.frontend.store import store_of
 from loraplex.metrics import EngineStats
 from loraplex.models.packed_cache import wait_until_saved
 from loraplex.performance.profile import EngineState, LoraProfile
@@ -97,8 +97,8 @@ class LLM:
         self._front = make_front(
             config,
             self.engine.info,
-            None if config.lora is None else InProcessStore(self.engine, self._aborted),
-            run_now,
+            None if config.lora is None else store_of(self.engine, self._aborted.extend),
+            lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
         )
         self._request_ids = itertools.count()
