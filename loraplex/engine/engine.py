@@ -20,10 +20,8 @@ from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_recorder import StepRecorder
 from loraplex.errors import DeviceLostError, EngineError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
-from loraplex.kernels.plan import SlotTable
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.stats import MemoryStats
 from loraplex.memory.weights.loading import is_device_lost, is_out_of_memory
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.performance.steps import StepProfile
@@ -169,12 +167,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, blocks, graphs = self._scheduler, self._blocks, self._runner.graphs
-        stats = EngineStats(
+        return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             waiting_by_cause=scheduler.waiting_by_cause(),
-            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
-            num_kv_blocks=blocks.num_blocks,
             num_prefix_queried_tokens=blocks.num_queried_tokens,
             num_prefix_hit_tokens=blocks.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
@@ -190,8 +186,10 @@ class EngineCore:
             graph_steps={} if graphs is None else graphs.graph_steps,
             eager_steps={} if graphs is None else graphs.eager_steps,
             cpu=self._runner.cpu_use(),
+            adapters_found={} if self._adapters is None else self._adapters.stats().counters.found,
+            max_lora=0 if self._adapters is None else self._adapters.table.capacity,
+            memory=self.memory_report(),
         )
-        return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 
     @property
     def graphs(self) -> DecodeGraphs | None:
@@ -249,25 +247,6 @@ class EngineCore:
         self._flights.drain()
         if self._adapters is not None:
             self._adapters.close()
-
-
-def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> EngineStats:
-    return replace(
-        stats,
-        adapter_loads=memory.counters.loads,
-        adapter_load_s=memory.counters.load_s,
-        num_adapter_load_failures=memory.counters.num_load_failures,
-        num_adapter_promotions=memory.counters.num_promotions,
-        num_adapter_hits=memory.counters.num_hits,
-        num_adapter_misses=memory.counters.num_misses,
-        adapters_found=memory.counters.found,
-        adapter_evictions=memory.counters.evictions,
-        resident_bytes={tier.tier.value: tier.used_bytes for tier in (memory.device, memory.host)},
-        capacity_bytes={tier.tier.value: tier.max_bytes for tier in (memory.device, memory.host)},
-        pinned_bytes=memory.pinned_bytes,
-        num_adapters=memory.num_adapters,
-        max_lora=table.capacity,
-    )
 
 
 @dataclass(slots=True)

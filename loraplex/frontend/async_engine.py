@@ -48,7 +48,7 @@ from loraplex.frontend.store import RemoteStore
 from loraplex.frontend.supervisor import EngineSupervisor, Supervision
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.source import resolve_model
-from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.text.processor import PreparedRequest
@@ -336,8 +336,7 @@ class AsyncEngine(AdapterVerbs):
         return stats
 
     async def memory_report(self) -> MemoryReport:
-        report: MemoryReport = await self.call(msg.GetMemory)
-        return report
+        return (await self.stats()).memory
 
     def record_event(self, event: EngineEvent) -> None:
         """Add an event of the server's own to those of the engine process. Any thread may."""
@@ -359,7 +358,7 @@ class AsyncEngine(AdapterVerbs):
         check_not_profiling(self._profile)
         profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
         try:
-            profile.begin(EngineState(await self.stats(), await self.memory_report()))
+            profile.begin(await self.stats())
             await self.call(msg.StartProfile)
         except BaseException:
             self._profile = None
@@ -370,10 +369,10 @@ class AsyncEngine(AdapterVerbs):
         """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer, it goes on."""
         profile = check_profiling(self._profile)
         adapters = await self.list_adapters()
-        state = EngineState(await self.stats(), await self.memory_report())
+        stats = await self.stats()
         steps = await self.call(msg.StopProfile)
         self._profile = self._front.outputs.recorder = None
-        report = partial(profile.report, state, steps, kernels_of(self.info), footprints_of(adapters))
+        report = partial(profile.report, stats, steps, kernels_of(self.info), footprints_of(adapters))
         return await asyncio.get_running_loop().run_in_executor(self._views, report)
 
     async def check_integrity(self) -> None:

@@ -32,7 +32,7 @@ from loraplex.frontend.lora_profiling import address_of, check_not_profiling, ch
 from loraplex.frontend.store import store_of
 from loraplex.metrics import EngineStats
 from loraplex.models.packed_cache import wait_until_saved
-from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.profiler import Profiler
@@ -412,7 +412,7 @@ class LLM:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
         check_not_profiling(self._lora_profile)
         self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
-        profile.begin(EngineState(self.engine.stats(), self.engine.memory_report()))
+        profile.begin(self.engine.stats())
         self.engine.take_events()  # those of before
         self.engine.start_profile()
         self._front.outputs.recorder = profile.requests
@@ -424,9 +424,9 @@ class LLM:
         self._lora_profile = self._front.outputs.recorder = None
         for event in self.engine.take_events():
             profile.see(event)
-        state = EngineState(self.engine.stats(), self.engine.memory_report())
+        stats = self.engine.stats()
         adapters = [] if self._front.registry is None else self.adapters()
-        return profile.report(state, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
+        return profile.report(stats, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""

@@ -18,7 +18,7 @@ from loraplex.core import AdapterStore, EngineInfo, Request, TokenOutput
 from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend.store import STORE_METHODS
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats
 from loraplex.performance.steps import StepProfile
 
 # ------------------------------------------------------------------------------------------------- server to engine
@@ -88,10 +88,6 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
-class GetMemory(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-
-
 class StartProfile(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
@@ -114,7 +110,6 @@ ToEngine = (
     | AbortRequests
     | CallStore
     | GetStats
-    | GetMemory
     | StartProfile
     | StopProfile
     | CheckIntegrity
@@ -192,7 +187,6 @@ _NOT_UNDERSTOOD = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueErr
 
 _RESULT_TYPES: Mapping[type, Any] = {
     GetStats: EngineStats,
-    GetMemory: MemoryReport,
     StartProfile: None,
     StopProfile: StepProfile,
     CheckIntegrity: None,
@@ -208,7 +202,7 @@ def is_read(call: Any) -> bool:
     """Whether it changes nothing, so that its caller may stop waiting for the answer. Any other one ends with its reply
     or the engine.
     """
-    return isinstance(call, GetStats | GetMemory) or (isinstance(call, CallStore) and call.method == "list_adapters")
+    return isinstance(call, GetStats) or (isinstance(call, CallStore) and call.method == "list_adapters")
 
 
 def encode(message: Any) -> bytes:

@@ -78,7 +78,6 @@ class EngineProcess:
             msg.AddRequests: self._add_requests,
             msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
             msg.CallStore: self._call_store,
-            msg.GetMemory: lambda m: self._now(m, engine.memory_report),
             msg.GetStats: lambda m: self._now(m, engine.stats),
             msg.StartProfile: lambda m: self._now(m, engine.start_profile),
             msg.StopProfile: lambda m: self._now(m, engine.stop_profile),

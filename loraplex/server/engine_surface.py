@@ -9,7 +9,7 @@ from loraplex.adapters.registry import LoRARegistry
 from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 
@@ -116,8 +116,6 @@ class EngineSurface(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
-
-    async def memory_report(self) -> MemoryReport: ...
 
     @property
     def is_profiling(self) -> bool: ...

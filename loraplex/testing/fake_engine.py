@@ -25,7 +25,7 @@ from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
-from loraplex.performance.profile import EngineState, Kernels, LoraProfile
+from loraplex.performance.profile import Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
@@ -293,12 +293,8 @@ class FakeAsyncEngine(AdapterVerbs):
             num_running=len(self._runs),
             running_adapter_ids=tuple(sorted(adapter_ids)),
             step_times=StepTimes(self._num_steps),
+            memory=self.memory,
         )
-
-    async def memory_report(self) -> MemoryReport:
-        if self._death is not None:
-            raise self._death
-        return self.memory
 
     def record_event(self, event: EngineEvent) -> None:
         self.events.add(event)
@@ -311,17 +307,17 @@ class FakeAsyncEngine(AdapterVerbs):
 
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         check_not_profiling(self._profile)
-        before = EngineState(await self.stats(), self.memory)
+        before = await self.stats()
         self._profile = LoraProfile(partial(address_of, self.registry), targets)
         self._profile.begin(before)
 
     async def generate_lora_performance_report(self) -> LoraPerformanceReport:
         """With what is in memory; requests and steps are not recorded here."""
         profile = check_profiling(self._profile)
-        state = EngineState(await self.stats(), self.memory)
+        stats = await self.stats()
         adapters = await self.list_adapters()
         self._profile = None
-        return profile.report(state, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
+        return profile.report(stats, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

@@ -161,6 +161,6 @@ def packed_nbytes(base: Path, adapter: Path) -> int:
         driver.registry.load("measured", str(adapter))
         driver.submit([3], "measured", max_tokens=1)
         driver.finish()
-        return driver.stats.resident_bytes["device"]
+        return driver.stats.memory.resident_bytes["device"]
     finally:
         driver.close()

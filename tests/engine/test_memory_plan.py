@@ -118,8 +118,8 @@ def test_device_memory_is_shared_but_for_the_floors() -> None:
     assert floor == arena.num_lent(Owner.KV) == 64 * MIB // 10 // arena.chunk_bytes
     assert arena.ceiling(Owner.ADAPTERS) == chunks - floor
     assert core.info.num_kv_blocks * core.memory_report().kv_block_bytes == arena.ceiling(Owner.KV) * arena.chunk_bytes
-    assert core.stats().num_kv_blocks == core.info.num_kv_blocks
-    assert core.stats().kv_cache_usage == 0
+    assert core.stats().memory.num_kv_blocks == core.info.num_kv_blocks
+    assert core.stats().memory.kv_cache_usage == 0
     assert core.adapters.stats().host.max_bytes == arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
     core.check_integrity()
     core.close()

@@ -158,7 +158,7 @@ async def test_what_the_engine_is(client: Client, base: str) -> None:
     await client.ask("banana=")
     stats = await within(client.engine.stats())
     assert stats.num_generated_tokens > 0
-    assert stats.num_adapters == len(LOADED)
+    assert stats.memory.num_adapters == len(LOADED)
 
 
 # ------------------------------------------------------------------------------------------------------ ends before the end

@@ -47,9 +47,6 @@ TOKENS = TokenOutput("r-1", (5, 6), FinishReason.STOP, 6, (LOGPROBS, LOGPROBS), 
 SLICE = LoraSlice("model.layers.0.self_attn.q_proj", 0, 64, 128, has_bias=True)
 TARGET = LoraTarget("model.layers.0.self_attn.qkv_proj", 0, 64, 128, (SLICE,), ShardKind.QKV, Shard(1, 2))
 INFO = EngineInfo("/model", "llama", "float32", "torch", 8192, 2048, 100, 16, 1 << 30, (TARGET,), "bfloat16")
-STATS = EngineStats(
-    3, 1, {"room": 1}, 0.25, running_adapter_ids=(7,), step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3})
-)
 RESIDENCY = AdapterResidency(7, Tier.HOST, None, 4096, 1, True, False, 2.5, "vanished")
 EVENT = EngineEvent(
     EventKind.EVICT, 2.5, "adapter 'a' left", 7, "a", {"tier": "host", "nbytes": 4, "is_pinned": False, "s": 0.5}
@@ -61,6 +58,14 @@ MEMORY = MemoryReport(
     quarantined={7: "NaN"},
     counters={"hits": 3},
     history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5}, 0.0),),
+)
+STATS = EngineStats(
+    3,
+    1,
+    {"room": 1},
+    running_adapter_ids=(7,),
+    step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3}),
+    memory=MEMORY,
 )
 SUMS = StepSums(StepKind(2, 4, True), 3, 9, 1, 9, 5, {"forward": 0.5}, Histogram({7: 2, 300: 1}, 3, 0.5, 0.1, 0.3))
 STEPS = StepProfile(2.5, (SUMS, StepSums(StepKind(0, 1, False))), Timeline(0.5, [1, 2]))
@@ -81,7 +86,6 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.CallStore(8, "list_adapters", ([1, 2],)),
     msg.CallStore(8, "list_adapters", (None,)),
     msg.GetStats(9),
-    msg.GetMemory(10),
     msg.StartProfile(11),
     msg.StopProfile(12),
     msg.CheckIntegrity(13),
@@ -108,7 +112,6 @@ RESULTS: Mapping[type | str, Any] = {
     "abort_adapter": 3,
     "list_adapters": [RESIDENCY, replace(RESIDENCY, tier=Tier.DEVICE, lora_slot=2, error=None)],
     msg.GetStats: STATS,
-    msg.GetMemory: MEMORY,
     msg.StartProfile: None,
     msg.StopProfile: STEPS,
     msg.CheckIntegrity: None,
@@ -149,12 +152,7 @@ def test_every_result_arrives_as_it_was(call: Any) -> None:
 
 def test_calls_that_only_read_are_known() -> None:
     """Their callers stop waiting for an engine that hangs."""
-    assert [name_of(call) for call in CALLS if msg.is_read(call)] == [
-        "list_adapters",
-        "list_adapters",
-        "GetStats",
-        "GetMemory",
-    ]
+    assert [name_of(call) for call in CALLS if msg.is_read(call)] == ["list_adapters", "list_adapters", "GetStats"]
 
 
 def test_an_engine_is_asked_for_methods_of_its_store_alone() -> None:
