@@ -109,10 +109,10 @@ class ColdEngine:
         due_s = [BACKGROUND_FIRST_S + index * self.args.every for index in range(len(cold))]
         arrivals = self._arrivals([0.0] * len(background), background, prompt_len, Lengths(longest, longest))
         arrivals += self._arrivals(due_s, cold, prompt_len, Lengths(1, 1))
-        before = self.llm.stats().num_adapter_misses
+        before = self.llm.stats().memory.counters["misses"]
         records = run(self.llm, arrivals, due_s[-1] + LAST_ENDS_S)
         _check(records[len(background) :])
-        num_missed = self.llm.stats().num_adapter_misses - before
+        num_missed = self.llm.stats().memory.counters["misses"] - before
         until_s = max(record.token_s[-1] for record in records[len(background) :])
         gaps = [gap for record in records[: len(background)] for gap in gaps_within(record, due_s[0], until_s)]
         return gaps, 0 if state == RESIDENT else max(0, len(cold) - num_missed)

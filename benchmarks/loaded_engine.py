@@ -106,9 +106,9 @@ def packed_bytes(made: Fixture, args: argparse.Namespace) -> int:
     with start(made, args, {}) as llm:
         sizes = []
         for request in lora_requests(made)[:8]:
-            before = llm.stats().resident_bytes["host"]
+            before = llm.stats().memory.resident_bytes["host"]
             llm.add_lora(request)
-            sizes.append(llm.stats().resident_bytes["host"] - before)
+            sizes.append(llm.stats().memory.resident_bytes["host"] - before)
     return max(sizes)
 
 

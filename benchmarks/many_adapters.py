@@ -48,8 +48,9 @@ class Counters:
 
     @classmethod
     def of(cls, stats: EngineStats) -> Counters:
-        loads, evictions = sum(stats.adapter_loads.values()), sum(stats.adapter_evictions.values())
-        return cls(stats.num_adapter_hits, stats.num_adapter_misses, loads, stats.num_adapter_promotions, evictions)
+        memory = stats.memory
+        hits, misses, promotions = (int(memory.counters[name]) for name in ("hits", "misses", "promotions"))
+        return cls(hits, misses, int(sum(memory.loads.values())), promotions, int(sum(memory.evictions.values())))
 
     def __sub__(self, before: Counters) -> Counters:
         return Counters(*(now - then for now, then in zip(_values(self), _values(before), strict=True)))
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"{len(made.adapters)} adapters / {min(FEW, len(made.adapters))} adapters: {ratio:.2f} of the tokens/s; "
         f"registered in {registered_s:.1f} s; "
-        f"{stats.num_adapters} registered; peak RSS {'-' if peak is None else f'{peak / MIB:.0f} MiB'}"
+        f"{stats.memory.num_adapters} registered; peak RSS {'-' if peak is None else f'{peak / MIB:.0f} MiB'}"
     )
     figures = {"title": title, "ratio": ratio, "registered_s": registered_s, "peak_rss_bytes": peak}
     save(args.json, figures | {"many": asdict(many), "few": asdict(few)})

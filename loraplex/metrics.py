@@ -48,60 +48,6 @@ class KernelSpeedup:
         return self.fallback_s / self.kernel_s
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """One consistent look at an engine. Counters only grow; gauges are of now.
-
-    waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
-    adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
-    adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load
-    together count one for what it read.
-    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made room for another
-    adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a preemption of it too).
-    num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
-    kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
-    running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
-    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_by_cause: Mapping[str, int] = field(default_factory=dict)
-    kv_cache_usage: float = 0.0
-    num_kv_blocks: int = 0
-    num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_preemptions: int = 0
-    num_pauses: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_finished: Mapping[str, int] = field(default_factory=dict)
-    num_admitted: Mapping[str, int] = field(default_factory=dict)
-    adapter_loads: Mapping[str, int] = field(default_factory=dict)
-    adapter_load_s: float = 0.0
-    num_adapter_load_failures: int = 0
-    num_adapter_promotions: int = 0
-    num_adapter_hits: int = 0
-    num_adapter_misses: int = 0
-    adapters_found: Mapping[str, int] = field(default_factory=dict)
-    adapter_evictions: Mapping[str, int] = field(default_factory=dict)
-    resident_bytes: Mapping[str, int] = field(default_factory=dict)
-    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
-    pinned_bytes: int = 0
-    num_adapters: int = 0
-    max_lora: int = 0
-    kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)
-    running_adapter_ids: tuple[int, ...] = ()
-    waiting_adapter_ids: tuple[int, ...] = ()
-    step_times: StepTimes = field(default_factory=StepTimes)
-    graph_steps: Mapping[str, int] = field(default_factory=dict)
-    eager_steps: Mapping[str, int] = field(default_factory=dict)
-    cpu: CpuUse = field(default_factory=CpuUse)
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
-
-
 class MemoryMode(enum.StrEnum):
     """`low_memory`: inactive adapters are off the device, scratch and caches released, admission throttled."""
 
@@ -148,6 +94,8 @@ class MemoryReport:
 
     fragmentation: share of the adapters' chunks that perfect packing would give back.
     quarantined: adapter id -> why, and until when it is not served.
+    counters: since the start; `loads_CAUSE` (what asked for it), `loads_from_ORIGIN` (what was read),
+    `evictions_TIER_REASON`, and others.
     """
 
     mode: MemoryMode = MemoryMode.NORMAL
@@ -169,8 +117,70 @@ class MemoryReport:
     history: tuple[MemorySample, ...] = ()
 
     @property
+    def kv_cache_usage(self) -> float:
+        """Used share of the KV cache, 0 to 1."""
+        return 1 - self.num_free_kv_blocks / self.num_kv_blocks if self.num_kv_blocks else 0.0
+
+    @property
+    def resident_bytes(self) -> Mapping[str, int]:
+        """Bytes of adapters by tier."""
+        return {each.tier: each.used_bytes for each in self.tiers}
+
+    @property
+    def loads(self) -> Mapping[str, float]:
+        """Finished loads, by what asked for them."""
+        return {cause: count for cause, count in self._counted("loads_").items() if not cause.startswith("from_")}
+
+    @property
+    def evictions(self) -> Mapping[str, float]:
+        """By tier and reason."""
+        return self._counted("evictions_")
+
+    def _counted(self, prefix: str) -> Mapping[str, float]:
+        counters = self.counters.items()
+        return {name.removeprefix(prefix): count for name, count in counters if name.startswith(prefix)}
+
+    @property
     def chunks_by_owner(self) -> Mapping[str, int]:
         total: dict[str, int] = {}
         for run in self.chunks:
             total[run.owner] = total.get(run.owner, 0) + run.num_chunks
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One consistent look at an engine. Counters only grow; gauges are of now.
+
+    waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
+    adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load
+    together count one for what it read.
+    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made room for another
+    adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a preemption of it too).
+    num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
+    kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
+    running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
+    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_by_cause: Mapping[str, int] = field(default_factory=dict)
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_pauses: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_finished: Mapping[str, int] = field(default_factory=dict)
+    num_admitted: Mapping[str, int] = field(default_factory=dict)
+    adapters_found: Mapping[str, int] = field(default_factory=dict)
+    max_lora: int = 0
+    kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)
+    running_adapter_ids: tuple[int, ...] = ()
+    waiting_adapter_ids: tuple[int, ...] = ()
+    step_times: StepTimes = field(default_factory=StepTimes)
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
+    cpu: CpuUse = field(default_factory=CpuUse)
+    memory: MemoryReport = field(default_factory=MemoryReport)

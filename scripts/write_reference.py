@@ -24,7 +24,7 @@ from prometheus_client.core import Metric
 from loraplex import errors
 from loraplex.cli import app
 from loraplex.cli_help import command_paths, shown_default
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import MetricsPage
@@ -86,7 +86,7 @@ def _default(argument: Argument) -> str:
 
 
 def metrics_page() -> str:
-    families = MetricsPage("model", Connections(ServerConfig(), max_open=1)).families(EngineStats(), {}, MemoryReport())
+    families = MetricsPage("model", Connections(ServerConfig(), max_open=1)).families(EngineStats(), {})
     lines = ["# Metrics", "", NOTE, "`GET /metrics`, in Prometheus' text format.", ""]
     lines += ["Every series has the labels `model_name` and `engine`, and those in brackets."]
     lines += ["The name of a counter ends in `_total` there.", ""]

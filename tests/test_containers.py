@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
 from loraplex.server.metrics_page import MetricsPage
@@ -101,7 +101,7 @@ def test_compose_names_files_that_exist() -> None:
 
 
 def served_metrics() -> set[str]:
-    families = MetricsPage("m", Connections(ServerConfig(), max_open=1)).families(EngineStats(), {}, MemoryReport())
+    families = MetricsPage("m", Connections(ServerConfig(), max_open=1)).families(EngineStats(), {})
     endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
     return {family.name + ending for family in families for ending in endings.get(family.type, ("",))}
 

@@ -6,13 +6,13 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
 
 from loraplex.cpu import CpuUse
-from loraplex.metrics import EngineStats, StepTimes
+from loraplex.metrics import EngineStats, MemoryMode, MemoryReport, StepTimes
 
 
 def filled(cls: type[Any]) -> Any:
@@ -24,8 +24,14 @@ def filled(cls: type[Any]) -> Any:
             values[name] = filled(hint)
         elif hint in (Mapping[str, int], Mapping[str, float]):
             values[name] = {f"{name}_key": number}
+        elif hint == Mapping[int, str]:
+            values[name] = {number: f"{name} of it"}
         elif hint == tuple[int, ...]:
             values[name] = (number, number + 1)
+        elif get_origin(hint) is tuple:
+            values[name] = (filled(get_args(hint)[0]),)
+        elif hint is MemoryMode:
+            values[name] = MemoryMode.LOW_MEMORY
         else:
             values[name] = hint(number)
     return cls(**values)
@@ -42,7 +48,9 @@ def test_an_engine_that_did_nothing_has_counted_nothing() -> None:
     stats = EngineStats()
     assert stats.step_times == StepTimes(0, {})
     assert stats.cpu == CpuUse()
-    names = {field.name for field in dataclasses.fields(stats)} - {"step_times", "cpu"}
+    assert stats.memory == MemoryReport()
+    assert (stats.memory.loads, stats.memory.evictions, stats.memory.kv_cache_usage) == ({}, {}, 0)
+    names = {field.name for field in dataclasses.fields(stats)} - {"step_times", "cpu", "memory"}
     assert not any(getattr(stats, name) for name in names)
 
 

@@ -164,4 +164,4 @@ def _cold_finding(place: Place, family: str, base: Path, asked: Sequence[Asked],
         llm.check_integrity()
     outputs = [finished[name] for name in names]
     found = _compared(f"{family}, cold adapters under load", list(names.values()), outputs, stats)
-    return replace(found, note=found.note or f"{stats.num_adapter_promotions} promotions")
+    return replace(found, note=found.note or f"{stats.memory.counters['promotions']} promotions")

@@ -6,53 +6,31 @@ Nothing here knows of names, files or sockets: requests are token ids, adapters 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-import torch
-
-from loraplex.adapters.source import AdapterSource
-from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
-from loraplex.cpu import chosen_threads
-from loraplex.engine.adapter_memory import build_manager
-from loraplex.engine.caretaker import Caretaker, make_caretaker
-from loraplex.engine.decode_graphs import DecodeGraphs, build_steps
-from loraplex.engine.device_memory import device_memory
-from loraplex.engine.memory_plan import MemoryPlan, plan_memory
-from loraplex.engine.model_runner import ModelRunner
-from loraplex.engine.sampler import Sampler
-from loraplex.engine.schedule_plan import RequestStatus, SchedulePlan
+from loraplex.engine.decode_graphs import DecodeGraphs
+from loraplex.engine.maintenance import Caretaker
+from loraplex.engine.model_runner import ModelRunner, StepHandle
+from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.engine.step_recorder import StepRecorder
-from loraplex.engine.steps_in_flight import StepsInFlight
-from loraplex.engine.warm_up import rehearsals, warm_up
-from loraplex.errors import ConfigError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
+from loraplex.errors import DeviceLostError, EngineError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
-from loraplex.kernels.ops import KernelBackend, get_backend
-from loraplex.kernels.plan import SlotTable
-from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.space.arena import KVShare
-from loraplex.memory.stats import MemoryStats
+from loraplex.memory.weights.loading import is_device_lost, is_out_of_memory
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
-from loraplex.models.config import ModelConfig
-from loraplex.models.decoder import Decoder
-from loraplex.models.loader import load_model
-from loraplex.models.packed_cache import PackedCache, default_folder
-from loraplex.models.source import resolve_model
 from loraplex.performance.steps import StepProfile
-from loraplex.private_folder import private_folder
 from loraplex.profiler import STEP_PARTS, Profiler
 
 logger = logging.getLogger(__name__)
 
 MAX_VACATED_CHUNKS = 8
 """Of a step: KV chunks that are emptied, by copying, for adapters that wait for memory."""
-
-Progress = Callable[[str, int, int], None]
 
 
 class EngineCore:
@@ -189,12 +167,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, blocks, graphs = self._scheduler, self._blocks, self._runner.graphs
-        stats = EngineStats(
+        return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             waiting_by_cause=scheduler.waiting_by_cause(),
-            kv_cache_usage=1 - blocks.num_free_blocks / blocks.num_blocks,
-            num_kv_blocks=blocks.num_blocks,
             num_prefix_queried_tokens=blocks.num_queried_tokens,
             num_prefix_hit_tokens=blocks.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
@@ -210,8 +186,10 @@ class EngineCore:
             graph_steps={} if graphs is None else graphs.graph_steps,
             eager_steps={} if graphs is None else graphs.eager_steps,
             cpu=self._runner.cpu_use(),
+            adapters_found={} if self._adapters is None else self._adapters.stats().counters.found,
+            max_lora=0 if self._adapters is None else self._adapters.table.capacity,
+            memory=self.memory_report(),
         )
-        return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 
     @property
     def graphs(self) -> DecodeGraphs | None:
@@ -271,186 +249,138 @@ class EngineCore:
             self._adapters.close()
 
 
-def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> EngineStats:
-    return replace(
-        stats,
-        adapter_loads=memory.counters.loads,
-        adapter_load_s=memory.counters.load_s,
-        num_adapter_load_failures=memory.counters.num_load_failures,
-        num_adapter_promotions=memory.counters.num_promotions,
-        num_adapter_hits=memory.counters.num_hits,
-        num_adapter_misses=memory.counters.num_misses,
-        adapters_found=memory.counters.found,
-        adapter_evictions=memory.counters.evictions,
-        resident_bytes={tier.tier.value: tier.used_bytes for tier in (memory.device, memory.host)},
-        capacity_bytes={tier.tier.value: tier.max_bytes for tier in (memory.device, memory.host)},
-        pinned_bytes=memory.pinned_bytes,
-        num_adapters=memory.num_adapters,
-        max_lora=table.capacity,
-    )
+@dataclass(slots=True)
+class _Flight:
+    """A plan that is not committed, and what its launch gave."""
+
+    plan: SchedulePlan
+    launched: StepHandle | Exception
+
+    def result(self) -> Mapping[str, SampledToken]:
+        if isinstance(self.launched, Exception):
+            raise self.launched
+        return self.launched.result()
 
 
-# ------------------------------------------------------------------------------------------------------------- building
+class StepsInFlight:
+    """Steps between their launch and their commit: one, or with look-ahead one while the next is scheduled and launched.
 
+        step k     schedule k, launch k, then wait for k - 1 and commit it: the device runs k while the host ends k - 1 and schedules k + 1
 
-def build_engine(
-    config: EngineConfig, progress: Progress | None = None, profiler: Profiler | None = None
-) -> EngineCore:
-    """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
-
-    progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler, kernels are
-    measured one by one.
+    Commits are in the order of launches. A launch that fails says so at its commit, after those of the steps before it.
+    `adapters` is None in an engine without LoRA; `recorder` is there while a profile runs.
     """
-    torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
-    device = _device(config.device)
-    path = resolve_model(config.model, config.revision)
-    model_config = ModelConfig.from_dir(path)
-    dtype_name = model_config.effective_dtype(config.dtype)
-    dtype = getattr(torch, dtype_name)
-    backend = _backend(config, device, profiler)
-    model = _load_model(config, path, model_config, dtype, backend, device, progress)
-    kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    backend.reserve_workspace(config.max_num_batched_tokens)
-    memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device, device_memory(device))
-    heads, windows = model_config.num_attention_heads, model_config.sliding_windows
-    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
-    blocks = _build_blocks(config, memory)
-    events = EventLog()
-    source, lora = AdapterSource(config.root_paths), memory.lora
-    adapters = None if lora is None else build_manager(lora, source, model, backend, memory.arena, blocks, events)
-    scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
-    builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
-    profiler = profiler or Profiler()
-    steps = None if adapters is None else adapters.steps
-    sampler = Sampler(model_config.vocab_size, backend)
-    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
-    _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
-    caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
-    info = EngineInfo(
-        model_path=str(path),
-        architecture=model_config.model_type,
-        dtype=dtype_name,
-        max_model_len=memory.max_model_len,
-        num_kv_blocks=memory.num_kv_blocks,
-        kv_cache_dtype=kv_cache_dtype,
-        adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
-        targets=model.lora_targets() if config.lora is not None else (),
-        vocab_size=model_config.vocab_size,
-        block_size=config.block_size,
-        backend=backend.name,
-        backend_description=backend.description,
-        device=str(device),
-    )
-    look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
-    waiting = config.max_waiting_requests
-    return EngineCore(
-        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
-    )
 
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        adapters: LoRAModelManager | None,
+        caretaker: Caretaker,
+        profiler: Profiler,
+        look_ahead: bool,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._adapters = adapters
+        self._caretaker = caretaker
+        self._profiler = profiler
+        self._look_ahead = look_ahead
+        self._flights: deque[_Flight] = deque()
+        self.recorder: StepRecorder | None = None
 
-def _make_ready(
-    config: EngineConfig,
-    runner: ModelRunner,
-    blocks: KVBlockAllocator,
-    memory: MemoryPlan,
-    num_slots: int,
-    progress: Progress | None,
-) -> None:
-    """What a GPU does at first use. Graphs come last: they hold addresses of scratch memory, the arena and the slot table."""
+    def __len__(self) -> int:
+        return len(self._flights)
 
-    def told(what: str) -> Callable[[int, int], None] | None:
-        return None if progress is None else lambda done, total: progress(what, done, total)
+    def advance(self, plan: SchedulePlan) -> list[TokenOutput]:
+        """Launch a plan, if it is not empty, and commit the steps before it; it too, unless it may run on while the next is scheduled.
 
-    if memory.arena.device.type != "cpu":
-        num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
-        steps = rehearsals(num_tokens, num_seqs, memory.max_model_len, num_slots)
-        warm_up(runner, blocks, list(steps), told("kernels"))
-    if runner.graphs is not None:
-        runner.graphs.capture(told("graphs"))
+        Returns what was committed. Raises DeviceLostError.
+        """
+        num_left = 0
+        if plan.sequences:
+            flight = self._launch(plan)
+            num_left = int(self._look_ahead and not isinstance(flight.launched, Exception))
+        outputs: list[TokenOutput] = []
+        while len(self._flights) > num_left:
+            outputs += self._commit_oldest()
+        if not self._scheduler.has_unfinished:  # nobody waits for what is left: its memory returns now
+            outputs += self.commit_all()
+        return outputs
 
+    def commit_all(self) -> list[TokenOutput]:
+        """Wait for the steps in flight and commit them. Raises DeviceLostError."""
+        outputs: list[TokenOutput] = []
+        while self._flights:
+            outputs += self._commit_oldest()
+        return outputs
 
-def _scheduler(
-    config: EngineConfig, blocks: KVBlockAllocator, adapters: LoRAModelManager | None, max_model_len: int
-) -> Scheduler:
-    scheduler = Scheduler(
-        blocks,
-        adapters,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        aging_steps=1 if config.lora is None else config.lora.aging_steps,
-    )
-    if adapters is not None:
-        adapters.on_digest_dropped = scheduler.forget_kv
-    return scheduler
+    def drain(self) -> None:
+        """Wait until the device reads no memory any more; what it computed is dropped, and the next step begins anew."""
+        with suppress(Exception):
+            self._runner.recover()
 
+    def _launch(self, plan: SchedulePlan) -> _Flight:
+        if self._adapters is not None:
+            self._adapters.step_launched(plan.step_id)
+        flight = _Flight(plan, self._try_launch(plan))
+        self._flights.append(flight)
+        return flight
 
-def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
-    lora_dtype = "auto" if config.lora is None else config.lora.lora_dtype
-    backend = get_backend(config.lora_backend, device, lora_dtype, config.attention_backend)
-    logger.info("kernels: %s", backend.description)
-    if config.quantization is not None and config.quantization not in backend.quantizations:
-        raise ConfigError(
-            f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: {backend.description}; "
-            f"they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's native kernels too, fp8 wants a GPU of "
-            "compute capability 8.9 or later)"
-        )
-    return backend if profiler is None else profiled(backend, profiler)
+    def _try_launch(self, plan: SchedulePlan) -> StepHandle | Exception:
+        try:
+            return self._runner.launch(plan)
+        except Exception as error:
+            # Frames hold the tensors of the step, for which there was no memory.
+            return error.with_traceback(None) if is_out_of_memory(error) else error
 
+    def _commit_oldest(self) -> list[TokenOutput]:
+        flight = self._flights[0]
+        try:
+            tokens: Mapping[str, SampledToken] | Exception = self._result(flight)
+        except Exception as error:
+            tokens = error
+            self.drain()
+        finally:
+            self._flights.popleft()
+            if self._adapters is not None:
+                self._adapters.step_committed(flight.plan.step_id)
+        return self._fail(flight.plan, tokens) if isinstance(tokens, Exception) else self._commit(flight.plan, tokens)
 
-def _load_model(
-    config: EngineConfig,
-    path: Path,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    backend: KernelBackend,
-    device: torch.device,
-    progress: Progress | None,
-) -> Decoder:
-    return load_model(
-        path,
-        model_config,
-        dtype,
-        device,
-        config.load_format,
-        config.seed,
-        backend,
-        config.lora is not None,
-        None if progress is None else lambda done, total: progress("weights", done, total),
-        config.quantization,
-        _packed_cache(config, path, str(dtype).removeprefix("torch."), backend),
-    )
+    def _result(self, flight: _Flight) -> Mapping[str, SampledToken]:
+        """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it writes again.
 
+        So does the step after it, which read what this one did not draw.
+        """
+        try:
+            with self._profiler.part("wait"):
+                return flight.result()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._caretaker.monitor.alarm(f"a step could not allocate memory: {error}")
+        self.drain()
+        self._caretaker.monitor.tick()
+        for each in self._flights:
+            each.launched = self._try_launch(each.plan)
+        return flight.result()
 
-def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend) -> PackedCache | None:
-    if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
-        return None
-    folder = default_folder() if config.packed_cache_dir is None else Path(config.packed_cache_dir)
-    if folder is None:
-        return None
-    private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
-    form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
-    return PackedCache(folder, path, form)
+    def _fail(self, plan: SchedulePlan, error: Exception) -> list[TokenOutput]:
+        if is_device_lost(error):
+            raise DeviceLostError(f"the device does not answer any more: {error}") from error
+        logger.error("a step failed; its %d requests end", len(plan.sequences), exc_info=error)
+        failure = EngineError(f"the step of this request failed: {type(error).__name__}: {error}")
+        return self._scheduler.fail(plan, failure)
 
-
-def _device(name: str) -> torch.device:
-    """With its number: `cuda` is the current one. Raises ConfigError when it cannot be used."""
-    try:
-        device = torch.empty(1, device=name).device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels and graphs are launched on this thread's device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    if device.type == "meta":
-        raise ConfigError("device 'meta' holds no numbers, so nothing can be computed there; use cpu or cuda")
-    return device
-
-
-def _build_blocks(config: EngineConfig, memory: MemoryPlan) -> KVBlockAllocator:
-    return KVBlockAllocator(
-        memory.num_kv_blocks,
-        config.block_size,
-        is_prefix_caching=config.enable_prefix_caching,
-        chunks=KVShare(memory.arena),
-        blocks_per_chunk=memory.blocks_per_chunk,
-    )
+    def _commit(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> list[TokenOutput]:
+        is_running = [sequence.state.status is RequestStatus.RUNNING for sequence in plan.sequences]
+        wanted = plan
+        if not all(is_running):  # some ended while it ran
+            kept = zip(plan.sequences, is_running, strict=True)
+            wanted = replace(plan, sequences=tuple(sequence for sequence, is_kept in kept if is_kept))
+        with self._profiler.part("commit"):
+            outputs = self._scheduler.commit(plan, tokens)
+        if self.recorder is not None:
+            self.recorder.end(wanted, self._profiler.seconds, STEP_PARTS)
+        self._caretaker.after_step(wanted, tokens)
+        return outputs

@@ -1,42 +1,30 @@
-"""The verbs of adapters by name for an event loop: each runs in a thread, since it may wait for a fetch, a load or another verb."""
+"""The verbs of adapters by name, for Python callers of an engine on an event loop."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import (
-    AdapterInfo,
-    LoadResult,
-    LoadStatus,
-    LoRARegistry,
-    SwitchResult,
-    UnloadResult,
-)
-from loraplex.core import AddOutcome
-from loraplex.errors import LoraplexError
+from loraplex.adapters.registry import AdapterInfo, LoRARegistry
 
-logger = logging.getLogger(__name__)
-
-NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
-NUM_VIEW_THREADS = 2
-
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class AdapterVerbs(ABC):
-    """The part of AsyncEngine that clients of adapters see. Errors are the caller's alone."""
+def _method(verb: Callable[Concatenate[LoRARegistry, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A verb of the registry as a method of the engine."""
 
-    def __init__(self) -> None:
-        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
-        self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
-        self._restores = ThreadPoolExecutor(1, thread_name_prefix="adapter-restore")  # never behind verbs that wait
+    @wraps(verb)
+    async def method(self: AdapterVerbs, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.on_registry(verb, *args, **kwargs)
+
+    return method
+
+
+class AdapterVerbs(ABC):
+    """What an engine's clients do with adapters: `await engine.pin_adapter("sql")` is `LoRARegistry.pin`, run by `on_registry`."""
 
     @property
     @abstractmethod
@@ -44,93 +32,26 @@ class AdapterVerbs(ABC):
         """None when LoRA is off."""
 
     @abstractmethod
-    def _registry_or_refuse(self) -> LoRARegistry:
-        """Raises LoraDisabledError when LoRA is off."""
+    async def on_registry(
+        self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a verb of the registry where it may wait: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises what it raises.
 
-    @abstractmethod
-    def check_can_serve(self) -> None:
-        """Raises EngineError when the engine is gone, or is being started again."""
+        LoraDisabledError when LoRA is off; EngineError when the engine is unavailable or is being restarted.
+        """
+
+    load_adapter = _method(LoRARegistry.load)
+    move_adapter = _method(LoRARegistry.move)
+    unload_adapter = _method(LoRARegistry.unload)
+    switch_adapter = _method(LoRARegistry.switch)
+    pin_adapter = _method(LoRARegistry.pin)
+    unpin_adapter = _method(LoRARegistry.unpin)
+    evict_adapter = _method(LoRARegistry.evict)
+    preload_adapter = _method(LoRARegistry.preload)
+    describe_adapter = _method(LoRARegistry.describe)
+
+    async def list_adapters(self) -> list[AdapterInfo]:
+        return [] if self.registry is None else await self.on_registry(LoRARegistry.list_adapters)
 
     def has_adapter(self, name: str) -> bool:
         return self.registry is not None and name in self.registry.names()
-
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        lora_int_id: int | None = None,
-        load_inplace: bool = False,
-        is_pinned: bool = False,
-        keeps_equal: bool = False,
-    ) -> LoadResult:
-        load = partial(
-            self._registry_or_refuse().load,
-            name,
-            path,
-            lora_int_id=lora_int_id,
-            load_inplace=load_inplace,
-            is_pinned=is_pinned,
-            keeps_equal=keeps_equal,
-        )
-        began_s = time.monotonic()
-        try:
-            result = await self._in_verb_thread(load)
-        except LoraplexError as error:
-            logger.warning("adapter %r could not be loaded from %r: %.1000s", name, path, error)
-            raise
-        if result.status is not LoadStatus.ALREADY_LOADED:
-            _log_load(result, path, time.monotonic() - began_s)
-        return result
-
-    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
-        """To a kept version of the name; None is the one that answered before."""
-        return await self._in_verb_thread(partial(self._registry_or_refuse().move, name, version))
-
-    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
-        registry = self._registry_or_refuse()
-        return await self._in_verb_thread(partial(registry.unload, name, deadline_s=deadline_s, force=force))
-
-    async def switch_adapter(
-        self,
-        old: str,
-        new: str,
-        new_path: str | None = None,
-        deadline_s: float | None = None,
-        force: bool = False,
-    ) -> SwitchResult:
-        registry = self._registry_or_refuse()
-        switch = partial(registry.switch, old, new, new_path=new_path, deadline_s=deadline_s, force=force)
-        return await self._in_verb_thread(switch)
-
-    async def pin_adapter(self, name: str) -> bool:
-        return await self._in_verb_thread(partial(self._registry_or_refuse().pin, name))
-
-    async def unpin_adapter(self, name: str) -> bool:
-        return await self._in_verb_thread(partial(self._registry_or_refuse().unpin, name))
-
-    async def evict_adapter(self, name: str) -> bool:
-        return await self._in_verb_thread(partial(self._registry_or_refuse().evict, name))
-
-    async def preload_adapter(self, name: str) -> AddOutcome:
-        return await self._in_verb_thread(partial(self._registry_or_refuse().preload, name))
-
-    async def describe_adapter(self, name: str) -> AdapterInfo:
-        return await self._in_thread(self._views, partial(self._registry_or_refuse().describe, name))
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        return [] if self.registry is None else await self._in_thread(self._views, self.registry.list_adapters)
-
-    async def _in_verb_thread(self, verb: Callable[[], T]) -> T:
-        return await self._in_thread(self._verbs, verb)
-
-    async def _in_thread(self, threads: ThreadPoolExecutor, verb: Callable[[], T]) -> T:
-        """Not while the engine is being restarted: it would meet its adapters half restored."""
-        self.check_can_serve()
-        return await asyncio.get_running_loop().run_in_executor(threads, verb)
-
-
-def _log_load(result: LoadResult, path: str, seconds: float) -> None:
-    ref = result.ref
-    what = f"version {ref.adapter_version}, rank {ref.max_rank}"
-    logger.info("adapter %r: %s from %r in %.3f s (%s)", ref.adapter_name, result.status.value, path, seconds, what)

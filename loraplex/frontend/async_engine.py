@@ -13,19 +13,16 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from loraplex.adapters.registry import (
-    LoRARef,
-    LoRARegistry,
-    start_thread,
-)
+from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARef, LoRARegistry, start_thread
 from loraplex.config import EngineConfig
 from loraplex.core import (
+    AdapterStore,
     EngineInfo,
     LoRARequest,
     RequestOutput,
@@ -47,12 +44,11 @@ from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.frontend import Front, adapter_ref, make_front
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
-from loraplex.frontend.output_stream import OutputStream
-from loraplex.frontend.remote_store import RemoteStore
+from loraplex.frontend.store import RemoteStore
 from loraplex.frontend.supervisor import EngineSupervisor, Supervision
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.source import resolve_model
-from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.text.processor import PreparedRequest
@@ -61,7 +57,15 @@ from loraplex.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from loraplex.adapters.journal import SqliteJournal
 
+
 logger = logging.getLogger(__name__)
+
+NUM_VERB_THREADS = 128  # made when needed; nearly all of them wait, for a fetch or for one another
+NUM_VIEW_THREADS = 2
+VIEWS = frozenset({LoRARegistry.describe, LoRARegistry.list_adapters})
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,6 @@ class AsyncEngine(AdapterVerbs):
         journal: SqliteJournal | None = None,
         supervision: Supervision | None = None,
     ) -> None:
-        super().__init__()
         self.config = config
         self._journal = journal
         self._served_model_name = served_model_name or config.model
@@ -118,7 +121,10 @@ class AsyncEngine(AdapterVerbs):
         self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
-        self._store = RemoteStore(self.call, asyncio.get_running_loop())
+        self._store = RemoteStore(partial(self.call, msg.CallStore), asyncio.get_running_loop())
+        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
+        self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
+        self._restores = ThreadPoolExecutor(1, thread_name_prefix="adapter-restore")  # never behind verbs that wait
         # Set by start(), once the model is known.
         self.model_info: ModelInfo
         self._front: Front
@@ -175,7 +181,7 @@ class AsyncEngine(AdapterVerbs):
         self._front = make_front(
             self.config,
             info,
-            self._store,
+            cast(AdapterStore, self._store),
             start_thread,
             served_model_name=self._served_model_name,
             base_names=base_names,
@@ -186,6 +192,19 @@ class AsyncEngine(AdapterVerbs):
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""
         self.record_event(EngineEvent(kind, time.time(), text, adapter_name=name, details=details))
+
+    async def on_registry(
+        self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """In a thread, since a verb may wait for a fetch, a load or another verb. Not while the engine is being restarted: it would meet
+        its adapters half restored.
+        """
+        run: Callable[..., Any] = _logged_load if verb is LoRARegistry.load else verb
+        work = partial(run, self._front.registry_or_refuse(), *args, **kwargs)
+        self.check_can_serve()
+        threads = self._views if verb in VIEWS else self._verbs
+        result: T = await asyncio.get_running_loop().run_in_executor(threads, work)
+        return result
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -317,8 +336,7 @@ class AsyncEngine(AdapterVerbs):
         return stats
 
     async def memory_report(self) -> MemoryReport:
-        report: MemoryReport = await self.call(msg.GetMemory)
-        return report
+        return (await self.stats()).memory
 
     def record_event(self, event: EngineEvent) -> None:
         """Add an event of the server's own to those of the engine process. Any thread may."""
@@ -340,7 +358,7 @@ class AsyncEngine(AdapterVerbs):
         check_not_profiling(self._profile)
         profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
         try:
-            profile.begin(EngineState(await self.stats(), await self.memory_report()))
+            profile.begin(await self.stats())
             await self.call(msg.StartProfile)
         except BaseException:
             self._profile = None
@@ -351,10 +369,10 @@ class AsyncEngine(AdapterVerbs):
         """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer, it goes on."""
         profile = check_profiling(self._profile)
         adapters = await self.list_adapters()
-        state = EngineState(await self.stats(), await self.memory_report())
+        stats = await self.stats()
         steps = await self.call(msg.StopProfile)
         self._profile = self._front.outputs.recorder = None
-        report = partial(profile.report, state, steps, kernels_of(self.info), footprints_of(adapters))
+        report = partial(profile.report, stats, steps, kernels_of(self.info), footprints_of(adapters))
         return await asyncio.get_running_loop().run_in_executor(self._views, report)
 
     async def check_integrity(self) -> None:
@@ -362,9 +380,6 @@ class AsyncEngine(AdapterVerbs):
         if self.registry is not None:
             self.registry.check_integrity()
         await self.call(msg.CheckIntegrity)
-
-    def _registry_or_refuse(self) -> LoRARegistry:
-        return self._front.registry_or_refuse()
 
     def check_can_serve(self) -> None:
         if self._is_shut_down:
@@ -425,6 +440,20 @@ async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
     return replace(config, model=str(path))
 
 
+def _logged_load(registry: LoRARegistry, name: str, path: str, **wishes: Any) -> LoadResult:
+    began_s = time.monotonic()
+    try:
+        result = registry.load(name, path, **wishes)
+    except LoraplexError as error:
+        logger.warning("adapter %r could not be loaded from %r: %.1000s", name, path, error)
+        raise
+    if result.status is not LoadStatus.ALREADY_LOADED:
+        ref, seconds = result.ref, time.monotonic() - began_s
+        what = f"version {ref.adapter_version}, rank {ref.max_rank}"
+        logger.info("adapter %r: %s from %r in %.3f s (%s)", ref.adapter_name, result.status.value, path, seconds, what)
+    return result
+
+
 def _again(error: EngineDeadError) -> EngineDeadError:
     """An error of its own for each request that meets it."""
     return EngineDeadError(str(error), error.retry_after_s)
@@ -436,3 +465,42 @@ def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
     from loraplex.adapters.journal import SqliteJournal  # brings in sqlalchemy: a third of a second
 
     return SqliteJournal(state_dir, config.model)
+
+
+class OutputStream:
+    """The latest output of one request. Outputs are cumulative, so a slow reader skips some and memory stays bounded."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._latest: RequestOutput | None = None
+        self._error: LoraplexError | None = None
+        self._has_news = asyncio.Event()
+        self._on_end: Callable[[], None] | None = on_end
+
+    def put(self, output: RequestOutput) -> None:
+        self._latest = output
+        self._has_news.set()
+        if output.finished:
+            self.end()
+
+    def fail(self, error: LoraplexError) -> None:
+        self._error = error
+        self._has_news.set()
+        self.end()
+
+    def end(self) -> None:
+        """Return what the request held, once."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        is_finished = False
+        while not is_finished:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if self._latest is not None:
+                output, self._latest = self._latest, None
+                is_finished = output.finished
+                yield output
+            if self._error is not None and not is_finished:
+                raise self._error

@@ -167,22 +167,22 @@ class EngineClient:
 
         EngineTimeoutError: a call that only reads was not answered for READ_TIMEOUT_S, or nothing was for so long before it.
         """
-        is_read = message_type in msg.READS
+        message = message_type(next(self._call_ids), *values)
+        is_read = msg.is_read(message)
         if is_read and self.silence_s >= READ_TIMEOUT_S:
             raise _timeout(f"has been silent for {self.silence_s:.0f} s")
-        call_id = next(self._call_ids)
         future: asyncio.Future[msg.Reply] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
+        self._calls[message.call_id] = future
         try:
-            self.send(message_type(call_id, *values))
+            self.send(message)
             async with asyncio.timeout(READ_TIMEOUT_S if is_read else None):
                 reply = await future
         except TimeoutError:
             raise _timeout(f"did not answer within {READ_TIMEOUT_S:.0f} s") from None
         else:
-            return msg.read_reply(reply, msg.RESULT_TYPES[message_type])
+            return msg.read_reply(reply, msg.result_type(message))
         finally:
-            self._calls.pop(call_id, None)
+            self._calls.pop(message.call_id, None)
 
     @property
     def silence_s(self) -> float:

@@ -6,43 +6,63 @@ It needs torch, numpy, safetensors, tokenizers and jinja2, and nothing else.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
-from loraplex.engine.engine import EngineCore, Progress, build_engine
+from loraplex.engine.build import Progress, build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.errors import (
     AdapterNotFoundError,
     ConfigError,
+    EngineShutdownError,
     InvalidRequestError,
     LoraplexError,
     error_from_payload,
 )
-from loraplex.frontend.calls import Calls, in_turn
 from loraplex.frontend.frontend import adapter_ref, make_front
-from loraplex.frontend.in_process_store import InProcessStore, run_now
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
+from loraplex.frontend.store import store_of
 from loraplex.metrics import EngineStats
 from loraplex.models.packed_cache import wait_until_saved
-from loraplex.performance.profile import EngineState, LoraProfile
+from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.profiler import Profiler
 from loraplex.text.processor import PreparedRequest, ProcessedOutput
-from loraplex.text.prompt_input import PromptInput, listed_prompts, one_each, single_prompt
 from loraplex.text.tokenizer import Tokenizer
 
 STALLED_WAIT_S = 0.05
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Messages = Sequence[Mapping[str, Any]]
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+"""A string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
+
 _Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]
 """A prompt, how to sample, its adapter, and whether the tokenizer adds special tokens."""
+
+
+def in_turn(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM, P], T]:
+    """A method that waits for the call of another thread; raises EngineShutdownError when the LLM is closed."""
+
+    @wraps(method)
+    def call(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._turn:
+            if self._is_closed:
+                raise EngineShutdownError(f"this {type(self).__name__} is closed: make a new one")
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class LLM:
@@ -69,15 +89,16 @@ class LLM:
 
     def _start(self, config: EngineConfig, progress: Progress | None, profiler: Profiler | None = None) -> None:
         self.config = config = config.with_real_roots()
-        self._calls = Calls()
+        self._turn = threading.RLock()  # held by the call that runs; a call inside it by the same thread is part of it
+        self._is_closed = False
         self._profiler = profiler or Profiler()
         self.engine: EngineCore = build_engine(config, progress, profiler)
         self._aborted: list[TokenOutput] = []
         self._front = make_front(
             config,
             self.engine.info,
-            None if config.lora is None else InProcessStore(self.engine, self._aborted),
-            run_now,
+            None if config.lora is None else store_of(self.engine, self._aborted.extend),
+            lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
         )
         self._request_ids = itertools.count()
@@ -94,9 +115,9 @@ class LLM:
 
     def close(self) -> None:
         """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object. Again: nothing."""
-        with self._calls.turn:
-            if not self._calls.is_closed:
-                self._calls.is_closed = True
+        with self._turn:
+            if not self._is_closed:
+                self._is_closed = True
                 self.engine.close()
                 wait_until_saved()
 
@@ -391,7 +412,7 @@ class LLM:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
         check_not_profiling(self._lora_profile)
         self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
-        profile.begin(EngineState(self.engine.stats(), self.engine.memory_report()))
+        profile.begin(self.engine.stats())
         self.engine.take_events()  # those of before
         self.engine.start_profile()
         self._front.outputs.recorder = profile.requests
@@ -403,13 +424,13 @@ class LLM:
         self._lora_profile = self._front.outputs.recorder = None
         for event in self.engine.take_events():
             profile.see(event)
-        state = EngineState(self.engine.stats(), self.engine.memory_report())
+        stats = self.engine.stats()
         adapters = [] if self._front.registry is None else self.adapters()
-        return profile.report(state, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
+        return profile.report(stats, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""
-        with self._calls.turn:
+        with self._turn:
             if self._front.registry is not None:
                 self._front.registry.check_integrity()
             self.engine.check_integrity()
@@ -443,3 +464,45 @@ def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> En
         raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
     engine_settings = {name: value for name, value in settings.items() if name in engine_names}
     return EngineConfig(model=model, lora=LoRAConfig(**lora_settings) if enable_lora else None, **engine_settings)
+
+
+# -------------------------------------------------------------------------------------- prompts and what goes with them
+
+
+def listed_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | Sequence[int]]:
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise InvalidRequestError(f"prompts are strings or token ids, got {type(prompts).__name__}")
+    if isinstance(prompts, str | Mapping) or (prompts and all(isinstance(token, int) for token in prompts)):
+        return [single_prompt(cast(PromptInput, prompts))]
+    return [single_prompt(cast(PromptInput, prompt)) for prompt in prompts]
+
+
+def single_prompt(prompt: PromptInput) -> str | Sequence[int]:
+    """A string, or token ids."""
+    if isinstance(prompt, Mapping):
+        known = {"prompt", "prompt_token_ids"} & set(prompt)
+        if len(prompt) != 1 or not known:
+            raise InvalidRequestError(
+                f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}"
+            )
+        prompt = prompt[known.pop()]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
+        return cast(Sequence[int], prompt)
+    raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
+
+
+def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
+    """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
+    if given is None or isinstance(given, kind):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequestError(f"{name} is a {type(given).__name__}; it takes {kind.__name__}, or a list of them")
+    listed: list[T | None] = list(given)
+    if len(listed) != count:
+        raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts: give one, or one for each")
+    wrong = next((one for one in listed if one is not None and not isinstance(one, kind)), None)
+    if wrong is not None:
+        raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
+    return listed

@@ -9,15 +9,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core import AdapterResidency, AdapterSpec, AddOutcome, EngineInfo, Request, TokenOutput
+from loraplex.core import AdapterStore, EngineInfo, Request, TokenOutput
 from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
 from loraplex.events import EngineEvent
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.frontend.store import STORE_METHODS
+from loraplex.metrics import EngineStats
 from loraplex.performance.steps import StepProfile
 
 # ------------------------------------------------------------------------------------------------- server to engine
@@ -56,56 +57,34 @@ class AbortRequests(msgspec.Struct, tag=True, frozen=True):
     request_ids: tuple[str, ...]
 
 
-class AddAdapter(msgspec.Struct, tag=True, frozen=True):
+def _types_of(method: str) -> tuple[Any, Any]:
+    """(the arguments of a method of `AdapterStore` as a tuple, its result)."""
+    types = get_type_hints(getattr(AdapterStore, method))
+    result = types.pop("return")
+    return tuple[tuple(types.values())], result  # type: ignore[misc]
+
+
+_STORE_TYPES = {method: _types_of(method) for method in STORE_METHODS}
+
+
+class CallStore(msgspec.Struct, tag=True, frozen=True):
+    """A call of one of STORE_METHODS, with all of its arguments.
+
+    ValueError for another method, or for arguments of other types: such a call is neither made nor understood.
+    """
+
     call_id: int
-    spec: AdapterSpec
+    method: str
+    arguments: tuple[Any, ...]
 
-
-class AttachAdapters(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    specs: tuple[AdapterSpec, ...]
-
-
-class DropAdapter(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_id: int
-
-
-class PromoteAdapter(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_id: int
-
-
-class EvictAdapter(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_id: int
-
-
-class PinAdapter(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_id: int
-
-
-class UnpinAdapter(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_id: int
-
-
-class AbortAdapter(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_id: int
-
-
-class ListAdapters(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-    adapter_ids: tuple[int, ...] | None
+    def __post_init__(self) -> None:
+        if self.method not in STORE_METHODS:
+            raise ValueError(f"AdapterStore has no method {self.method!r:.80}")
+        arguments = msgspec.convert(self.arguments, _STORE_TYPES[self.method][0])
+        msgspec.structs.force_setattr(self, "arguments", arguments)
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    call_id: int
-
-
-class GetMemory(msgspec.Struct, tag=True, frozen=True):
     call_id: int
 
 
@@ -129,17 +108,8 @@ ToEngine = (
     StartEngine
     | AddRequests
     | AbortRequests
-    | AddAdapter
-    | AttachAdapters
-    | DropAdapter
-    | PromoteAdapter
-    | EvictAdapter
-    | PinAdapter
-    | UnpinAdapter
-    | AbortAdapter
-    | ListAdapters
+    | CallStore
     | GetStats
-    | GetMemory
     | StartProfile
     | StopProfile
     | CheckIntegrity
@@ -215,25 +185,24 @@ _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 _FROM_ENGINE = msgspec.msgpack.Decoder(FromEngine)
 _NOT_UNDERSTOOD = (msgspec.MsgspecError, ValueError, RecursionError)  # ValueError: text that is not UTF-8
 
-RESULT_TYPES: Mapping[type, Any] = {
-    AddAdapter: AddOutcome,
-    AttachAdapters: None,
-    DropAdapter: None,
-    PromoteAdapter: AddOutcome,
-    EvictAdapter: bool,
-    PinAdapter: bool,
-    UnpinAdapter: bool,
-    AbortAdapter: int,
-    ListAdapters: tuple[AdapterResidency, ...],
+_RESULT_TYPES: Mapping[type, Any] = {
     GetStats: EngineStats,
-    GetMemory: MemoryReport,
     StartProfile: None,
     StopProfile: StepProfile,
     CheckIntegrity: None,
 }
 
-READS = frozenset({ListAdapters, GetStats, GetMemory})
-"""Calls that change nothing, so that their caller may stop waiting for the answer. Any other one ends with its reply or the engine."""
+
+def result_type(call: Any) -> Any:
+    """What the reply to a call carries."""
+    return _STORE_TYPES[call.method][1] if isinstance(call, CallStore) else _RESULT_TYPES[type(call)]
+
+
+def is_read(call: Any) -> bool:
+    """Whether it changes nothing, so that its caller may stop waiting for the answer. Any other one ends with its reply
+    or the engine.
+    """
+    return isinstance(call, GetStats) or (isinstance(call, CallStore) and call.method == "list_adapters")
 
 
 def encode(message: Any) -> bytes:

@@ -25,9 +25,11 @@ import zmq
 
 from loraplex import logs
 from loraplex.core import FinishReason, TokenOutput
-from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.build import build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
+from loraplex.frontend.store import store_methods
 from loraplex.kernels.native.choice import open_library
 from loraplex.memory.weights.loading import LoaderThreads
 
@@ -39,7 +41,11 @@ CARE_POLL_MS = 10
 BEAT_S = 0.5
 NUM_LOAD_THREADS = 8
 NUM_QUICK_VERB_THREADS = 2
-"""For verbs that wait for no load: not behind those that do."""
+QUICK_VERBS = frozenset({"drop_adapter", "evict_adapter", "unpin_adapter"})
+"""They wait for no load, and not behind verbs that do."""
+
+IN_THE_LOOP = frozenset({"attach_adapters", "abort_adapter", "list_adapters"})
+"""They wait for nothing, or end requests, which only the loop may."""
 
 MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
@@ -71,26 +77,7 @@ class EngineProcess:
         return {
             msg.AddRequests: self._add_requests,
             msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
-            msg.AddAdapter: lambda m: self._in_background(m, self._loads, lambda: engine.adapters.add_adapter(m.spec)),
-            msg.AttachAdapters: lambda m: self._now(m, lambda: engine.adapters.attach_adapters(m.specs)),
-            msg.DropAdapter: lambda m: self._in_background(
-                m, self._quick_verbs, lambda: engine.adapters.drop_adapter(m.adapter_id)
-            ),
-            msg.PromoteAdapter: lambda m: self._in_background(
-                m, self._loads, lambda: engine.adapters.promote_adapter(m.adapter_id)
-            ),
-            msg.EvictAdapter: lambda m: self._in_background(
-                m, self._quick_verbs, lambda: engine.adapters.evict_adapter(m.adapter_id)
-            ),
-            msg.PinAdapter: lambda m: self._in_background(
-                m, self._loads, lambda: engine.adapters.pin_adapter(m.adapter_id)
-            ),
-            msg.UnpinAdapter: lambda m: self._in_background(
-                m, self._quick_verbs, lambda: engine.adapters.unpin_adapter(m.adapter_id)
-            ),
-            msg.AbortAdapter: self._abort_adapter,
-            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters(m.adapter_ids))),
-            msg.GetMemory: lambda m: self._now(m, engine.memory_report),
+            msg.CallStore: self._call_store,
             msg.GetStats: lambda m: self._now(m, engine.stats),
             msg.StartProfile: lambda m: self._now(m, engine.start_profile),
             msg.StopProfile: lambda m: self._now(m, engine.stop_profile),
@@ -161,9 +148,10 @@ class EngineProcess:
             self._fail(request_id, error)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
-        ended, self._ended = self._ended, []
-        if ended or outputs:
-            for message in msg.step_outputs((*ended, *outputs)):
+        outputs = self._ended + outputs
+        self._ended.clear()
+        if outputs:
+            for message in msg.step_outputs(outputs):
                 self._send(message)
 
     def _send_events(self) -> None:
@@ -179,9 +167,6 @@ class EngineProcess:
         self._socket.send(msg.encode(message))
         self._sent_s = time.monotonic()
 
-    def _in_background(self, message: Any, threads: LoaderThreads, verb: Callable[[], Any]) -> None:
-        threads.submit(partial(self._answer, message.call_id, verb))
-
     def _answer(self, call_id: int, verb: Callable[[], Any]) -> None:
         self._replies.put(msg.encode(_call(call_id, verb)))
         os.write(self._wake_write, b"x")
@@ -189,10 +174,13 @@ class EngineProcess:
     def _now(self, message: Any, verb: Callable[[], Any]) -> None:
         self._send(_call(message.call_id, verb))
 
-    def _abort_adapter(self, message: msg.AbortAdapter) -> None:
-        ended = self._engine.abort_adapter(message.adapter_id)
-        self._ended.extend(ended)
-        self._send(msg.reply_value(message.call_id, len(ended)))
+    def _call_store(self, message: msg.CallStore) -> None:
+        verb = partial(store_methods(self._engine, self._ended.extend)[message.method], *message.arguments)
+        if message.method in IN_THE_LOOP:
+            self._send(_call(message.call_id, verb))
+        else:
+            threads = self._quick_verbs if message.method in QUICK_VERBS else self._loads
+            threads.submit(partial(self._answer, message.call_id, verb))
 
     def _shutdown(self, message: msg.Shutdown) -> None:
         self._is_running = False

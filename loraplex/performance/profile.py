@@ -6,10 +6,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from loraplex.events import Detail, EngineEvent, EventKind
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.report import AdapterPerformance, LoraPerformanceReport, MixPerformance, SwitchCost
@@ -20,13 +21,7 @@ from loraplex.profiler import KERNEL_PARTS, STEP_PARTS
 MAX_LISTED_ADAPTERS = 200
 TIERS = ("device", "host", "disk", "source")
 
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """An engine's counters and memory at one moment."""
-
-    stats: EngineStats = field(default_factory=EngineStats)
-    memory: MemoryReport = field(default_factory=MemoryReport)
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +56,13 @@ class LoraProfile:
         self.requests = RequestRecorder(self.targets, name_of)
         self.begun_time = time.time()
         self._begun_s = time.perf_counter()
-        self._before = EngineState()
+        self._before = EngineStats()
         self._lock = threading.Lock()
         self._loads = Histogram()
         self._switches = Histogram()
         self._num_events: Counter[EventKind] = Counter()
 
-    def begin(self, before: EngineState) -> None:
+    def begin(self, before: EngineStats) -> None:
         """What grows is counted from this state on."""
         self._before = before
 
@@ -84,9 +79,10 @@ class LoraProfile:
         return time.perf_counter() - self._begun_s
 
     def report(
-        self, after: EngineState, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
+        self, after: EngineStats, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
     ) -> LoraPerformanceReport:
-        stats, parts = after.stats, steps.part_seconds
+        parts = steps.part_seconds
+        before, counted = self._before.memory, after.memory
         base = LoraPerformanceReport(
             begun_time=self.begun_time,
             seconds=self.elapsed_s,
@@ -97,18 +93,18 @@ class LoraProfile:
             requests=self._all(),
             adapters=self._adapters(footprints),
             num_adapters=self._num_adapters(footprints),
-            admitted=self._grown("num_admitted", stats),
-            served_from={**dict.fromkeys(TIERS, 0), **self._grown("adapters_found", stats)},
-            loads=self._grown("adapter_loads", stats),
-            num_load_failures=self._num_more("num_adapter_load_failures", stats),
-            evictions=self._grown("adapter_evictions", stats),
+            admitted=_counts(self._before.num_admitted, after.num_admitted),
+            served_from={**dict.fromkeys(TIERS, 0), **_counts(self._before.adapters_found, after.adapters_found)},
+            loads=_counts(before.loads, counted.loads),
+            num_load_failures=_counts(before.counters, counted.counters).get("load_failures", 0),
+            evictions=_counts(before.evictions, counted.evictions),
             switch_cost=self._switch_cost(after),
-            memory=after.memory,
-            fragmentation_before=self._before.memory.fragmentation,
+            memory=counted,
+            fragmentation_before=before.fragmentation,
             num_steps=steps.num_steps,
             num_prefill_tokens=sum(each.num_prefill_tokens for each in steps.sums),
             num_tokens=sum(each.num_tokens for each in steps.sums),
-            num_preemptions=self._num_more("num_preemptions", stats),
+            num_preemptions=_more(self._before.num_preemptions, after.num_preemptions),
             part_seconds={part: parts.get(part, 0.0) for part in STEP_PARTS},
             operator_seconds={part: parts[part] for part in KERNEL_PARTS if part in parts}
             if steps.has_kernel_parts
@@ -116,7 +112,7 @@ class LoraProfile:
             device_share=(parts.get("forward", 0.0) + parts.get("sample", 0.0)) / steps.seconds
             if steps.seconds
             else 0.0,
-            cpu=after.stats.cpu.since(self._before.stats.cpu),
+            cpu=after.cpu.since(self._before.cpu),
             mixes=mixes(steps),
             slowdown=slowdown([each for each in steps.sums if each.kind.num_adapters], steps.sums),
             timeline=steps.timeline,
@@ -149,24 +145,16 @@ class LoraProfile:
         listed = sorted(names, key=order)[:MAX_LISTED_ADAPTERS]
         return tuple(_placed(_performance(name, measured.get(name, Latencies())), where.get(name)) for name in listed)
 
-    def _switch_cost(self, after: EngineState) -> SwitchCost:
-        num_copies = _growth(self._before.memory.counters, after.memory.counters).get("copies", 0)
-        copy_s = _growth(self._before.memory.counters, after.memory.counters).get("copy_seconds", 0.0)
+    def _switch_cost(self, after: EngineStats) -> SwitchCost:
+        grown = _growth(self._before.memory.counters, after.memory.counters)
+        num_copies, copy_s = grown.get("copies", 0), grown.get("copy_seconds", 0.0)
         return SwitchCost(
             self._loads.quantiles(),
-            self._num_more("num_adapter_promotions", after.stats),
+            int(grown.get("promotions", 0)),
             int(num_copies),
             copy_s / num_copies if num_copies else 0.0,
             self._switches.quantiles(),
         )
-
-    def _grown(self, name: str, stats: EngineStats) -> dict[str, int]:
-        grown = _growth(getattr(self._before.stats, name), getattr(stats, name))
-        return {key: int(count) for key, count in grown.items()}
-
-    def _num_more(self, name: str, stats: EngineStats) -> int:
-        before, after = getattr(self._before.stats, name), getattr(stats, name)
-        return int(_growth({name: before}, {name: after}).get(name, 0))
 
 
 def _observe(histogram: Histogram, seconds: Detail | None) -> None:
@@ -174,10 +162,19 @@ def _observe(histogram: Histogram, seconds: Detail | None) -> None:
         histogram.observe(seconds)
 
 
+def _more(before: T, after: T) -> T:
+    """What a counter grew by. An engine that started again counts from 0."""
+    return after - before if after >= before else after
+
+
 def _growth(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What counters grew by; those that did not are left out. An engine that started again counts from 0."""
-    grown = {key: count - before.get(key, 0) if count >= before.get(key, 0) else count for key, count in after.items()}
+    """Those that grew."""
+    grown = {key: _more(before.get(key, 0), count) for key, count in after.items()}
     return {key: count for key, count in grown.items() if count}
+
+
+def _counts(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    return {key: int(count) for key, count in _growth(before, after).items()}
 
 
 def _placed(adapter: AdapterPerformance, footprint: AdapterFootprint | None) -> AdapterPerformance:

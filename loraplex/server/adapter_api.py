@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry, check_clients_name
 from loraplex.errors import LoraplexError
-from loraplex.frontend.adapter_verbs import NUM_VERB_THREADS
+from loraplex.frontend.async_engine import NUM_VERB_THREADS
 from loraplex.server.access import Access, requires
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
@@ -44,6 +44,7 @@ from loraplex.server.responses import ListReply, encode
 from loraplex.server.strict_route import StrictRoute
 from loraplex.server.verb_turns import VerbTurns
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 STATUS_HEADER = "X-Loraplex-Load-Status"
@@ -122,7 +123,9 @@ class AdapterRoutes:
             check_clients_name(body.lora_name, registry.names())
             async with self._loads.of(client_of(request)):
                 await self._check_path(body.lora_path)
-                result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
+                result = await self._engine.on_registry(
+                    LoRARegistry.load, body.lora_name, body.lora_path, load_inplace=body.load_inplace
+                )
         if result.status is LoadStatus.ALREADY_LOADED:
             raise duplicate
         headers = {STATUS_HEADER: result.status.value}
@@ -140,7 +143,7 @@ class AdapterRoutes:
         registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be unloaded")
         ref = registry.refs().get(body.lora_name)
         if ref is None and has_adapter(registry, body.lora_name):  # a version by its address: refused, and told how
-            await self._verb(request, self._engine.unload_adapter(body.lora_name))
+            await self._verb(request, LoRARegistry.unload, body.lora_name)
         if ref is None:
             raise ApiError(
                 f"The lora adapter '{clipped(body.lora_name)}' cannot be found.",
@@ -154,7 +157,7 @@ class AdapterRoutes:
                 f"The lora adapter '{clipped(body.lora_name)}' does not have lora_int_id {body.lora_int_id}.",
                 "lora_int_id",
             )
-        await self._verb(request, self._engine.unload_adapter(body.lora_name))
+        await self._verb(request, LoRARegistry.unload, body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     # --------------------------------------------------------------------------------------------------------- own routes
@@ -198,7 +201,8 @@ class AdapterRoutes:
         check_clients_name(body.name, registry.names())
         async with self._loads.of(client_of(request)):
             await self._check_path(body.path)
-            result = await self._engine.load_adapter(
+            result = await self._engine.on_registry(
+                LoRARegistry.load,
                 body.name,
                 body.path,
                 lora_int_id=body.lora_int_id,
@@ -219,13 +223,14 @@ class AdapterRoutes:
                 await self._check_path(body.path)
             result = await self._put(name, body)
             if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
-                await (self._engine.pin_adapter if body.is_pinned else self._engine.unpin_adapter)(name)
+                await self._engine.on_registry(LoRARegistry.pin if body.is_pinned else LoRARegistry.unpin, name)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result), 201 if is_new else 200)
 
     async def _put(self, name: str, body: PutAdapterRequest) -> LoadResult:
         if body.path is not None:
-            return await self._engine.load_adapter(
+            return await self._engine.on_registry(
+                LoRARegistry.load,
                 name,
                 body.path,
                 lora_int_id=body.lora_int_id,
@@ -233,25 +238,25 @@ class AdapterRoutes:
                 is_pinned=bool(body.is_pinned),
                 keeps_equal=True,
             )
-        result = None if body.version is None else await self._engine.move_adapter(name, body.version)
+        result = None if body.version is None else await self._engine.on_registry(LoRARegistry.move, name, body.version)
         if result is not None and body.lora_int_id is None:
             return result
-        ref = (await self._engine.describe_adapter(name)).ref
-        adopted = await self._engine.load_adapter(name, ref.lora_path, lora_int_id=body.lora_int_id)
+        ref = (await self._engine.on_registry(LoRARegistry.describe, name)).ref
+        adopted = await self._engine.on_registry(LoRARegistry.load, name, ref.lora_path, lora_int_id=body.lora_int_id)
         return adopted if result is None else replace(result, ref=adopted.ref)
 
     @requires(Access.LOADING)
     async def rollback(self, name: str, request: Request) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        return _json(LoadReply.of(await self._verb(request, self._engine.move_adapter(name))))
+        return _json(LoadReply.of(await self._verb(request, LoRARegistry.move, name)))
 
     @requires(Access.LOADING)
     async def unload(self, name: str, request: Request, query: Annotated[UnloadQuery, Query()]) -> Response:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
         self._registry(f"adapter {clipped(name)!r} was to be unloaded")
-        unload = self._engine.unload_adapter(name, query.deadline_s, query.force)
-        return _json(UnloadReply.of(await self._verb(request, unload)))
+        result = await self._verb(request, LoRARegistry.unload, name, query.deadline_s, query.force)
+        return _json(UnloadReply.of(result))
 
     @requires(Access.LOADING)
     async def switch(self, request: Request) -> Response:
@@ -264,41 +269,42 @@ class AdapterRoutes:
         async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
             if body.new_path is not None:
                 await self._check_path(body.new_path, "new_path")
-            result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
+            result = await self._engine.on_registry(
+                LoRARegistry.switch, body.old, body.new, body.new_path, body.deadline_s, body.force
+            )
         return _json(SwitchReply.of(result))
 
     @requires(Access.VERB)
     async def pin(self, name: str, request: Request) -> Response:
         """Promote, and exempt from eviction."""
-        return await self._change(request, name, self._engine.pin_adapter)
+        return await self._change(request, name, LoRARegistry.pin)
 
     @requires(Access.VERB)
     async def unpin(self, name: str, request: Request) -> Response:
-        return await self._change(request, name, self._engine.unpin_adapter)
+        return await self._change(request, name, LoRARegistry.unpin)
 
     @requires(Access.VERB)
     async def evict(self, name: str, request: Request) -> Response:
         """One tier down. The name still resolves."""
-        return await self._change(request, name, self._engine.evict_adapter)
+        return await self._change(request, name, LoRARegistry.evict)
 
     @requires(Access.VERB)
     async def preload(self, name: str, request: Request) -> Response:
         """Promote now rather than with the first request."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        outcome = await self._verb(request, self._engine.preload_adapter(name))
+        outcome = await self._verb(request, LoRARegistry.preload, name)
         return _json(ResidencyReply(name, outcome.is_new, outcome.evicted))
 
-    async def _change(self, request: Request, name: str, verb: Callable[[str], Coroutine[Any, Any, bool]]) -> Response:
+    async def _change(self, request: Request, name: str, verb: Callable[[LoRARegistry, str], bool]) -> Response:
         self._registry(f"adapter {clipped(name)!r} was named")
-        return _json(ResidencyReply(name, await self._verb(request, verb(name))))
+        return _json(ResidencyReply(name, await self._verb(request, verb, name)))
 
-    async def _verb(self, request: Request, verb: Coroutine[Any, Any, T]) -> T:
+    async def _verb(
+        self, request: Request, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
         """A verb that reads no file, in its client's turn."""
-        try:
-            async with self._verbs.of(client_of(request)):
-                return await verb
-        finally:
-            verb.close()  # one that had no turn was never begun
+        async with self._verbs.of(client_of(request)):
+            return await self._engine.on_registry(verb, *args, **kwargs)
 
     async def _check_path(self, path: str, field: str = "path") -> None:
         """In threads of its own: to resolve a link may hang, too."""

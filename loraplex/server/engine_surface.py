@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARegistry, SwitchResult, UnloadResult
-from loraplex.core import AddOutcome, RequestOutput, SamplingParams
+from loraplex.adapters.registry import LoRARegistry
+from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class TokenizerSurface(Protocol):
@@ -106,45 +109,13 @@ class EngineSurface(Protocol):
         """End a request; unknown and finished ones are passed over. Its iterator ends, with or without RequestAbortedError."""
         ...
 
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        lora_int_id: int | None = None,
-        load_inplace: bool = False,
-        is_pinned: bool = False,
-        keeps_equal: bool = False,
-    ) -> LoadResult: ...
-
-    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult: ...
-
-    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult: ...
-
-    async def switch_adapter(
-        self,
-        old: str,
-        new: str,
-        new_path: str | None = None,
-        deadline_s: float | None = None,
-        force: bool = False,
-    ) -> SwitchResult: ...
-
-    async def pin_adapter(self, name: str) -> bool: ...
-
-    async def unpin_adapter(self, name: str) -> bool: ...
-
-    async def evict_adapter(self, name: str) -> bool: ...
-
-    async def preload_adapter(self, name: str) -> AddOutcome: ...
-
-    async def describe_adapter(self, name: str) -> AdapterInfo: ...
-
-    async def list_adapters(self) -> list[AdapterInfo]: ...
+    async def on_registry(
+        self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a verb of the registry in a thread: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises what it raises."""
+        ...
 
     async def stats(self) -> EngineStats: ...
-
-    async def memory_report(self) -> MemoryReport: ...
 
     @property
     def is_profiling(self) -> bool: ...

@@ -182,8 +182,7 @@ class HealthRoutes:
         registry = context.engine.registry
         refs = {} if registry is None else registry.refs()
         engine = context.engine
-        stats, memory = await asyncio.gather(self._answer(engine.stats), self._answer(engine.memory_report))
-        return context.metrics_page.render(stats, refs, memory, engine.events.counts)
+        return context.metrics_page.render(await self._answer(engine.stats), refs, engine.events.counts)
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:

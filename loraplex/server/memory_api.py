@@ -145,7 +145,7 @@ class MemoryRoutes:
     @requires(Access.ADMIN)
     async def memory(self, request: Request, query: Annotated[MemoryQuery, Query()]) -> Response:
         """Tiers, chunks and their owners, pressure, mode, history."""
-        report = await self._engine.memory_report()
+        report = (await self._engine.stats()).memory
         registry = self._engine.registry
         adapters: list[AdapterInfo] | None = [] if query.adapters else None
         if query.adapters and registry is not None:

@@ -36,38 +36,33 @@ class MetricsPage:
         self,
         stats: EngineStats | None,
         refs: Mapping[str, LoRARef],
-        memory: MemoryReport | None = None,
         num_events: Mapping[str, int] | None = None,
     ) -> bytes:
-        """The page. `stats` and `memory` are None when the engine does not answer; `refs` are the adapters by name."""
-        page: bytes = generate_latest(_Page(self.families(stats, refs, memory, num_events)))
+        """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name."""
+        page: bytes = generate_latest(_Page(self.families(stats, refs, num_events)))
         return page
 
     def families(
         self,
         stats: EngineStats | None,
         refs: Mapping[str, LoRARef],
-        memory: MemoryReport | None = None,
         num_events: Mapping[str, int] | None = None,
     ) -> list[Metric]:
         """What the page has, in its order."""
         text = "What happened to adapters and memory, by kind (GET /v1/events)."
         events = self._counters("loraplex:events", text, "kind", num_events or {})
-        return [*self._registry.collect(), *self._families(stats, refs, memory), events]
+        return [*self._registry.collect(), *self._families(stats, refs), events]
 
-    def _families(
-        self, stats: EngineStats | None, refs: Mapping[str, LoRARef], memory: MemoryReport | None
-    ) -> Iterator[Metric]:
+    def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef]) -> Iterator[Metric]:
         yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))
         yield self._gauge("loraplex:adapters", "Names of adapters that resolve.", len(refs))
         if self._connections is not None:
             yield from self._connection_families(self._connections)
         if stats is not None:
             yield from self._request_families(stats)
-            yield from self._adapter_families(stats, memory or MemoryReport())
+            yield from self._adapter_families(stats.memory)
             yield self._lora_info(stats, refs)
-        if memory is not None:
-            yield from self._memory_families(memory)
+            yield from self._memory_families(stats.memory)
 
     def _connection_families(self, connections: Connections) -> Iterator[Metric]:
         yield self._gauge("loraplex:http_connections", "Open connections.", connections.num_open)
@@ -80,7 +75,9 @@ class MetricsPage:
     def _request_families(self, stats: EngineStats) -> Iterator[Metric]:
         yield self._gauge("vllm:num_requests_running", "Requests in the batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", stats.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", stats.kv_cache_usage)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", stats.memory.kv_cache_usage
+        )
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried_tokens)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
         yield self._counter(
@@ -118,23 +115,22 @@ class MetricsPage:
         yield self._gauge("loraplex:threads", "Threads that the kernels may use.", cpu.num_threads)
         yield self._gauge("loraplex:active_threads", "Threads that the last kernel used.", cpu.num_active)
 
-    def _adapter_families(self, stats: EngineStats, memory: MemoryReport) -> Iterator[Metric]:
+    def _adapter_families(self, memory: MemoryReport) -> Iterator[Metric]:
+        def counter(name: str, text: str, counted: str) -> Metric:
+            return self._counter(name, text, memory.counters.get(counted, 0))
+
         text = "Adapters loaded to host memory, by what asked for them."
-        yield self._counters("loraplex:adapter_loads", text, "cause", stats.adapter_loads)
-        yield self._counter("loraplex:adapter_load_seconds", "Seconds spent loading adapters.", stats.adapter_load_s)
-        yield self._counter("loraplex:adapter_load_failures", "Loads that failed.", stats.num_adapter_load_failures)
-        yield self._counter("loraplex:adapter_promotions", "Host to device.", stats.num_adapter_promotions)
-        yield self._counter(
-            "loraplex:adapter_hits", "Requests that found their adapter resident.", stats.num_adapter_hits
-        )
-        yield self._counter("loraplex:adapter_misses", "Requests that did not.", stats.num_adapter_misses)
-        text = "Evictions, by tier and reason."
-        yield self._counters("loraplex:adapter_evictions", text, "cause", stats.adapter_evictions)
-        used = {**stats.resident_bytes, **{tier.tier: tier.used_bytes for tier in memory.tiers}}
-        room = {**stats.capacity_bytes, **{tier.tier: tier.max_bytes for tier in memory.tiers}}
-        yield self._gauges("loraplex:adapter_resident_bytes", "Bytes of adapters.", "tier", used)
+        yield self._counters("loraplex:adapter_loads", text, "cause", memory.loads)
+        yield counter("loraplex:adapter_load_seconds", "Seconds spent loading adapters.", "load_seconds")
+        yield counter("loraplex:adapter_load_failures", "Loads that failed.", "load_failures")
+        yield counter("loraplex:adapter_promotions", "Host to device.", "promotions")
+        yield counter("loraplex:adapter_hits", "Requests that found their adapter resident.", "hits")
+        yield counter("loraplex:adapter_misses", "Requests that did not.", "misses")
+        yield self._counters("loraplex:adapter_evictions", "Evictions, by tier and reason.", "cause", memory.evictions)
+        room = {tier.tier: tier.max_bytes for tier in memory.tiers}
+        yield self._gauges("loraplex:adapter_resident_bytes", "Bytes of adapters.", "tier", memory.resident_bytes)
         yield self._gauges("loraplex:adapter_capacity_bytes", "Room for adapters.", "tier", room)
-        yield self._gauge("loraplex:adapter_pinned_bytes", "Bytes that are not evicted.", stats.pinned_bytes)
+        yield self._gauge("loraplex:adapter_pinned_bytes", "Bytes that are not evicted.", memory.pinned_bytes)
 
     def _memory_families(self, memory: MemoryReport) -> Iterator[Metric]:
         text = "Share of a tier's budget that cannot be freed now, 0 to 1."

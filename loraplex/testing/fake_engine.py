@@ -8,18 +8,10 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import (
-    AdapterInfo,
-    LoadResult,
-    LoRARef,
-    LoRARegistry,
-    OpenedAdapter,
-    SwitchResult,
-    UnloadResult,
-)
-from loraplex.core import AddOutcome, LoRARequest, RequestOutput, SamplingParams
+from loraplex.adapters.registry import LoRARef, LoRARegistry, OpenedAdapter
+from loraplex.core import LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -29,10 +21,11 @@ from loraplex.errors import (
     RequestAbortedError,
 )
 from loraplex.events import EngineEvent
+from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
-from loraplex.performance.profile import EngineState, Kernels, LoraProfile
+from loraplex.performance.profile import Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import StepProfile
@@ -40,6 +33,7 @@ from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import FakeCompletion, fake_logprobs
 from loraplex.testing.fake_tokenizer import FakeTokenizer
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 FAKE_BYTES = 1024
@@ -82,7 +76,7 @@ class _Run:
     error: LoraplexError | None = None
 
 
-class FakeAsyncEngine:
+class FakeAsyncEngine(AdapterVerbs):
     """The surface of `engine.AsyncEngine`. `adapters`: name to path; `errors_by_path`: what loading a path raises.
 
     `memory` is what it reports of its memory; a test may put another report there.
@@ -108,7 +102,7 @@ class FakeAsyncEngine:
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
         self.store = FakeAdapterStore(max_resident)
-        self.registry = self._make_registry() if enable_lora else None
+        self._registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []
         self.aborted: list[str] = []
         self.is_shut_down = False
@@ -123,6 +117,10 @@ class FakeAsyncEngine:
         self._has_given_up = asyncio.Event()
         for name, path in (adapters or {}).items():
             self._registry_or_refuse().load(name, path)
+
+    @property
+    def registry(self) -> LoRARegistry | None:
+        return self._registry
 
     def _make_registry(self) -> LoRARegistry:
         return LoRARegistry(self.store, self._open_adapter, base_names=[self.model_info.served_model_name])
@@ -275,61 +273,12 @@ class FakeAsyncEngine:
             raise LoraDisabledError("LoRA is off here")
         return self.registry
 
-    async def _verb(self, verb: Callable[..., T], *values: object) -> T:
+    async def on_registry(
+        self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        registry = self._registry_or_refuse()
         self.check_can_serve()
-        return await asyncio.to_thread(verb, *values)
-
-    def has_adapter(self, name: str) -> bool:
-        return self.registry is not None and name in self.registry.names()
-
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        lora_int_id: int | None = None,
-        load_inplace: bool = False,
-        is_pinned: bool = False,
-        keeps_equal: bool = False,
-    ) -> LoadResult:
-        load = partial(self._registry_or_refuse().load, load_inplace=load_inplace, keeps_equal=keeps_equal)
-        return await self._verb(lambda: load(name, path, lora_int_id=lora_int_id, is_pinned=is_pinned))
-
-    async def move_adapter(self, name: str, version: int | None = None) -> LoadResult:
-        return await self._verb(self._registry_or_refuse().move, name, version)
-
-    async def unload_adapter(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
-        unload = self._registry_or_refuse().unload
-        return await self._verb(lambda: unload(name, deadline_s=deadline_s, force=force))
-
-    async def switch_adapter(
-        self,
-        old: str,
-        new: str,
-        new_path: str | None = None,
-        deadline_s: float | None = None,
-        force: bool = False,
-    ) -> SwitchResult:
-        switch = self._registry_or_refuse().switch
-        return await self._verb(lambda: switch(old, new, new_path=new_path, deadline_s=deadline_s, force=force))
-
-    async def pin_adapter(self, name: str) -> bool:
-        return await self._verb(self._registry_or_refuse().pin, name)
-
-    async def unpin_adapter(self, name: str) -> bool:
-        return await self._verb(self._registry_or_refuse().unpin, name)
-
-    async def evict_adapter(self, name: str) -> bool:
-        return await self._verb(self._registry_or_refuse().evict, name)
-
-    async def preload_adapter(self, name: str) -> AddOutcome:
-        return await self._verb(self._registry_or_refuse().preload, name)
-
-    async def describe_adapter(self, name: str) -> AdapterInfo:
-        return await self._verb(self._registry_or_refuse().describe, name)
-
-    async def list_adapters(self) -> list[AdapterInfo]:
-        return [] if self.registry is None else await self._verb(self.registry.list_adapters)
+        return await asyncio.to_thread(partial(verb, registry, *args, **kwargs))
 
     def health(self) -> FakeHealth:
         if self.is_shut_down:
@@ -344,12 +293,8 @@ class FakeAsyncEngine:
             num_running=len(self._runs),
             running_adapter_ids=tuple(sorted(adapter_ids)),
             step_times=StepTimes(self._num_steps),
+            memory=self.memory,
         )
-
-    async def memory_report(self) -> MemoryReport:
-        if self._death is not None:
-            raise self._death
-        return self.memory
 
     def record_event(self, event: EngineEvent) -> None:
         self.events.add(event)
@@ -362,17 +307,17 @@ class FakeAsyncEngine:
 
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         check_not_profiling(self._profile)
-        before = EngineState(await self.stats(), self.memory)
+        before = await self.stats()
         self._profile = LoraProfile(partial(address_of, self.registry), targets)
         self._profile.begin(before)
 
     async def generate_lora_performance_report(self) -> LoraPerformanceReport:
         """With what is in memory; requests and steps are not recorded here."""
         profile = check_profiling(self._profile)
-        state = EngineState(await self.stats(), self.memory)
+        stats = await self.stats()
         adapters = await self.list_adapters()
         self._profile = None
-        return profile.report(state, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
+        return profile.report(stats, StepProfile(), Kernels("fake", self.model_info.backend), footprints_of(adapters))
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

@@ -11,35 +11,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import RequestOutput, SamplingParams, TokenOutput
-from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.build import build_engine
 from loraplex.errors import LoraplexError, RequestAbortedError
 from loraplex.frontend.frontend import adapter_ref, make_front
-from loraplex.frontend.in_process_store import InProcessStore
+from loraplex.frontend.store import store_of
 from loraplex.metrics import EngineStats
 from loraplex.text.processor import PreparedRequest
 
 MAX_STALLS = 400  # of 50 ms each
-
-
-class DrivenStore(InProcessStore):
-    """What `abort_adapter` ends is told to `on_aborted` at once."""
-
-    def __init__(self, engine: EngineCore, on_aborted: Callable[[TokenOutput], None]) -> None:
-        super().__init__(engine, [])
-        self._on_aborted = on_aborted
-
-    def abort_adapter(self, adapter_id: int) -> int:
-        outputs = self._engine.abort_adapter(adapter_id)
-        for output in outputs:
-            self._on_aborted(output)
-        return len(outputs)
 
 
 class Driver:
@@ -49,7 +35,7 @@ class Driver:
         lora = (lora or LoRAConfig()) if is_lora_on else None
         config = EngineConfig(model=str(base), lora=lora, **settings)
         self.engine = build_engine(config)
-        store = DrivenStore(self.engine, self._take) if is_lora_on else None
+        store = store_of(self.engine, self._take_all) if is_lora_on else None
         self._front = make_front(config, self.engine.info, store, lambda job: job(), served_model_name="base")
         self._request_ids = itertools.count()
         self._refs: dict[str, LoRARef] = {}
@@ -175,6 +161,6 @@ def packed_nbytes(base: Path, adapter: Path) -> int:
         driver.registry.load("measured", str(adapter))
         driver.submit([3], "measured", max_tokens=1)
         driver.finish()
-        return driver.stats.resident_bytes["device"]
+        return driver.stats.memory.resident_bytes["device"]
     finally:
         driver.close()

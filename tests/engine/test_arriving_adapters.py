@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from loraplex.config import LoRAConfig
-from loraplex.engine import adapter_memory, decode_graphs
-from loraplex.engine import engine as engine_module
+from loraplex.engine import build as build_module
+from loraplex.engine import decode_graphs
 from loraplex.errors import AdapterUnavailableError
 from loraplex.memory.space.arena import Arena
 from tests.engine.driver import Driver
@@ -45,7 +45,7 @@ class Apart:
         def host_side(lora: LoRAConfig, arena: Arena) -> tuple[Arena, FakeCopies]:
             return Arena(lora.host_memory_bytes, arena.chunk_bytes, "cpu"), self.copies
 
-        monkeypatch.setattr(adapter_memory, "host_side", host_side)
+        monkeypatch.setattr(build_module, "host_side", host_side)
         lora: dict[str, Any] = {
             "adapter_memory_bytes": num_device * bench.nbytes,
             "host_memory_bytes": 64 << 20,
@@ -88,7 +88,7 @@ def test_a_replayed_step_waits_for_all_of_an_adapter(
     open_driver: OpenDriver, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt of one token is a decode step. Loads that are ahead of a landing are no reason to run steps kernel by kernel."""
-    monkeypatch.setattr(engine_module, "get_backend", lambda *_: MaskedBackend())
+    monkeypatch.setattr(build_module, "get_backend", lambda *_: MaskedBackend())
     monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: TapeDevice())
     apart = Apart(open_driver, bench, monkeypatch, num_device=2)
     request_ids = [apart.driver.submit([7], "one", max_tokens=4)]

@@ -16,10 +16,10 @@ from peft import LoraConfig
 
 from loraplex import LoRAConfig
 from loraplex.config import EngineConfig
+from loraplex.engine import build as build_module
 from loraplex.engine import decode_graphs
-from loraplex.engine import engine as engine_module
+from loraplex.engine.build import build_engine
 from loraplex.engine.decode_graphs import DecodeGraphs, _Key
-from loraplex.engine.engine import build_engine
 from loraplex.engine.step_buffers import StagedBuffers
 from loraplex.errors import EngineError, RequestAbortedError
 from loraplex.kernels.torch_ops import TorchBackend
@@ -52,7 +52,7 @@ def make(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDriver]:
         **settings: Any,
     ) -> Driver:
         device = device or TapeDevice()
-        monkeypatch.setattr(engine_module, "get_backend", lambda *_: backend or MaskedBackend())
+        monkeypatch.setattr(build_module, "get_backend", lambda *_: backend or MaskedBackend())
         monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: device)
         settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 6, "kv_cache_memory_bytes": 1 << 20, **settings}
         driver = Driver(bench.base, LoRAConfig(**{"max_loras": 8, **(lora or {})}), is_lora_on=is_lora_on, **settings)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from loraplex import LoRAConfig
-from loraplex.engine.graph_device import CudaGraphDevice
+from loraplex.engine.decode_graphs import CudaGraphDevice
 from tests.engine.driver import Driver
 from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
 from tests.fixtures import VOCAB_SIZE

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loraplex.engine.engine import _device
+from loraplex.engine.build import _device
 from loraplex.errors import ConfigError
 
 

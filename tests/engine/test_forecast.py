@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from loraplex.core import Request, SamplingParams
-from loraplex.engine.forecast import Forecast
+from loraplex.engine.maintenance import Forecast
 from tests.memory.rig import Rig
 
 NUM_ADAPTERS = 12

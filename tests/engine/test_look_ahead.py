@@ -155,9 +155,9 @@ def test_the_mix_was_hard(both: tuple[Driver, Driver]) -> None:
     """After the property test: requests gave way, shared prefixes, and adapters left, with look-ahead."""
     stats = both[1].stats
     assert stats.num_prefix_hit_tokens > 0
-    assert sum(stats.adapter_evictions.values()) > 0
+    assert sum(stats.memory.evictions.values()) > 0
     assert stats.num_pauses > 0
-    if stats.num_kv_blocks == 4:
+    if stats.memory.num_kv_blocks == 4:
         assert stats.num_preemptions > 0
 
 
@@ -396,7 +396,7 @@ def test_a_lost_device_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     runner = LateRunner(driver)
     driver.submit([3, 4, 5], max_tokens=8)
     driver.advance()
-    monkeypatch.setattr("loraplex.engine.steps_in_flight.is_device_lost", lambda _: True)
+    monkeypatch.setattr("loraplex.engine.engine.is_device_lost", lambda _: True)
     runner.result_errors[driver.engine._scheduler._turns.step_id] = [RuntimeError("gone")]
     with pytest.raises(DeviceLostError, match="gone"):
         driver.advance()

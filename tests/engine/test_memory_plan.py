@@ -11,10 +11,11 @@ import torch
 
 from loraplex.config import EngineConfig, LoRAConfig, num_bytes
 from loraplex.demo.tasks import assets_path
-from loraplex.engine import adapter_memory, memory_plan
-from loraplex.engine.device_memory import DeviceMemory, device_memory, reserve_bytes
-from loraplex.engine.engine import EngineCore, build_engine
-from loraplex.engine.memory_plan import MemoryPlan
+from loraplex.engine import build as build_module
+from loraplex.engine import memory_plan
+from loraplex.engine.build import build_engine
+from loraplex.engine.engine import EngineCore
+from loraplex.engine.memory_plan import DeviceMemory, MemoryPlan, device_memory, reserve_bytes
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import get_backend
 from loraplex.memory.space.arena import Arena, Owner
@@ -117,8 +118,8 @@ def test_device_memory_is_shared_but_for_the_floors() -> None:
     assert floor == arena.num_lent(Owner.KV) == 64 * MIB // 10 // arena.chunk_bytes
     assert arena.ceiling(Owner.ADAPTERS) == chunks - floor
     assert core.info.num_kv_blocks * core.memory_report().kv_block_bytes == arena.ceiling(Owner.KV) * arena.chunk_bytes
-    assert core.stats().num_kv_blocks == core.info.num_kv_blocks
-    assert core.stats().kv_cache_usage == 0
+    assert core.stats().memory.num_kv_blocks == core.info.num_kv_blocks
+    assert core.stats().memory.kv_cache_usage == 0
     assert core.adapters.stats().host.max_bytes == arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
     core.check_integrity()
     core.close()
@@ -283,10 +284,10 @@ def test_the_host_has_no_gpu_memory() -> None:
 
 def test_the_host_tier_of_a_gpu_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(adapter_memory, "Arena", lambda *args, **settings: made.append(settings))
-    monkeypatch.setattr(adapter_memory, "copies_for", lambda device: device)
+    monkeypatch.setattr(build_module, "Arena", lambda *args, **settings: made.append(settings))
+    monkeypatch.setattr(build_module, "copies_for", lambda device: device)
     gpu = torch.device("cuda", 0)
-    _, copies = adapter_memory.host_side(LoRAConfig(), SimpleNamespace(device=gpu, chunk_bytes=1 << 20))
-    adapter_memory.host_side(LoRAConfig(), SimpleNamespace(device=META, chunk_bytes=1 << 20))
+    _, copies = build_module.host_side(LoRAConfig(), SimpleNamespace(device=gpu, chunk_bytes=1 << 20))
+    build_module.host_side(LoRAConfig(), SimpleNamespace(device=META, chunk_bytes=1 << 20))
     assert made == [{"is_pinned": True}, {"is_pinned": False}]
     assert copies == gpu

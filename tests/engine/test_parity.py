@@ -154,7 +154,7 @@ def _difference(case: ParityCase, output: RequestOutput) -> str:
 
 
 def evictions(llm: LLM) -> Mapping[str, int]:
-    return llm.stats().adapter_evictions
+    return llm.stats().memory.evictions
 
 
 def test_the_oracles_are_fit(family: FamilyCases) -> None:
@@ -218,9 +218,9 @@ def test_more_adapters_than_device_room(family: FamilyCases) -> None:
     with start(family, adapter_memory_bytes=room, aging_steps=8) as llm:
         generate(llm, family.cases)
         stats = llm.stats()
-        assert stats.adapter_evictions["device_room"] >= len(family.adapter_bytes) // 2
-        assert stats.num_adapter_promotions > len(family.adapter_bytes)
-        assert stats.resident_bytes["device"] <= room
+        assert stats.memory.evictions["device_room"] >= len(family.adapter_bytes) // 2
+        assert stats.memory.counters["promotions"] > len(family.adapter_bytes)
+        assert stats.memory.resident_bytes["device"] <= room
         assert stats.num_pauses > 0
         generate(llm, list(reversed(family.cases)))
 
@@ -245,8 +245,8 @@ def test_everything_at_once(family: FamilyCases) -> None:
         assert stats.num_preemptions > 0
         assert stats.num_pauses > 0
         assert stats.num_prefix_hit_tokens > 0
-        assert stats.adapter_evictions["host_room"] > 0
-        assert stats.adapter_loads["request"] + stats.adapter_loads["prefetch"] > 0
+        assert stats.memory.evictions["host_room"] > 0
+        assert stats.memory.loads["request"] + stats.memory.loads["prefetch"] > 0
 
 
 def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_rule_1_residue_of_a_victim_never_shows(open_driver: OpenDriver, bench: 
         driver.finish()
         assert driver.tokens(request_id) == case.output_token_ids[:NUM_TOKENS]
         assert driver.tokens(base_id) == base_case.output_token_ids[:NUM_TOKENS]
-    assert driver.stats.adapter_evictions["host_room"] >= len(paths)
+    assert driver.stats.memory.evictions["host_room"] >= len(paths)
 
 
 # --------------------------------------------------------------------------------------------------------------- rule 2
@@ -151,7 +151,7 @@ def test_rule_3_bad_loads_disturb_nobody(driver: Driver, bench: Bench, tmp_path:
     bad += [corrupted(bench.adapters["one"], tmp_path / f"corrupt-{index}", index) for index in range(25)]
     asked = [Asked(driver, bench, name, which) for _ in range(2) for name in (None, *NAMES) for which in (0, 1)]
     assert len(asked) == 20
-    before = driver.stats.resident_bytes
+    before = driver.stats.memory.resident_bytes
     errors: dict[Path, Exception] = {}
     threads = [threading.Thread(target=load_all, args=(driver, bad[start::4], errors)) for start in range(4)]
     driver.step()
@@ -167,7 +167,7 @@ def test_rule_3_bad_loads_disturb_nobody(driver: Driver, bench: Bench, tmp_path:
     assert all(isinstance(errors[path], AdapterError) for path in bad[25:]), errors
     assert not any(isinstance(errors[path], AdapterPathNotFoundError) for path in bad[25:])
     assert set(driver.registry.names()) == set(NAMES)
-    assert driver.stats.resident_bytes["host"] == before["host"]
+    assert driver.stats.memory.resident_bytes["host"] == before["host"]
     driver.registry.load("good", str(bench.versions[0]))
     case = bench.cases[bench.versions[0]][0]
     request_id = driver.submit(case.prompt_token_ids, "good", max_tokens=NUM_TOKENS)
@@ -382,8 +382,8 @@ def test_rule_6_two_names_with_one_content_share_memory_and_kv(driver: Driver, b
     driver.finish()
     assert driver.tokens(second) == driver.tokens(first.request_id)
     assert driver.outputs[second].num_cached_tokens == 16
-    assert driver.stats.resident_bytes["host"] == before.resident_bytes["host"]
-    assert driver.stats.resident_bytes["device"] == bench.nbytes
+    assert driver.stats.memory.resident_bytes["host"] == before.memory.resident_bytes["host"]
+    assert driver.stats.memory.resident_bytes["device"] == bench.nbytes
     assert driver.registry.describe("twin").lora_slot == driver.registry.describe("one").lora_slot
     driver.registry.unload("one")
     third = driver.submit(first.case.prompt_token_ids, "twin", max_tokens=NUM_TOKENS)
@@ -422,7 +422,7 @@ def test_rule_7_reload_in_place_while_requests_run(
     """Old ones (running and waiting for a seat alike) end as they began, new ones answer from the new weights."""
     if is_pinned:
         driver.registry.pin("mine")
-    before = driver.stats.resident_bytes["host"]
+    before = driver.stats.memory.resident_bytes["host"]
     old = [ask_mine(driver, bench, which=which) for which in (0, 1, 0)]
     driver.step(5)
     old.append(ask_mine(driver, bench, which=1))  # acquired, not yet scheduled
@@ -443,12 +443,12 @@ def test_rule_7_reload_in_place_while_requests_run(
         assert driver.tokens(request_id) == expected
     assert driver.registry.describe("mine").is_pinned is is_pinned
     assert driver.registry.describe("mine").num_draining == 0
-    assert driver.stats.num_adapters == len(NAMES) + 2, "the old version is kept for a rollback"
+    assert driver.stats.memory.num_adapters == len(NAMES) + 2, "the old version is kept for a rollback"
     for _ in range(100):  # it leaves in a thread of its own, after its last request
-        if driver.stats.resident_bytes["host"] == before:
+        if driver.stats.memory.resident_bytes["host"] == before:
             break
         driver.engine.adapters.wait_for_change(0.05)
-    assert driver.stats.resident_bytes["host"] == before, "the old version is out of memory"
+    assert driver.stats.memory.resident_bytes["host"] == before, "the old version is out of memory"
 
 
 @pytest.mark.parametrize("max_versions_kept", [1, 2])
@@ -484,8 +484,8 @@ def test_rule_8_an_adapter_larger_than_the_budget_is_refused_with_both_numbers(
         with pytest.raises(AdapterTooLargeError, match=rf"{nbytes} bytes.*{setting}.*{limit} bytes"):
             driver.registry.load("one", str(bench.adapters["one"]))
         assert driver.registry.names() == ()
-        assert driver.stats.resident_bytes == {"device": 0, "host": 0}
-        assert driver.stats.num_adapters == 0
+        assert driver.stats.memory.resident_bytes == {"device": 0, "host": 0}
+        assert driver.stats.memory.num_adapters == 0
 
 
 def test_rule_8_pins_beyond_the_budget_are_refused(open_driver: OpenDriver, bench: Bench) -> None:
@@ -699,7 +699,7 @@ def test_rule_11_an_unload_with_force(driver: Driver, bench: Bench) -> None:
         output = driver.outputs[asked.request_id].outputs[0]
         assert output.finish_reason == "abort"
         assert output.token_ids == asked.case.output_token_ids[: len(output.token_ids)]
-    assert driver.stats.num_adapters == len(NAMES) - 1
+    assert driver.stats.memory.num_adapters == len(NAMES) - 1
 
 
 def test_an_unload_drops_the_pin_although_requests_still_run(driver: Driver, bench: Bench) -> None:

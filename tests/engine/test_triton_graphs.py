@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loraplex import LoRAConfig
+from loraplex.engine import build as build_module
 from loraplex.engine import decode_graphs
-from loraplex.engine import engine as engine_module
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import TritonLauncher
 from tests.engine.driver import Driver
@@ -51,7 +51,7 @@ def test_replays_equal_eager_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch
     """Greedy tokens of the oracle, through graphs of two rows; nothing that the host knew of a step is in them."""
     device, cpu = TapeDevice(), torch.device("cpu")
     backend = TritonBackend(cpu, TapeLauncher(cpu, device), is_lora_fused=is_lora_fused)
-    monkeypatch.setattr(engine_module, "get_backend", lambda *_: backend)
+    monkeypatch.setattr(build_module, "get_backend", lambda *_: backend)
     monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: device)
     monkeypatch.setattr(decode_graphs, "graph_sizes", lambda *_: (2,))
     settings: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 20}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loraplex import LoRAConfig
-from loraplex.engine import engine as engine_module
+from loraplex.engine import build as build_module
 from loraplex.engine.engine import EngineCore
 from loraplex.engine.warm_up import Rehearsal, rehearsals, warm_up
 from loraplex.kernels.triton.backend import TritonBackend
@@ -44,7 +44,7 @@ def steps_of(engine: EngineCore, max_tokens: int, max_num_seqs: int) -> list[Reh
 
 def test_after_it_no_kernel_is_new(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = VariantLauncher()
-    monkeypatch.setattr(engine_module, "get_backend", lambda *_: TritonBackend(CPU, launcher))
+    monkeypatch.setattr(build_module, "get_backend", lambda *_: TritonBackend(CPU, launcher))
     driver = Driver(bench.base, LoRAConfig(), **SETTINGS)
     core = driver.engine
     warm_up(core._runner, core._blocks, steps_of(core, 32, 4))

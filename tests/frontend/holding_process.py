@@ -14,7 +14,8 @@ from typing import Any
 from unittest import mock
 
 from loraplex.core import TokenOutput
-from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.build import build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.engine.schedule_plan import RequestState
 from loraplex.frontend import process
 

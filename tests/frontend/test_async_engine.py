@@ -158,7 +158,7 @@ async def test_what_the_engine_is(client: Client, base: str) -> None:
     await client.ask("banana=")
     stats = await within(client.engine.stats())
     assert stats.num_generated_tokens > 0
-    assert stats.num_adapters == len(LOADED)
+    assert stats.memory.num_adapters == len(LOADED)
 
 
 # ------------------------------------------------------------------------------------------------------ ends before the end
@@ -327,11 +327,16 @@ async def test_a_prompt_that_no_message_carries_is_answered(client: Client, prom
         await client.ask(prompt, "upper")
 
 
+class UncheckedCall(msg.CallStore, tag="CallStore", frozen=True):
+    def __post_init__(self) -> None:
+        """What a front would not send is sent."""
+
+
 async def test_a_call_that_the_engine_does_not_understand_is_answered(client: Client) -> None:
     with pytest.raises(UnknownMessageError, match="is not understood"):
-        await within(client.engine.call(msg.PromoteAdapter, "seven"))
+        await within(client.engine.call(UncheckedCall, "promote_adapter", ("seven",)))
     with pytest.raises(AdapterNotFoundError, match="adapter id 4711 is unknown"):
-        await within(client.engine.call(msg.PromoteAdapter, 4711))
+        await within(client.engine.call(msg.CallStore, "promote_adapter", (4711,)))
     assert await client.ask("banana=", "upper") == "BANANA"
 
 

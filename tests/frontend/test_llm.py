@@ -621,7 +621,7 @@ def test_lora_off(base: Path, one: LoRARequest) -> None:
             with pytest.raises(LoraDisabledError, match="LoRA is off"):
                 call()
         assert len(llm.generate(TEXT, GREEDY)[0].outputs[0].token_ids) == 8
-        assert llm.stats().num_adapters == 0
+        assert llm.stats().memory.num_adapters == 0
         llm.check_integrity()
 
 
@@ -746,11 +746,11 @@ def test_stats(base: Path, one: LoRARequest) -> None:
         stats = llm.stats()
         assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (11, 16)
         assert stats.num_finished == {"length": 2}
-        assert dict(stats.adapter_loads) == {"add": 1}
-        assert (stats.num_adapter_promotions, stats.num_adapter_misses, stats.num_adapter_hits) == (1, 1, 0)
-        assert stats.resident_bytes["device"] == stats.resident_bytes["host"] > 0
+        assert dict(stats.memory.loads) == {"add": 1}
+        assert [stats.memory.counters[name] for name in ("promotions", "misses", "hits")] == [1, 1, 0]
+        assert stats.memory.resident_bytes["device"] == stats.memory.resident_bytes["host"] > 0
         assert stats.step_times.num_steps == 8
-        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+        assert (stats.num_running, stats.num_waiting, stats.memory.kv_cache_usage) == (0, 0, 0)
 
 
 def test_prompts_that_wait_for_kv_are_looked_up_once(base: Path) -> None:

@@ -33,6 +33,7 @@ from loraplex.core import (
 from loraplex.errors import EngineOverloadedError, UnknownMessageError
 from loraplex.events import EngineEvent, EventKind
 from loraplex.frontend import messages as msg
+from loraplex.frontend.store import STORE_METHODS
 from loraplex.metrics import ChunkRun, EngineStats, MemoryMode, MemoryReport, MemorySample, StepTimes, TierReport
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
@@ -46,9 +47,6 @@ TOKENS = TokenOutput("r-1", (5, 6), FinishReason.STOP, 6, (LOGPROBS, LOGPROBS), 
 SLICE = LoraSlice("model.layers.0.self_attn.q_proj", 0, 64, 128, has_bias=True)
 TARGET = LoraTarget("model.layers.0.self_attn.qkv_proj", 0, 64, 128, (SLICE,), ShardKind.QKV, Shard(1, 2))
 INFO = EngineInfo("/model", "llama", "float32", "torch", 8192, 2048, 100, 16, 1 << 30, (TARGET,), "bfloat16")
-STATS = EngineStats(
-    3, 1, {"room": 1}, 0.25, running_adapter_ids=(7,), step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3})
-)
 RESIDENCY = AdapterResidency(7, Tier.HOST, None, 4096, 1, True, False, 2.5, "vanished")
 EVENT = EngineEvent(
     EventKind.EVICT, 2.5, "adapter 'a' left", 7, "a", {"tier": "host", "nbytes": 4, "is_pinned": False, "s": 0.5}
@@ -61,6 +59,14 @@ MEMORY = MemoryReport(
     counters={"hits": 3},
     history=(MemorySample(1.5, MemoryMode.NORMAL, {"host": 0.5}, {"host": 5}, 0.0),),
 )
+STATS = EngineStats(
+    3,
+    1,
+    {"room": 1},
+    running_adapter_ids=(7,),
+    step_times=StepTimes(9, {"schedule": 0.1, "forward": 0.3}),
+    memory=MEMORY,
+)
 SUMS = StepSums(StepKind(2, 4, True), 3, 9, 1, 9, 5, {"forward": 0.5}, Histogram({7: 2, 300: 1}, 3, 0.5, 0.1, 0.3))
 STEPS = StepProfile(2.5, (SUMS, StepSums(StepKind(0, 1, False))), Timeline(0.5, [1, 2]))
 CONFIG = EngineConfig(model="/model", dtype="float16", lora=LoRAConfig(max_loras=3))
@@ -69,22 +75,23 @@ TO_ENGINE: tuple[Any, ...] = (
     msg.StartEngine(CONFIG),
     msg.AddRequests.of((REQUEST, replace(REQUEST, request_id="r-2"))),
     msg.AbortRequests(("r-1", "r-2")),
-    msg.AddAdapter(1, SPEC),
-    msg.AttachAdapters(10, (SPEC, SPEC)),
-    msg.DropAdapter(2, 7),
-    msg.PromoteAdapter(3, 7),
-    msg.EvictAdapter(4, 7),
-    msg.PinAdapter(5, 7),
-    msg.UnpinAdapter(6, 7),
-    msg.AbortAdapter(7, 7),
-    msg.ListAdapters(8, (1, 2)),
+    msg.CallStore(1, "add_adapter", (SPEC,)),
+    msg.CallStore(1, "attach_adapters", ([SPEC, replace(SPEC, adapter_id=8)],)),
+    msg.CallStore(2, "drop_adapter", (7,)),
+    msg.CallStore(3, "promote_adapter", (7,)),
+    msg.CallStore(4, "evict_adapter", (7,)),
+    msg.CallStore(5, "pin_adapter", (7,)),
+    msg.CallStore(6, "unpin_adapter", (7,)),
+    msg.CallStore(7, "abort_adapter", (7,)),
+    msg.CallStore(8, "list_adapters", ([1, 2],)),
+    msg.CallStore(8, "list_adapters", (None,)),
     msg.GetStats(9),
-    msg.GetMemory(10),
     msg.StartProfile(11),
     msg.StopProfile(12),
     msg.CheckIntegrity(13),
     msg.Shutdown(),
 )
+CALLS = [message for message in TO_ENGINE if "call_id" in type(message).__struct_fields__]
 FROM_ENGINE: tuple[Any, ...] = (
     msg.Ready(INFO),
     msg.Progress("weights", 3, 10),
@@ -94,25 +101,28 @@ FROM_ENGINE: tuple[Any, ...] = (
     msg.reply_value(1, AddOutcome(True, ("chat",))),
     msg.Fatal({"error": "ModelError", "message": "no"}),
 )
-RESULTS: Mapping[type, Any] = {
-    msg.AddAdapter: AddOutcome(True, ("chat",)),
-    msg.AttachAdapters: None,
-    msg.DropAdapter: None,
-    msg.PromoteAdapter: AddOutcome(False),
-    msg.EvictAdapter: True,
-    msg.PinAdapter: False,
-    msg.UnpinAdapter: True,
-    msg.AbortAdapter: 3,
-    msg.ListAdapters: (RESIDENCY, replace(RESIDENCY, tier=Tier.DEVICE, lora_slot=2, error=None)),
+RESULTS: Mapping[type | str, Any] = {
+    "add_adapter": AddOutcome(True, ("chat",)),
+    "attach_adapters": None,
+    "drop_adapter": None,
+    "promote_adapter": AddOutcome(False),
+    "evict_adapter": True,
+    "pin_adapter": False,
+    "unpin_adapter": True,
+    "abort_adapter": 3,
+    "list_adapters": [RESIDENCY, replace(RESIDENCY, tier=Tier.DEVICE, lora_slot=2, error=None)],
     msg.GetStats: STATS,
-    msg.GetMemory: MEMORY,
     msg.StartProfile: None,
     msg.StopProfile: STEPS,
     msg.CheckIntegrity: None,
 }
 
 
-@pytest.mark.parametrize("message", TO_ENGINE, ids=lambda message: type(message).__name__)
+def name_of(message: Any) -> str:
+    return getattr(message, "method", type(message).__name__)
+
+
+@pytest.mark.parametrize("message", TO_ENGINE, ids=name_of)
 def test_every_message_to_an_engine_arrives_as_it_was(message: Any) -> None:
     assert msg.decode_to_engine(msg.encode(message)) == message
 
@@ -125,15 +135,36 @@ def test_every_message_of_an_engine_arrives_as_it_was(message: Any) -> None:
 def test_every_type_is_tried_above() -> None:
     assert {type(message) for message in TO_ENGINE} == set(get_args(msg.ToEngine))
     assert {type(message) for message in FROM_ENGINE} == set(get_args(msg.FromEngine))
-    calls = {type(message) for message in TO_ENGINE if "call_id" in type(message).__struct_fields__}
-    assert calls == set(RESULTS) == set(msg.RESULT_TYPES)
+    calls = {type(message) for message in CALLS} - {msg.CallStore}
+    methods = {message.method for message in CALLS if isinstance(message, msg.CallStore)}
+    assert calls == set(msg._RESULT_TYPES)
+    assert methods == set(STORE_METHODS)
+    assert calls | methods == set(RESULTS)
 
 
-@pytest.mark.parametrize("message_type", RESULTS, ids=lambda message_type: message_type.__name__)
-def test_every_result_arrives_as_it_was(message_type: type) -> None:
-    reply = msg.decode_from_engine(msg.encode(msg.reply_value(4, RESULTS[message_type])))
+@pytest.mark.parametrize("call", CALLS, ids=name_of)
+def test_every_result_arrives_as_it_was(call: Any) -> None:
+    result = RESULTS[getattr(call, "method", type(call))]
+    reply = msg.decode_from_engine(msg.encode(msg.reply_value(4, result)))
     assert reply.call_id == 4
-    assert msg.read_reply(reply, msg.RESULT_TYPES[message_type]) == RESULTS[message_type]
+    assert msg.read_reply(reply, msg.result_type(call)) == result
+
+
+def test_calls_that_only_read_are_known() -> None:
+    """Their callers stop waiting for an engine that hangs."""
+    assert [name_of(call) for call in CALLS if msg.is_read(call)] == ["list_adapters", "list_adapters", "GetStats"]
+
+
+def test_an_engine_is_asked_for_methods_of_its_store_alone() -> None:
+    for method in ("close", "check_integrity", "__init__", "_store", "report", "add_adapter.__globals__", ""):
+        with pytest.raises(ValueError, match=f"AdapterStore has no method {method!r}"):
+            msg.CallStore(5, method, ())
+        data = msgspec.msgpack.encode({"type": "CallStore", "call_id": 5, "method": method, "arguments": []})
+        with pytest.raises(UnknownMessageError, match="is not understood: AdapterStore has no"):
+            msg.decode_to_engine(data)
+    for arguments in ((), ("seven",), (7, 8), (None,), (7.5,), (SPEC,)):
+        with pytest.raises(ValueError, match="Expected"):
+            msg.CallStore(5, "pin_adapter", arguments)
 
 
 def test_a_config_with_lora_off_stays_off() -> None:
@@ -173,8 +204,10 @@ NOT_UNDERSTOOD = {
     "bytes too many": msg.encode(msg.GetStats(1)) + b"\x01",
     "an unknown type": msgspec.msgpack.encode({"type": "Reboot", "call_id": 5}),
     "no type": msgspec.msgpack.encode({"call_id": 5}),
-    "a field of another type": msgspec.msgpack.encode({"type": "DropAdapter", "call_id": 5, "adapter_id": "seven"}),
-    "a missing field": msgspec.msgpack.encode({"type": "DropAdapter", "call_id": 5}),
+    "a field of another type": msgspec.msgpack.encode(
+        {"type": "CallStore", "call_id": 5, "method": "drop_adapter", "arguments": ["seven"]}
+    ),
+    "a missing field": msgspec.msgpack.encode({"type": "CallStore", "call_id": 5}),
     "a value that its class refuses": msg.encode(msg.AddRequests.of([REQUEST])).replace(
         b"\xa5min_p\xcb" + bytes(8), b"\xa5min_p\xcb\xc0" + bytes(7)
     ),

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.engine.token_logprobs import token_logprobs
+from loraplex.engine.sampler import token_logprobs
 from loraplex.errors import ConfigError
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.token_ranking import WeightRule, block_sums, keep_prefix, sort_descending

@@ -5,36 +5,49 @@ from __future__ import annotations
 from loraplex.core import FinishReason, Request, SamplingParams, TokenOutput
 from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import EngineStats, MemoryReport
-from loraplex.performance.profile import MAX_LISTED_ADAPTERS, AdapterFootprint, EngineState, Kernels, LoraProfile
+from loraplex.performance.profile import MAX_LISTED_ADAPTERS, AdapterFootprint, Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.steps import StepProfile
 
 KERNELS = Kernels("native", "native avx512")
-BEFORE = EngineState(
-    EngineStats(
-        num_admitted={"nothing": 10, "load": 2},
-        adapter_loads={"add": 3, "request": 1},
-        adapter_evictions={"verb": 1},
-        adapters_found={"device": 5, "source": 5},
-        num_adapter_promotions=4,
-        num_preemptions=1,
+BEFORE = EngineStats(
+    num_admitted={"nothing": 10, "load": 2},
+    adapters_found={"device": 5, "source": 5},
+    num_preemptions=1,
+    memory=MemoryReport(
+        fragmentation=0.25,
+        counters={
+            "loads_add": 3,
+            "loads_request": 1,
+            "loads_from_disk": 1,
+            "evictions_verb": 1,
+            "promotions": 4,
+            "copies": 2,
+            "copy_seconds": 1.0,
+        },
     ),
-    MemoryReport(fragmentation=0.25, counters={"copies": 2, "copy_seconds": 1.0}),
 )
-AFTER = EngineState(
-    EngineStats(
-        num_admitted={"nothing": 15, "load": 2, "room": 1},
-        adapter_loads={"add": 3, "request": 4},
-        adapter_evictions={"verb": 1, "device_room": 2},
-        adapters_found={"device": 12, "disk": 3, "source": 7},
-        num_adapter_promotions=9,
-        num_preemptions=1,
+AFTER = EngineStats(
+    num_admitted={"nothing": 15, "load": 2, "room": 1},
+    adapters_found={"device": 12, "disk": 3, "source": 7},
+    num_preemptions=1,
+    memory=MemoryReport(
+        fragmentation=0.5,
+        counters={
+            "loads_add": 3,
+            "loads_request": 4,
+            "loads_from_disk": 4,
+            "evictions_verb": 1,
+            "evictions_device_room": 2,
+            "promotions": 9,
+            "copies": 6,
+            "copy_seconds": 3.0,
+        },
     ),
-    MemoryReport(fragmentation=0.5, counters={"copies": 6, "copy_seconds": 3.0}),
 )
 
 
-def report(before: EngineState, after: EngineState, profile: LoraProfile | None = None) -> LoraPerformanceReport:
+def report(before: EngineStats, after: EngineStats, profile: LoraProfile | None = None) -> LoraPerformanceReport:
     profile = profile or LoraProfile({}.get)
     profile.begin(before)
     footprints = [AdapterFootprint("sql", "host", 100, 8), AdapterFootprint("big", "device", 300, 64)]

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from loraplex.adapters.registry import LoRARegistry
 from loraplex.events import EngineEvent, EventKind
 from loraplex.server import ServerConfig, create_app
 from loraplex.server.api_keys import fingerprint
@@ -164,12 +165,13 @@ async def test_a_verb_whose_client_leaves_is_recorded() -> None:
     release = asyncio.Event()
     begun = asyncio.Event()
 
-    async def pin(name: str) -> bool:
+    async def pin(verb: object, name: str) -> bool:
+        assert (verb, name) == (LoRARegistry.pin, "sql")
         begun.set()
         await release.wait()
         return True
 
-    engine.pin_adapter = pin  # type: ignore[method-assign]
+    engine.on_registry = pin  # type: ignore[method-assign]
     call = AsgiCall(keyed_app(engine), "/v1/adapters/sql/pin", {}, headers={"authorization": f"Bearer {ADMIN}"})
     await begun.wait()
     call.task.cancel()
@@ -180,10 +182,10 @@ async def test_a_verb_whose_client_leaves_is_recorded() -> None:
 async def test_a_mistake_of_the_server_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeAsyncEngine({"sql": "/sql"})
 
-    async def pin(name: str) -> bool:
+    async def pin(verb: object, name: str) -> bool:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(engine, "pin_adapter", pin)
+    monkeypatch.setattr(engine, "on_registry", pin)
     async with client_from(keyed_app(engine), ADMIN) as client:
         assert (await client.post("/v1/adapters/sql/pin")).status_code == 500
     assert [event.details["status"] for event in audited(engine)] == [500]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.config import LoRAConfig
-from loraplex.engine.adapter_memory import open_disk_tier
+from loraplex.engine.build import open_disk_tier
 from loraplex.errors import ConfigError
 from loraplex.private_folder import private_folder
 

@@ -103,6 +103,10 @@ def raw(**fields: Any) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
+def store_call(method: str, *arguments: Any) -> bytes:
+    return raw(type="CallStore", call_id=7, method=method, arguments=arguments)
+
+
 def hostile() -> dict[str, bytes]:
     params = {**msgspec.to_builtins(GOOD.sampling_params), "repetition_penalty": 1e-300}
     request = {**msgspec.to_builtins(GOOD), "request_id": "bad"}
@@ -114,9 +118,15 @@ def hostile() -> dict[str, bytes]:
         "a huge array that is not there": b"\xdd\xff\xff\xff\xff",
         "an unknown type": raw(type="Exec", call_id=7, command="id"),
         "a type of the other direction": raw(type="Fatal", error={"error": "EngineError", "message": "x"}),
-        "a call of another type": raw(type="PinAdapter", call_id=7, adapter_id="one"),
-        "an adapter that nobody knows": raw(type="EvictAdapter", call_id=7, adapter_id=2**62),
-        "a number beyond 64 bits": raw(type="AbortAdapter", call_id=7, adapter_id=2**64 - 1),
+        "a call of another type": store_call("pin_adapter", "one"),
+        "an adapter that nobody knows": store_call("evict_adapter", 2**62),
+        "a number beyond 64 bits": store_call("abort_adapter", 2**64 - 1),
+        "a method that is not the store's": store_call("close"),
+        "a method by a path": store_call("_store.close"),
+        "arguments too many": store_call("pin_adapter", 1, 2),
+        "arguments that are no list": raw(
+            type="CallStore", call_id=7, method="pin_adapter", arguments={"adapter_id": 1}
+        ),
         "parameters out of range": raw(
             type="AddRequests", prompt=bytes(8), requests=[{**request, "sampling_params": params}]
         ),
@@ -166,10 +176,10 @@ def test_a_handler_that_fails_is_answered(wire: Wire, quiet: list[int], monkeypa
     def fail(_: object) -> None:
         raise RuntimeError("not foreseen")
 
-    handlers = {**wire.process._dispatch._handlers, msg.AbortAdapter: fail}
+    handlers = {**wire.process._dispatch._handlers, msg.CallStore: fail}
     monkeypatch.setattr(wire.process._dispatch, "_handlers", handlers)
     wire.send(msg.AddRequests.of([GOOD]))
-    wire.send(msg.AbortAdapter(9, 1))
+    wire.send(msg.CallStore(9, "abort_adapter", (1,)))
     wire.finish()
     assert wire.tokens.pop("good") == quiet
     assert "not foreseen" in str(wire.replies[9].error)
@@ -266,10 +276,10 @@ def test_verbs_that_wait_for_a_load_hold_up_none_that_do_not(wire: Wire, monkeyp
     release = threading.Event()
     monkeypatch.setattr(wire.process._engine.adapters, "promote_adapter", lambda adapter_id: release.wait(60))
     for call_id in range(NUM_LOAD_THREADS):
-        wire.send(msg.PromoteAdapter(1000 + call_id, 1))
+        wire.send(msg.CallStore(1000 + call_id, "promote_adapter", (1,)))
     try:
-        for message in (msg.UnpinAdapter(2001, 1), msg.DropAdapter(2002, 999), msg.EvictAdapter(2003, 1)):
-            wire.send(message)
+        for call_id, method in enumerate(("unpin_adapter", "drop_adapter", "evict_adapter"), start=2001):
+            wire.send(msg.CallStore(call_id, method, (999,)))
         while not {2001, 2002, 2003} <= set(wire.replies):
             wire.process._poller.poll(1000)
             wire.step()

@@ -15,7 +15,7 @@ from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError,
 from loraplex.memory.care.recovery import DOUBT_INTERVAL_S
 from loraplex.text.processor import InputProcessor, ModelLimits, OutputProcessor, _Completion
 from tests.engine.driver import Driver
-from tests.engine.test_caretaker import poison, settle
+from tests.engine.test_maintenance import poison, settle
 from tests.fixtures import TARGET_MODULES, VOCAB_SIZE, ModelZoo
 from tests.security.test_sampling import PARAMS
 

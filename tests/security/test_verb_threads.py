@@ -12,8 +12,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from loraplex.frontend.adapter_verbs import NUM_VERB_THREADS, AdapterVerbs
-from loraplex.frontend.async_engine import AsyncEngine
+from loraplex.config import EngineConfig
+from loraplex.frontend.async_engine import NUM_VERB_THREADS, AsyncEngine
 from loraplex.memory.weights.loading import LoaderThreads, ReadSlots
 from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
 from loraplex.server.adapter_roots import AdapterRoots
@@ -24,9 +24,9 @@ from loraplex.testing import FakeAsyncEngine
 
 async def test_an_engine_gets_its_adapters_again_while_every_verb_thread_waits() -> None:
     """It stayed 503 until a verb ended: its adapters waited for a thread behind 128 loads."""
-    engine, release, restored = cast(Any, object.__new__(AsyncEngine)), threading.Event(), threading.Event()
-    AdapterVerbs.__init__(engine)
-    engine._profile, engine._front = None, SimpleNamespace(registry=SimpleNamespace(restore=restored.set))
+    engine = cast(Any, AsyncEngine(EngineConfig(model="/m"), None, None))
+    release, restored = threading.Event(), threading.Event()
+    engine._front = SimpleNamespace(registry=SimpleNamespace(restore=restored.set))
     for _ in range(NUM_VERB_THREADS):
         engine._verbs.submit(release.wait)
     try:

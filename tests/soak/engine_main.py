@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from loraplex.engine.engine import EngineCore, build_engine
+from loraplex.engine.build import build_engine
+from loraplex.engine.engine import EngineCore
 from loraplex.frontend import process
 from tests.soak import held_sources
 from tests.soak.orders import FAULTS, FOLDER_VARIABLE, Order, socket_of

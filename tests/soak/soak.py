@@ -221,19 +221,20 @@ class Soak:
         self._require(pinned <= meant, f"the engine has {pinned} pinned, the server meant {meant}")
         self._require(held == known, f"the engine holds adapters {held}, the server knows {known}")
         self._counters = {
-            "promotions": stats.num_adapter_promotions,
-            **{f"loads by {cause}": count for cause, count in stats.adapter_loads.items()},
-            **{f"evictions by {cause}": count for cause, count in stats.adapter_evictions.items()},
-            "load failures": stats.num_adapter_load_failures,
+            "promotions": stats.memory.counters["promotions"],
+            **{f"loads by {cause}": count for cause, count in stats.memory.loads.items()},
+            **{f"evictions by {cause}": count for cause, count in stats.memory.evictions.items()},
+            "load failures": stats.memory.counters["load_failures"],
             "preemptions": stats.num_preemptions,
             "pauses": stats.num_pauses,
             "cached prompt tokens": stats.num_prefix_hit_tokens,
         }
         for name in list(registry._table.current):
             await engine.unload_adapter(name)
-        stats = await engine.stats()
-        self._require(not any(stats.resident_bytes.values()), f"adapters left {stats.resident_bytes}")
-        self._require(stats.num_adapters == 0, f"{stats.num_adapters} adapters are left")
+        memory = (await engine.stats()).memory
+        resident = {tier: memory.resident_bytes[tier] for tier in ("device", "host")}
+        self._require(not any(resident.values()), f"adapters left {resident}")
+        self._require(memory.num_adapters == 0, f"{memory.num_adapters} adapters are left")
         await self._check_integrity(engine)
 
     async def _check_integrity(self, engine: AsyncEngine) -> None:

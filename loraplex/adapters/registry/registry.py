@@ -179,7 +179,7 @@ class LoRARegistry:
             self.pin(name)
         return result
 
-    def unload(self, name: str, *, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
+    def unload(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
         """The name resolves to nothing at once. Requests on any version of it finish, then every tier is freed.
 
         deadline_s: how long this call waits for them; by default it does not wait, and the drain goes on by itself.
@@ -205,7 +205,7 @@ class LoRARegistry:
     # ----------------------------------------------------------------------------------------------------------- switch
 
     def switch(
-        self, old: str, new: str, *, new_path: str | None = None, deadline_s: float | None = None, force: bool = False
+        self, old: str, new: str, new_path: str | None = None, deadline_s: float | None = None, force: bool = False
     ) -> SwitchResult:
         """Load `new` if it is unknown, promote it, then let it answer for `old` too.
 

@@ -10,16 +10,17 @@ damaged weights   -> the requests that run on them end, the copy is let go, the 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import Request, TokenOutput
 from loraplex.engine.diagnosis import Diagnosis
-from loraplex.engine.engine_memory import EngineMemory
-from loraplex.engine.forecast import Forecast
 from loraplex.engine.model_runner import ModelRunner
 from loraplex.engine.schedule_plan import SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
@@ -34,9 +35,11 @@ from loraplex.errors import (
 from loraplex.events import EventLog
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.care.damage import damage_error
-from loraplex.memory.care.monitor import MemoryMonitor, Thresholds
+from loraplex.memory.care.monitor import MemoryLook, MemoryMonitor, Thresholds
+from loraplex.memory.care.prediction import MAX_KEYS, ArrivalPredictor
 from loraplex.memory.care.system_memory import system_pressure
 from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.stats import TierStats
 
 SCRUB_INTERVAL_S = 1.0
 FORECAST_INTERVAL_S = 1.0
@@ -269,3 +272,134 @@ class Caretaker:
         ended = self._end_requests(adapter_id, error)
         adapters.health.restore(adapter_id)
         return ended
+
+
+COMPACT_BYTES = 64 << 20
+COMPACT_S = 0.001
+"""What compaction may copy and spend between two steps."""
+
+THROTTLED_SHARE = 4
+"""In low-memory mode one in so many of the usual places of a batch is given out anew."""
+
+
+class Workspace(Protocol):
+    """Scratch memory that is kept between steps. `release_workspace` gives back what it can; returns the bytes."""
+
+    @property
+    def workspace_nbytes(self) -> int: ...
+
+    def release_workspace(self) -> int: ...
+
+
+class EngineMemory:
+    """monitor.MonitoredMemory: an engine's tiers of adapters, its KV cache, scratch memory, and the machine.
+
+    `adapters` is None in an engine without LoRA; `forecast` is None when nothing is predicted.
+    """
+
+    def __init__(
+        self,
+        adapters: LoRAModelManager | None,
+        blocks: KVBlockAllocator,
+        workspace: Workspace,
+        scheduler: Scheduler,
+        system_pressure: Callable[[], float | None],
+        forecast: Forecast | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._adapters = adapters
+        self._blocks = blocks
+        self._workspace = workspace
+        self._scheduler = scheduler
+        self._system_pressure = system_pressure
+        self._forecast = forecast
+        self._clock = clock
+
+    def look(self) -> MemoryLook:
+        pressure = {"kv": 1 - self._blocks.num_free_blocks / self._blocks.num_blocks}
+        occupancy: dict[str, float] = {}
+        used_bytes: dict[str, int] = {"workspace": self._workspace.workspace_nbytes}
+        fragmentation = 0.0
+        system = self._system_pressure()
+        if system is not None:
+            pressure["system"] = system
+        if self._adapters is not None:
+            stats = self._adapters.stats()
+            for tier in (stats.device, stats.host):
+                name = tier.tier.value
+                occupancy[name] = _occupancy(tier)
+                used_bytes[name] = tier.used_bytes
+            pressure["device"] = min(1.0, stats.committed_bytes / stats.device.max_bytes)
+            if not self._adapters.is_shared:  # what is in use has its copy on the device: the host's is spare
+                pressure["host"] = min(1.0, stats.loading_bytes / stats.host.max_bytes)
+            fragmentation = stats.most_fragmentation
+        return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
+
+    def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
+        return 0 if self._adapters is None else self._adapters.housekeeping.reclaim_idle(tier, idle_s, share)
+
+    def compact(self) -> int:
+        return (
+            0 if self._adapters is None else self._adapters.compact(COMPACT_BYTES, self._clock() + COMPACT_S).num_moved
+        )
+
+    def prefetch_predicted(self) -> int:
+        if self._adapters is None or self._forecast is None:
+            return 0
+        return self._adapters.housekeeping.prefetch(self._forecast.due())
+
+    def release_caches(self) -> int:
+        released = self._workspace.release_workspace()
+        self._blocks.reset_cache()
+        if self._adapters is not None:
+            released += self._adapters.housekeeping.release_idle()
+            self._adapters.release_pages()
+        _trim_heap()
+        return released
+
+    def throttle(self, is_on: bool) -> None:
+        self._scheduler.throttle(THROTTLED_SHARE if is_on else 1)
+
+
+def _occupancy(tier: TierStats) -> float:
+    by_count = tier.num_adapters / tier.max_adapters if tier.max_adapters else 0.0
+    return max(tier.used_bytes / tier.max_bytes, by_count)
+
+
+def _trim_heap() -> None:
+    """What malloc keeps for later goes back to the system; glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+HORIZON_S = 5.0
+"""A load from disk takes milliseconds and one from a slow source seconds: earlier is only longer in memory."""
+
+MAX_PREDICTIONS = 4
+"""At once; the next look brings more."""
+
+
+class Forecast:
+    """Which adapters the arrivals so far say will be asked for soon, by adapter id.
+
+    Told of every request for an adapter; contents are what is predicted, so a reload under the same name is another one.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._predictor = ArrivalPredictor()
+        self._adapter_of: OrderedDict[str, int] = OrderedDict()  # of the contents that the predictor may know
+
+    def arrived(self, request: Request) -> None:
+        if request.adapter_id is not None:
+            self._adapter_of[request.adapter_digest] = request.adapter_id
+            self._adapter_of.move_to_end(request.adapter_digest)
+            if len(self._adapter_of) > MAX_KEYS:
+                self._adapter_of.popitem(last=False)
+            self._predictor.observe(request.adapter_digest, self._clock())
+
+    def due(self) -> list[int]:
+        """Adapters that will probably be asked for within the horizon, the likeliest first."""
+        predictions = self._predictor.predict(self._clock(), HORIZON_S, MAX_PREDICTIONS)
+        return [self._adapter_of[each.key] for each in predictions if each.key in self._adapter_of]

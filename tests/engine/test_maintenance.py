@@ -155,10 +155,8 @@ def test_answers_are_recorded_when_the_engine_is_idle(driver: Driver, bench: Ben
     driver.step(2)
     assert all(diagnosis.has(digest) for digest in digests)
     after = driver.stats
-    assert (after.num_adapter_hits, after.num_generated_tokens) == (
-        before.num_adapter_hits,
-        before.num_generated_tokens,
-    )
+    assert after.num_generated_tokens == before.num_generated_tokens
+    assert after.memory.counters["hits"] == before.memory.counters["hits"]
     for each in asked:
         each.check()
 

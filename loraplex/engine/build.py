@@ -1,0 +1,276 @@
+"""An engine, put together: the model with its kernels, its memory, and the adapters' memory (arena, tiers, disk)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from loraplex.adapters.checked_reader import CheckedReader
+from loraplex.adapters.opener import read_spec
+from loraplex.adapters.source import AdapterSource
+from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import EngineInfo
+from loraplex.cpu import chosen_threads
+from loraplex.engine.decode_graphs import build_steps
+from loraplex.engine.engine import EngineCore
+from loraplex.engine.maintenance import make_caretaker
+from loraplex.engine.memory_plan import MemoryPlan, device_memory, plan_memory
+from loraplex.engine.model_runner import ModelRunner
+from loraplex.engine.sampler import Sampler
+from loraplex.engine.scheduler import Scheduler
+from loraplex.engine.warm_up import rehearsals, warm_up
+from loraplex.errors import ConfigError
+from loraplex.events import EventLog
+from loraplex.kernels.ops import KernelBackend, get_backend
+from loraplex.kernels.profiled import profiled
+from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.memory.manager import LoRAModelManager
+from loraplex.memory.space.arena import Arena, KVShare
+from loraplex.memory.weights.copies import CopyEngine, copies_for
+from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.memory.weights.packing import Packer
+from loraplex.models.config import ModelConfig
+from loraplex.models.decoder import Decoder
+from loraplex.models.loader import load_model
+from loraplex.models.packed_cache import PackedCache, default_folder
+from loraplex.models.source import resolve_model
+from loraplex.private_folder import private_folder
+from loraplex.profiler import Profiler
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+
+
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, profiler: Profiler | None = None
+) -> EngineCore:
+    """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
+
+    progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler, kernels are
+    measured one by one.
+    """
+    torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
+    device = _device(config.device)
+    path = resolve_model(config.model, config.revision)
+    model_config = ModelConfig.from_dir(path)
+    dtype_name = model_config.effective_dtype(config.dtype)
+    dtype = getattr(torch, dtype_name)
+    backend = _backend(config, device, profiler)
+    model = _load_model(config, path, model_config, dtype, backend, device, progress)
+    kv_cache_dtype = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    backend.reserve_workspace(config.max_num_batched_tokens)
+    memory = plan_memory(config, model_config, model, getattr(torch, kv_cache_dtype), device, device_memory(device))
+    heads, windows = model_config.num_attention_heads, model_config.sliding_windows
+    backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
+    blocks = _build_blocks(config, memory)
+    events = EventLog()
+    source, lora = AdapterSource(config.root_paths), memory.lora
+    adapters = None if lora is None else build_manager(lora, source, model, backend, memory.arena, blocks, events)
+    scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
+    builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
+    profiler = profiler or Profiler()
+    steps = None if adapters is None else adapters.steps
+    sampler = Sampler(model_config.vocab_size, backend)
+    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
+    _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
+    caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
+    info = EngineInfo(
+        model_path=str(path),
+        architecture=model_config.model_type,
+        dtype=dtype_name,
+        max_model_len=memory.max_model_len,
+        num_kv_blocks=memory.num_kv_blocks,
+        kv_cache_dtype=kv_cache_dtype,
+        adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
+        targets=model.lora_targets() if config.lora is not None else (),
+        vocab_size=model_config.vocab_size,
+        block_size=config.block_size,
+        backend=backend.name,
+        backend_description=backend.description,
+        device=str(device),
+    )
+    look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
+    waiting = config.max_waiting_requests
+    return EngineCore(
+        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
+    )
+
+
+def _make_ready(
+    config: EngineConfig,
+    runner: ModelRunner,
+    blocks: KVBlockAllocator,
+    memory: MemoryPlan,
+    num_slots: int,
+    progress: Progress | None,
+) -> None:
+    """What a GPU does at first use. Graphs come last: they hold addresses of scratch memory, the arena and the slot table."""
+
+    def told(what: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else lambda done, total: progress(what, done, total)
+
+    if memory.arena.device.type != "cpu":
+        num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+        steps = rehearsals(num_tokens, num_seqs, memory.max_model_len, num_slots)
+        warm_up(runner, blocks, list(steps), told("kernels"))
+    if runner.graphs is not None:
+        runner.graphs.capture(told("graphs"))
+
+
+def _scheduler(
+    config: EngineConfig, blocks: KVBlockAllocator, adapters: LoRAModelManager | None, max_model_len: int
+) -> Scheduler:
+    scheduler = Scheduler(
+        blocks,
+        adapters,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        aging_steps=1 if config.lora is None else config.lora.aging_steps,
+    )
+    if adapters is not None:
+        adapters.on_digest_dropped = scheduler.forget_kv
+    return scheduler
+
+
+def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | None) -> KernelBackend:
+    lora_dtype = "auto" if config.lora is None else config.lora.lora_dtype
+    backend = get_backend(config.lora_backend, device, lora_dtype, config.attention_backend)
+    logger.info("kernels: %s", backend.description)
+    if config.quantization is not None and config.quantization not in backend.quantizations:
+        raise ConfigError(
+            f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: {backend.description}; "
+            f"they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's native kernels too, fp8 wants a GPU of "
+            "compute capability 8.9 or later)"
+        )
+    return backend if profiler is None else profiled(backend, profiler)
+
+
+def _load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    backend: KernelBackend,
+    device: torch.device,
+    progress: Progress | None,
+) -> Decoder:
+    return load_model(
+        path,
+        model_config,
+        dtype,
+        device,
+        config.load_format,
+        config.seed,
+        backend,
+        config.lora is not None,
+        None if progress is None else lambda done, total: progress("weights", done, total),
+        config.quantization,
+        _packed_cache(config, path, str(dtype).removeprefix("torch."), backend),
+    )
+
+
+def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: KernelBackend) -> PackedCache | None:
+    if backend.packed_format is None or config.load_format != "auto" or config.packed_cache_dir == "none":
+        return None
+    folder = default_folder() if config.packed_cache_dir is None else Path(config.packed_cache_dir)
+    if folder is None:
+        return None
+    private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
+    form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
+    return PackedCache(folder, path, form)
+
+
+def _device(name: str) -> torch.device:
+    """With its number: `cuda` is the current one. Raises ConfigError when it cannot be used."""
+    try:
+        device = torch.empty(1, device=name).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels and graphs are launched on this thread's device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    if device.type == "meta":
+        raise ConfigError("device 'meta' holds no numbers, so nothing can be computed there; use cpu or cuda")
+    return device
+
+
+def _build_blocks(config: EngineConfig, memory: MemoryPlan) -> KVBlockAllocator:
+    return KVBlockAllocator(
+        memory.num_kv_blocks,
+        config.block_size,
+        is_prefix_caching=config.enable_prefix_caching,
+        chunks=KVShare(memory.arena),
+        blocks_per_chunk=memory.blocks_per_chunk,
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the adapters' memory
+
+
+def build_manager(
+    lora: LoRAConfig,
+    source: AdapterSource,
+    model: Decoder,
+    backend: KernelBackend,
+    arena: Arena,
+    blocks: KVBlockAllocator,
+    events: EventLog,
+) -> LoRAModelManager:
+    """On a CPU the arena is host and device memory in one; another device has host memory of its own, pinned for a GPU."""
+    targets = model.lora_targets()
+    lora = _with_one_dtype(lora, backend, model)
+    host_arena, copies = host_side(lora, arena)
+    manager = LoRAModelManager(
+        lora,
+        targets,
+        backend,
+        model.activation_dtype,
+        arena,
+        open_weights=partial(read_spec, source=source, reader=CheckedReader(targets, lora)),
+        base_bias=model.base_bias,
+        host_arena=host_arena,
+        copies=copies,
+        ask_kv=blocks.give_back,
+        events=events,
+        disk_tier=lambda packer: open_disk_tier(lora, packer),
+    )
+    blocks.reclaim = manager.reclaim_chunks
+    model.bind_lora(manager.table, backend)
+    backend.expect_adapters(manager.table, model.activation_dtype, lora.max_lora_rank or 0)
+    return manager
+
+
+def _with_one_dtype(lora: LoRAConfig, backend: KernelBackend, model: Decoder) -> LoRAConfig:
+    """Where a backend packs all adapters in one dtype they are read in it: a value that does not fit is a reason to refuse."""
+    dtype = backend.adapter_dtype(model.activation_dtype) if lora.lora_dtype == "auto" else None
+    return lora if dtype is None else replace(lora, lora_dtype=str(dtype).removeprefix("torch."))
+
+
+def host_side(lora: LoRAConfig, arena: Arena) -> tuple[Arena | None, CopyEngine | None]:
+    """The host's memory beside that of another device, and how its bytes come there; None where they are one."""
+    if arena.device.type == "cpu":
+        return None, None
+    is_gpu = arena.device.type == "cuda"
+    return Arena(lora.host_memory_bytes, arena.chunk_bytes, "cpu", is_pinned=is_gpu), copies_for(arena.device)
+
+
+def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:
+    """Packed adapters on disk; None when the disk tier is off."""
+    if lora.disk_memory_bytes == 0 or lora.disk_cache_dir == "none":
+        return None
+    default = default_folder()
+    if lora.disk_cache_dir is not None:
+        folder = Path(lora.disk_cache_dir)
+    elif default is not None:
+        folder = default / "adapters"
+    else:
+        return None
+    private_folder(folder, "the folder of packed adapters", "give another with --disk-cache-dir")
+    form = packer.form(lora.lora_dtype)
+    return DiskCache(folder, lora.disk_memory_bytes, form, packer.check_layout, checksums=packer.checksums)
