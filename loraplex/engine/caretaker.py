@@ -34,8 +34,7 @@ from loraplex.errors import (
 from loraplex.events import EventLog
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.care.damage import damage_error
-from loraplex.memory.care.monitor import MemoryMonitor, Thresholds
-from loraplex.memory.care.system_memory import system_pressure
+from loraplex.memory.care.monitor import MemoryMonitor, Thresholds, system_pressure
 from loraplex.memory.manager import LoRAModelManager
 
 SCRUB_INTERVAL_S = 1.0

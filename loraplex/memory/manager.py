@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -26,25 +27,20 @@ from loraplex.kernels.ops import KernelBackend
 from loraplex.memory.care.compaction import CompactionResult, Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth
-from loraplex.memory.care.housekeeping import Housekeeping
+from loraplex.memory.care.housekeeping import Housekeeping, reclaim_chunks
 from loraplex.memory.care.integrity import check_integrity
-from loraplex.memory.care.pressure import reclaim_chunks
-from loraplex.memory.protocols import AdapterMapping, HasAdapterId
 from loraplex.memory.report import memory_report
-from loraplex.memory.residency.adapter_records import AdapterRecords
-from loraplex.memory.residency.jobs import LoadJobs
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter, StoredWeights
-from loraplex.memory.residency.store import WeightStore
+from loraplex.memory.residency.store import AdapterRecords, WeightStore
 from loraplex.memory.residency.tiers import build_tiers, compressed_copies
-from loraplex.memory.residency.transfers import Transfers
+from loraplex.memory.residency.transfers import LoadJobs, Transfers
 from loraplex.memory.space.arena import Arena
 from loraplex.memory.stats import MemoryStats
 from loraplex.memory.steps import StepPreparation
 from loraplex.memory.weights.copies import CopyEngine
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.loading import Loader, LoaderThreads
+from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
 from loraplex.memory.weights.packing import BaseBias, Packer
-from loraplex.memory.weights.weight_reader import WeightReader
 from loraplex.metrics import MemoryReport
 
 
@@ -448,3 +444,27 @@ class LoRAModelManager:
         self._store.leave_device(weights)
         self._lock.notify_all()
         return True
+
+
+# ----------------------------------------------------------------------------------------------------------- protocols
+
+
+class HasAdapterId(Protocol):
+    """A LoRARequest, an AdapterSpec, a LoRAModel: anything that names one adapter."""
+
+    @property
+    def adapter_id(self) -> int: ...
+
+
+class AdapterMapping(Protocol):
+    """What the manager needs of engine.batch.LoRAMapping: lora_slot per token and per prompt, -1 the base model."""
+
+    @property
+    def index_mapping(self) -> Any: ...
+
+    @property
+    def prompt_mapping(self) -> Any: ...
+
+    def validate(
+        self, num_tokens: int, num_prompts: int, num_slots: int, is_resident: Callable[[int], bool] | None = None
+    ) -> None: ...

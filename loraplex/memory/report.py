@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from loraplex.memory.residency.compressed_copies import CompressedCopies
 from loraplex.memory.residency.store import WeightStore
 from loraplex.memory.space.arena import Arena
 from loraplex.memory.stats import MemoryStats, TierStats
+from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from loraplex.memory.residency.arrivals import StepGate
 from loraplex.memory.residency.store import WeightStore
+from loraplex.memory.weights.copies import StepGate
 
 
 class StepPreparation:

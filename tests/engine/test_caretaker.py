@@ -11,7 +11,7 @@ import pytest
 from loraplex.core import AcquireResult
 from loraplex.errors import AdapterFaultError, BaseModelFaultError, EngineError
 from loraplex.events import EventKind
-from loraplex.memory.care.recovery import BACKOFF_S
+from loraplex.memory.care.health import BACKOFF_S
 from loraplex.metrics import MemoryMode
 from tests.engine.driver import Driver
 from tests.engine.rules_bench import Asked, Bench, OpenDriver, loaded

@@ -19,7 +19,7 @@ from loraplex.core import Tier
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.weights import copies, weight_reader
+from loraplex.memory.weights import copies, loading
 
 # ------------------------------------------------------------------------------------------------------ bytes of weights
 
@@ -132,20 +132,20 @@ def failing_copies(error: BaseException) -> Iterator[None]:
 @contextlib.contextmanager
 def failing_reads(error: Exception) -> Iterator[None]:
     """Loads are killed: whatever reads a source raises `error`."""
-    with mock.patch.object(weight_reader, "read_weights", _failing(error)):
+    with mock.patch.object(loading, "read_weights", _failing(error)):
         yield
 
 
 @contextlib.contextmanager
 def hanging_reads(patience_s: float = 60.0) -> Iterator[threading.Event]:
     """Loads hang before they read their source, until the event is set; at the end it is."""
-    may_go_on, read_weights = threading.Event(), weight_reader.read_weights
+    may_go_on, read_weights = threading.Event(), loading.read_weights
 
     def wait_and_read(*arguments: Any) -> Any:
         assert may_go_on.wait(patience_s), "nobody let the load go on"
         return read_weights(*arguments)
 
-    with mock.patch.object(weight_reader, "read_weights", wait_and_read):
+    with mock.patch.object(loading, "read_weights", wait_and_read):
         try:
             yield may_go_on
         finally:

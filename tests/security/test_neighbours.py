@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from loraplex.core import SamplingParams, TokenOutput
 from loraplex.engine.sampler import DrawnTokens, SamplingRow
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
-from loraplex.memory.care.recovery import DOUBT_INTERVAL_S
+from loraplex.memory.care.health import DOUBT_INTERVAL_S
 from loraplex.text.processor import InputProcessor, ModelLimits, OutputProcessor, _Completion
 from tests.engine.driver import Driver
 from tests.engine.test_caretaker import poison, settle

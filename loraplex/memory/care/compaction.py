@@ -1,7 +1,7 @@
 """Extents moved out of sparse chunks, so that the chunks go back to the arena.
 
 A move copies the bytes, writes the new place into the record of the weights and the rows of the slot table, and retires the old
-extent (retired.py): a step in flight still finds it. What is being loaded, copied or checked stays where it is, and while a step is
+extent (RetiredMemory): a step in flight still finds it. What is being loaded, copied or checked stays where it is, and while a step is
 in flight so does what it may read. Moves within a GPU are enqueued in the order of the steps. The lock is held for the moves of one
 chunk at a time.
 """
@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 from loraplex.core import Tier
 from loraplex.events import EventKind, EventLog
-from loraplex.memory.care.moves import Move
 from loraplex.memory.residency.records import StoredWeights
 from loraplex.memory.residency.store import WeightStore
 from loraplex.memory.residency.tiers import Place
 from loraplex.memory.space.arena import Extent
-from loraplex.memory.space.pool import LoRAMemoryPool
+from loraplex.memory.space.pool import LoRAMemoryPool, Move
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     source -> loading -> host -> arriving -> device       (on a CPU host -> device at once: nothing is copied)
        ^_________________ |  ^_______________ |           evict: one tier down; drop: the record goes
 
-What is arriving has its rows in the slot table: requests run on it, and their steps wait for its layers one by one (arrivals.py).
+What is arriving has its rows in the slot table: requests run on it, and their steps wait for its layers one by one (copies.StepGate).
 
 Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot.
 """
@@ -19,8 +19,8 @@ from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterResidency, AdapterSpec, Tier, WaitsFor
 from loraplex.errors import AdapterNotFoundError, LoraplexError
 from loraplex.events import Detail, EventKind, EventLog
-from loraplex.memory.residency.arrivals import Arriving
 from loraplex.memory.residency.tiers import Place
+from loraplex.memory.weights.copies import Arriving
 from loraplex.memory.weights.packing import PackedLayout
 
 

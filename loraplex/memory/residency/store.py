@@ -5,23 +5,32 @@ How weights come nearer is in transfers.py. Everything here is called with `lock
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from loraplex.core import Tier, WaitsFor
-from loraplex.errors import DeviceLostError, EngineShutdownError, LoraplexError
+from loraplex.adapters.weights import LoRAModel
+from loraplex.core import AdapterSpec, Tier, WaitsFor
+from loraplex.errors import (
+    AdapterConflictError,
+    AdapterNoRoomError,
+    AdapterNotFoundError,
+    AdapterTooLargeError,
+    DeviceLostError,
+    EngineShutdownError,
+    LoraplexError,
+)
 from loraplex.events import EventKind, EventLog
 from loraplex.kernels.checksum import Checksums, checksums
 from loraplex.memory.care.prediction import PrefetchLedger
-from loraplex.memory.residency.arrivals import Arriving
-from loraplex.memory.residency.compressed_copies import CompressedCopies
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights, WeightState, tell
-from loraplex.memory.residency.room import Room
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Place
-from loraplex.memory.space.retired import RetiredMemory
+from loraplex.memory.space.pool import RetiredMemory
 from loraplex.memory.stats import MemoryCounters, MemoryStats
-from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
+from loraplex.memory.weights.compression import CompressedCopies
+from loraplex.memory.weights.copies import Arriving, CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
 
 
@@ -238,3 +247,290 @@ class WeightStore:
         with self.lock:
             self.is_closed = True
             self.lock.notify_all()
+
+
+# ---------------------------------------------------------------------------------------------------------------- room
+
+
+class Room:
+    """Decisions over both tiers; it moves nothing. The caller holds the manager's lock."""
+
+    def __init__(
+        self, host: HostCache, device: DeviceCache, retired: RetiredMemory, weights: Mapping[str, StoredWeights]
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._retired = retired
+        self._weights = weights
+        self._promises: dict[Tier, StoredWeights] = {}
+        self.pass_id = 0
+
+    # ------------------------------------------------------------------------------------------------------- promises
+
+    def promise(self, cache: Budget, weights: StoredWeights) -> None:
+        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it is asked for."""
+        if self.promised(cache) is None:
+            self._promises[cache.tier] = weights
+
+    def promised(self, cache: Budget) -> StoredWeights | None:
+        """Whom the next free memory of `cache` is for."""
+        weights = self._promises.get(cache.tier)
+        is_due = weights is not None and weights.job is None and not _holds(cache, weights)
+        if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
+            return weights
+        self._promises.pop(cache.tier, None)
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ who may leave
+
+    def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
+        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
+        if not cache.policy.evicts:
+            return
+        for is_on_device in (True,) if cache is self._device else (False, True):
+            for each in self._held(cache):
+                if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
+                    yield each
+
+    def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
+        """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
+        leaving: list[StoredWeights] = []
+        used_bytes, num_adapters = cache.used_bytes, cache.num_adapters
+        while not cache.allows(nbytes, used_bytes, num_adapters):
+            victim = next(candidates, None)
+            if victim is None:
+                return None
+            leaving.append(victim)
+            used_bytes -= victim.nbytes
+            num_adapters -= 1
+        return leaving
+
+    def victims_for(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The first unpinned ones of `in_use` whose release would make room for `wanted`; [] if none would."""
+        if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
+            return []
+        caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
+        victims: list[StoredWeights] = []
+        for cache in caches:
+            more = self._in_the_way(cache, wanted, in_use, victims)
+            if more is None:
+                return []
+            victims += more
+        return victims or self._holders_beside_kv(wanted, in_use)
+
+    def _holders_beside_kv(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The budget has room and the KV cache has the memory: those whose end gives as much of either back."""
+        cache = self._device if wanted.host is not None else self._host
+        victims: list[StoredWeights] = []
+        for each in in_use if self._is_kv_in_the_way(cache) else ():
+            if (
+                _holds(cache, each)
+                and each is not wanted
+                and _can_give_way(each)
+                and sum(v.nbytes for v in victims) < wanted.nbytes
+            ):
+                victims.append(each)
+        return victims
+
+    def _is_kv_in_the_way(self, cache: Budget) -> bool:
+        pool = self._device.pool if cache is self._device else self._host.pool
+        return pool is not None and pool.is_kv_in_the_way
+
+    def _in_the_way(
+        self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
+    ) -> list[StoredWeights] | None:
+        freely = list(self.candidates(cache, wanted, Demand("request")))
+        gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
+        running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
+        chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+        return None if chosen is None else [each for each in chosen if each not in gone]
+
+    def _held(self, cache: Budget) -> Iterator[StoredWeights]:
+        return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
+
+    def _is_queued(self, digest: str) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last."""
+        return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
+
+    def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
+        is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device
+        if is_spare_copy:
+            return weights.is_at_rest
+        is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
+        return weights.is_idle and not is_wanted
+
+    # ---------------------------------------------------------------------------------------------------- what is refused
+
+    def is_coming(self, wanted: StoredWeights) -> bool:
+        """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
+        others = (each for each in self._weights.values() if each is not wanted)
+        return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
+
+    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
+        """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
+        if self._retired.nbytes or self.promised(cache) not in (None, wanted):
+            return
+        if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
+            return  # requests end, and the KV cache gives back
+        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
+        can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
+        is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
+        if not (cache.policy.evicts and can_fit and is_in_motion):
+            raise self.no_room(cache, wanted, name, nbytes)
+
+    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+        if weights.layout is None or weights.num_pinned:
+            return
+        pinned = self._pinned(weights)
+        pinned_bytes = sum(each.nbytes for each in pinned)
+        if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
+            raise AdapterNoRoomError(
+                f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
+                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
+                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
+            )
+
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Raises AdapterTooLargeError when an empty tier would not hold the adapter."""
+        for cache in (self._device, self._host):
+            if nbytes > cache.max_bytes:
+                raise AdapterTooLargeError(
+                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
+                    f"bytes; raise {cache.setting} or use a lower rank"
+                )
+
+    def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
+        held = [each for each in self._held(cache) if each is not wanted]
+        pinned = sum(each.nbytes for each in held if each.num_pinned)
+        in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
+        bound = (
+            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
+        )
+        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        if cache.fits(nbytes):
+            has_kv = self._is_kv_in_the_way(cache)
+            rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
+        return AdapterNoRoomError(
+            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
+            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
+            f"unpin or evict another adapter, or raise {cache.setting}"
+        )
+
+    def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:
+        return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
+
+    def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
+        return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
+
+
+def _holds(cache: Budget, weights: StoredWeights) -> bool:
+    return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
+
+
+def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
+    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
+    return cache is device or device.pool is None
+
+
+def _is_soon_at_rest(weights: StoredWeights) -> bool:
+    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
+    job = weights.job
+    return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
+
+
+def _can_give_way(weights: StoredWeights) -> bool:
+    is_draining = any(adapter.is_removed for adapter in weights.adapters.values())
+    return weights.num_running > 0 and weights.num_pinned == 0 and weights.is_at_rest and not is_draining
+
+
+def _is_settled(weights: StoredWeights, pass_id: int) -> bool:
+    """Nothing about it will change by itself: it is idle or pinned, and no request asked for it in this pass."""
+    return (weights.is_idle and weights.wanted_in_pass != pass_id) or weights.num_pinned > 0
+
+
+# ----------------------------------------------------------------------------------------------------- adapter records
+
+
+class AdapterRecords:
+    """Called with the store's lock held. open_weights: reads the source of a spec, in any thread."""
+
+    def __init__(self, store: WeightStore, open_weights: Callable[[AdapterSpec], LoRAModel]) -> None:
+        self._store = store
+        self._open_weights = open_weights
+        self.draining: dict[int, StoredAdapter] = {}
+
+    def get(self, adapter_id: int) -> StoredAdapter:
+        """One that resolves; raises AdapterNotFoundError."""
+        adapter = self._store.adapters.get(adapter_id)
+        if adapter is None:
+            raise AdapterNotFoundError(f"adapter id {adapter_id} is unknown; add the adapter first")
+        return adapter
+
+    def in_use(self, adapter_id: int) -> StoredAdapter:
+        """One that a request runs on, removed or not."""
+        return self.draining.get(adapter_id) or self.get(adapter_id)
+
+    def spec_of(self, adapter: AdapterSpec | LoRAModel) -> tuple[AdapterSpec, Callable[[], LoRAModel]]:
+        """The spec, and what reads its weights."""
+        if isinstance(adapter, AdapterSpec):
+            return adapter, partial(self._open_weights, adapter)
+        digest, name = adapter.adapter_digest, str(adapter.adapter_id)
+        spec = AdapterSpec(adapter.adapter_id, name, 1, digest, "", adapter.nbytes, adapter.rank)
+        return spec, lambda: adapter  # the caller's object is its source
+
+    def known(self, spec: AdapterSpec) -> StoredAdapter | None:
+        """The adapter of that id, if it is there with the same content; raises AdapterConflictError for another one."""
+        draining = self.draining.get(spec.adapter_id)
+        known = self._store.adapters.get(spec.adapter_id)
+        if draining is not None:
+            raise AdapterConflictError(
+                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {draining.name!r} of the same id "
+                f"{spec.adapter_id}; take another id or wait for them"
+            )
+        if known is not None and known.weights.digest != spec.adapter_digest:
+            raise AdapterConflictError(
+                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another content; "
+                "take another id or remove that one first"
+            )
+        return known
+
+    def attach(self, spec: AdapterSpec, opener: Callable[[], LoRAModel]) -> StoredAdapter:
+        """A new record over the weights of its content."""
+        weights = self._store.weights_of(spec.adapter_digest)
+        adapter = StoredAdapter(spec, opener, weights)
+        weights.adapters[spec.adapter_id] = adapter
+        self._store.adapters[spec.adapter_id] = adapter
+        return adapter
+
+    def attach_unread(self, specs: Sequence[AdapterSpec]) -> None:
+        """Records of adapters that nobody has read; known ones are passed over."""
+        for spec in specs:
+            if self.known(spec) is None:
+                self.attach(*self.spec_of(spec)).is_attached = True
+
+    def remove(self, adapter: StoredAdapter) -> None:
+        """It resolves no more; its weights go now, or with its last request."""
+        del self._store.adapters[adapter.adapter_id]
+        adapter.set_pinned(False)
+        adapter.is_removed = True
+        if adapter.num_running:
+            self.draining[adapter.adapter_id] = adapter
+        else:
+            self._detach(adapter)
+
+    def end_draining(self, adapter: StoredAdapter) -> None:
+        """The last request of a removed adapter has ended."""
+        del self.draining[adapter.adapter_id]
+        self._detach(adapter)
+
+    def _detach(self, adapter: StoredAdapter) -> None:
+        weights: StoredWeights = adapter.weights
+        del weights.adapters[adapter.adapter_id]
+        if not weights.adapters:
+            self._store.drop(weights)

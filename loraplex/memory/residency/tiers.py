@@ -20,12 +20,11 @@ from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget, Tier
 from loraplex.errors import ConfigError
 from loraplex.kernels.plan import SlotImage, SlotTable
-from loraplex.memory.residency.compressed_copies import HOST_SHARE, CompressedCopies
 from loraplex.memory.residency.eviction import EvictionPolicy, get_policy
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.stats import TierStats
-from loraplex.memory.weights.compression import get_compression
+from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
 from loraplex.memory.weights.packing import PackedLayout, Packer
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from loraplex.core import Tier
 from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.care.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
-from loraplex.memory.care.recovery import BACKOFF_S
+from loraplex.memory.care.health import BACKOFF_S
 from loraplex.memory.weights.copies import Arrival
 from tests.memory.rig import Rig, make_model
 

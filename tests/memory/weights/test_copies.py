@@ -13,8 +13,8 @@ from loraplex.core import Tier
 from loraplex.errors import AdapterUnavailableError, DeviceLostError
 from loraplex.events import EventKind
 from loraplex.kernels.checksum import checksum
-from loraplex.memory.residency.promote import MAX_FAILED_COPIES
 from loraplex.memory.residency.records import StoredWeights, WeightState
+from loraplex.memory.residency.transfers import MAX_FAILED_COPIES
 from loraplex.memory.weights.copies import CudaCopies, SynchronousCopies, copies_for
 from tests.memory.fake_copies import FakeArrival, FakeCopies
 from tests.memory.rig import TARGETS, Rig, make_model

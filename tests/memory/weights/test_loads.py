@@ -25,9 +25,8 @@ from loraplex.errors import (
     AdapterWeightsMissingError,
     EngineShutdownError,
 )
-from loraplex.memory.residency.jobs import FAILURE_TTL_S
-from loraplex.memory.residency.promote import MAX_FAILED_COPIES
 from loraplex.memory.residency.records import LoadJob
+from loraplex.memory.residency.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
 from loraplex.memory.weights.copies import SynchronousCopies
 from loraplex.memory.weights.loading import LoaderThreads
 from tests.memory.rig import Rig, make_model
