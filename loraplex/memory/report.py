@@ -5,21 +5,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from loraplex.memory.residency.store import WeightStore
+from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Arena
-from loraplex.memory.stats import MemoryStats, TierStats
+from loraplex.memory.stats import MemoryLog, MemoryStats, TierStats
 from loraplex.memory.weights.compression import CompressedCopies
+from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 
 
-def memory_report(store: WeightStore, stats: MemoryStats, quarantined: Mapping[int, str]) -> MemoryReport:
-    """`stats` are of `store`; quarantined: adapter id -> why."""
-    counters, ledger, compressed, arena = stats.counters, store.ledger, store.compressed, store.host.pool.arena
-    disk = None if store.disk is None else store.disk.stats()
+def memory_report(
+    tiers: Tiers,
+    log: MemoryLog,
+    disk_cache: DiskCache | None,
+    compressed: CompressedCopies | None,
+    stats: MemoryStats,
+    quarantined: Mapping[int, str],
+) -> MemoryReport:
+    """quarantined: adapter id -> why."""
+    counters, ledger, arena = stats.counters, log.ledger, tiers.host.pool.arena
+    disk = None if disk_cache is None else disk_cache.stats()
     return MemoryReport(
         tiers=(
             _tier(stats.device, stats.committed_bytes),
-            _tier(stats.host, stats.committed_bytes if store.is_shared else stats.loading_bytes),
+            _tier(stats.host, stats.committed_bytes if tiers.is_shared else stats.loading_bytes),
             *([] if compressed is None else [_compressed_tier(compressed)]),
             *([] if disk is None else [TierReport("disk", disk.used_bytes, disk.max_bytes, disk.num_files, 0.0)]),
         ),

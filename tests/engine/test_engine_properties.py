@@ -167,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=is_prefix_caching,
         )
         self.driver.engine._runner._kv.fill_(math.nan)
-        self.pool = self.driver.engine.adapters._store.host.pool
+        self.pool = self.driver.engine.adapters._residency.tiers.host.pool
         self.pool.poison()
         self.directory = TemporaryDirectory()
         self.sources: dict[str, str | None] = {}
@@ -396,7 +396,7 @@ def test_verbs_in_threads_beside_the_steps(
         lora = replace(lora, adapter_floor=largest)
         shared = {"device_memory": 3 * largest + 12 * KV_BLOCK_BYTES, "block_size": BLOCK_SIZE}
     driver = Driver(world.base, lora, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24, **shared)
-    driver.engine.adapters._store.host.pool.poison()
+    driver.engine.adapters._residency.tiers.host.pool.poison()
     content_of = {digest_of(driver, path): name for name, path in world.contents.items()}
     errors: list[BaseException] = []
     threads = [threading.Thread(target=churn, args=(driver, world, tmp_path, i, errors)) for i in range(3)]

@@ -234,10 +234,10 @@ class Rig:
             loader=self.loader,
             on_digest_dropped=self.dropped.append,
         )
-        store = self.manager._store
-        store.host.pool.poison()
-        if store.device.pool is not None:
-            store.device.pool.poison()
+        store = self.manager._residency
+        store.tiers.host.pool.poison()
+        if store.tiers.device.pool is not None:
+            store.tiers.device.pool.poison()
 
     @staticmethod
     def packed_nbytes(model: LoRAModel) -> int:

@@ -1,298 +1,220 @@
-"""Which weights go first when room is needed. A policy sees keys, their bytes and what it costs to have them back, never tiers.
+"""Which weights leave a tier so that another can come in, and what is said when none can.
 
-A tier tells its policy who enters, who is used, who leaves; the room asks for the order and skips what may not go (running, pinned,
-loading). Policies are chosen by name:
-
-    lru          the least recently used goes first
-    lfu          the least often used
-    fifo         the first that entered
-    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a victim's highest value
-    cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
-    none         nothing goes by itself
-
-A `use` is a request that gets the weights: one each. A `touch` is any other sign that somebody looks at them, however often (a waiting
-request asks in every step), and says something of recency alone.
+Never leaves: what runs, is pinned, is being loaded or copied; and for a request, what was asked for earlier in the same
+scheduling pass (so requests that want more than fits are served in turn instead of evicting each other again and again).
+The host tier gives up what is only there first, then what is on the device too. The order is a policy's (policies.py).
 """
 
 from __future__ import annotations
 
-import math
-import time
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
-from loraplex.errors import ConfigError
-
-IsQueued = Callable[[str], bool]
-
-HALF_LIFE_S = 300.0
-"""After this long a use counts half. From 1 to 20 requests a second `benchmarks/eviction.py` loads least with it, or nearly:
-a minute forgets who comes back regularly, 20 minutes hold on to what was popular once."""
-
-READ_BYTES_PER_S = 1e9
-"""A reload that was never timed is taken to read this fast."""
-
-MIN_RELOAD_S = 1e-4
-"""A reload is never free: below this, what was timed is the clock's grain."""
-
-MIN_GHOSTS = 4096
-GHOSTS_PER_KEY = 4
-"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times those in the tier if that is more."""
+from loraplex.core import Tier, WaitsFor
+from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
+from loraplex.memory.residency.records import Demand, StoredWeights
+from loraplex.memory.residency.tiers import Budget, DeviceCache, Tiers
+from loraplex.memory.space.pool import RetiredMemory
 
 
-class EvictionPolicy(Protocol):
-    """The keys of one tier. Not thread-safe: the manager calls it under its lock."""
+class Room:
+    """Decisions over both tiers; it moves nothing. Not thread-safe: the store calls it under its lock.
+
+    pass_id: of the scheduling pass; the store counts it.
+    """
+
+    def __init__(self, tiers: Tiers, retired: RetiredMemory, weights: Mapping[str, StoredWeights]) -> None:
+        self._host = tiers.host
+        self._device = tiers.device
+        self._retired = retired
+        self._weights = weights
+        self._promises: dict[Tier, StoredWeights] = {}
+        self.pass_id = 0
+
+    # ------------------------------------------------------------------------------------------------------- promises
+
+    def promise(self, cache: Budget, weights: StoredWeights) -> None:
+        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it is asked for."""
+        if self.promised(cache) is None:
+            self._promises[cache.tier] = weights
+
+    def promised(self, cache: Budget) -> StoredWeights | None:
+        """Whom the next free memory of `cache` is for."""
+        weights = self._promises.get(cache.tier)
+        is_due = weights is not None and weights.job is None and not _holds(cache, weights)
+        if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
+            return weights
+        self._promises.pop(cache.tier, None)
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ who may leave
+
+    def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
+        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
+        if not cache.policy.evicts:
+            return
+        for is_on_device in (True,) if cache is self._device else (False, True):
+            for each in self._held(cache):
+                if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
+                    yield each
+
+    def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
+        """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
+        leaving: list[StoredWeights] = []
+        used_bytes, num_adapters = cache.used_bytes, cache.num_adapters
+        while not cache.allows(nbytes, used_bytes, num_adapters):
+            victim = next(candidates, None)
+            if victim is None:
+                return None
+            leaving.append(victim)
+            used_bytes -= victim.nbytes
+            num_adapters -= 1
+        return leaving
+
+    def victims_for(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The first unpinned ones of `in_use` whose release would make room for `wanted`; [] if none would."""
+        if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
+            return []
+        caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
+        victims: list[StoredWeights] = []
+        for cache in caches:
+            more = self._in_the_way(cache, wanted, in_use, victims)
+            if more is None:
+                return []
+            victims += more
+        return victims or self._holders_beside_kv(wanted, in_use)
+
+    def _holders_beside_kv(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
+        """The budget has room and the KV cache has the memory: those whose end gives as much of either back."""
+        cache = self._device if wanted.host is not None else self._host
+        victims: list[StoredWeights] = []
+        for each in in_use if self._is_kv_in_the_way(cache) else ():
+            if (
+                _holds(cache, each)
+                and each is not wanted
+                and _can_give_way(each)
+                and sum(v.nbytes for v in victims) < wanted.nbytes
+            ):
+                victims.append(each)
+        return victims
+
+    def _is_kv_in_the_way(self, cache: Budget) -> bool:
+        pool = self._device.pool if cache is self._device else self._host.pool
+        return pool is not None and pool.is_kv_in_the_way
+
+    def _in_the_way(
+        self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
+    ) -> list[StoredWeights] | None:
+        freely = list(self.candidates(cache, wanted, Demand("request")))
+        gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
+        running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
+        chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
+        return None if chosen is None else [each for each in chosen if each not in gone]
+
+    def _held(self, cache: Budget) -> Iterator[StoredWeights]:
+        return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
+
+    def _is_queued(self, digest: str) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last."""
+        return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
+
+    def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
+        is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device
+        if is_spare_copy:
+            return weights.is_at_rest
+        is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
+        return weights.is_idle and not is_wanted
+
+    # ---------------------------------------------------------------------------------------------------- what is refused
+
+    def is_coming(self, wanted: StoredWeights) -> bool:
+        """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
+        others = (each for each in self._weights.values() if each is not wanted)
+        return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
+
+    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
+        """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
+        if self._retired.nbytes or self.promised(cache) not in (None, wanted):
+            return
+        if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
+            return  # requests end, and the KV cache gives back
+        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
+        can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
+        is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
+        if not (cache.policy.evicts and can_fit and is_in_motion):
+            raise self.no_room(cache, wanted, name, nbytes)
+
+    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+        if weights.layout is None or weights.num_pinned:
+            return
+        pinned = self._pinned(weights)
+        pinned_bytes = sum(each.nbytes for each in pinned)
+        if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
+            raise AdapterNoRoomError(
+                f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
+                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
+                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
+            )
+
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Raises AdapterTooLargeError when an empty tier would not hold the adapter."""
+        for cache in (self._device, self._host):
+            if nbytes > cache.max_bytes:
+                raise AdapterTooLargeError(
+                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
+                    f"bytes; raise {cache.setting} or use a lower rank"
+                )
+
+    def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
+        held = [each for each in self._held(cache) if each is not wanted]
+        pinned = sum(each.nbytes for each in held if each.num_pinned)
+        in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
+        bound = (
+            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
+        )
+        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        if cache.fits(nbytes):
+            has_kv = self._is_kv_in_the_way(cache)
+            rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
+        return AdapterNoRoomError(
+            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
+            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
+            f"unpin or evict another adapter, or raise {cache.setting}"
+        )
+
+    def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:
+        return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
+
+    def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
+        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
+        return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
 
     @property
-    def name(self) -> str: ...
+    def pinned_bytes(self) -> int:
+        return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
 
-    @property
-    def evicts(self) -> bool:
-        """Whether anything is ever evicted to make room; if not, a full tier refuses."""
-        ...
 
-    def enter(self, key: str, nbytes: int, reload_s: float | None = None) -> None:
-        """`key` is in the tier from now on, and would take `reload_s` to come back (None: not timed yet). Again: that is known better."""
-        ...
+def _holds(cache: Budget, weights: StoredWeights) -> bool:
+    return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
 
-    def use(self, key: str) -> None:
-        """One request got `key`; that counts for its history also when it is not in the tier."""
-        ...
 
-    def touch(self, key: str) -> None:
-        """Somebody looks at `key`: waits for it, prefetches it, gives it back. Nothing for a key that is not in the tier."""
-        ...
+def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
+    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
+    return cache is device or device.pool is None
 
-    def evict(self, key: str) -> None:
-        """`key` leaves to make room for another."""
-        ...
 
-    def forget(self, key: str) -> None:
-        """`key` is not in the tier any more, for whatever reason; nothing if it never was."""
-        ...
+def _is_soon_at_rest(weights: StoredWeights) -> bool:
+    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
+    job = weights.job
+    return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
 
-    def order(self, is_queued: IsQueued | None = None) -> Iterator[str]:
-        """All keys in the tier, the one that goes first in front. Do not change the policy while iterating.
 
-        is_queued: whether a waiting request asks for a key; a policy may spare those.
-        """
-        ...
+def _can_give_way(weights: StoredWeights) -> bool:
+    is_draining = any(adapter.is_removed for adapter in weights.adapters.values())
+    return weights.num_running > 0 and weights.num_pinned == 0 and weights.is_at_rest and not is_draining
 
 
-# ------------------------------------------------------------------------------------------------------------- in sequence
-
-
-class _Sequence:
-    """Keys one after another, the next to go in front."""
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[str, None] = OrderedDict()
-
-    def enter(self, key: str, nbytes: int, reload_s: float | None = None) -> None:
-        self._keys.setdefault(key)
-
-    def use(self, key: str) -> None:
-        self.touch(key)
-
-    def touch(self, key: str) -> None:
-        if key in self._keys:
-            self._keys.move_to_end(key)
-
-    def evict(self, key: str) -> None:
-        self.forget(key)
-
-    def forget(self, key: str) -> None:
-        self._keys.pop(key, None)
-
-    def order(self, is_queued: IsQueued | None = None) -> Iterator[str]:
-        return iter(self._keys)
-
-
-class LRU(_Sequence):
-    """The least recently used goes first."""
-
-    name = "lru"
-    evicts = True
-
-
-class FIFO(_Sequence):
-    """Who entered first goes first, however much it is used."""
-
-    name = "fifo"
-    evicts = True
-
-    def touch(self, key: str) -> None:
-        pass
-
-
-class NoEviction(_Sequence):
-    """Nothing goes by itself: an adapter is evicted by name only, and a full tier refuses."""
-
-    name = "none"
-    evicts = False
-
-
-# ----------------------------------------------------------------------------------------------------------------- by value
-
-
-@dataclass(slots=True)
-class _Tracked:
-    """A key in the tier. uses: as its policy counts, None before the first. is_used: since it entered. place: its entry in the ranking."""
-
-    uses: float | None
-    seconds_per_byte: float = 0.0
-    is_used: bool = False
-    place: tuple[float, int, str] | None = None
-
-
-class _Ranking:
-    """Keys by value, the lowest first; of equal ones, the one that was ranked first.
-
-    A key that has just entered is valued as if the use that it came for had happened: a newcomer is not the first to go.
-    Ranking a key is a binary search and a move in a flat list; the order is there at any time. By default the value is the number of uses.
-    """
-
-    evicts = True
-
-    def __init__(self) -> None:
-        self._tracked: dict[str, _Tracked] = {}
-        self._places: list[tuple[float, int, str]] = []
-        self._ghosts: OrderedDict[str, float] = OrderedDict()
-        self._num_ranked = 0
-
-    def _count(self, uses: float | None) -> float:
-        """One more use; None: the first."""
-        return (uses or 0.0) + 1.0
-
-    def _value(self, uses: float, seconds_per_byte: float) -> float:
-        return uses
-
-    def enter(self, key: str, nbytes: int, reload_s: float | None = None) -> None:
-        tracked = self._tracked.get(key)
-        if tracked is None:
-            tracked = self._tracked[key] = _Tracked(self._ghosts.pop(key, None))
-        nbytes = max(1, nbytes)
-        seconds = nbytes / READ_BYTES_PER_S if reload_s is None else reload_s
-        tracked.seconds_per_byte = max(MIN_RELOAD_S, seconds) / nbytes
-        self._rank(key, tracked)
-
-    def use(self, key: str) -> None:
-        tracked = self._tracked.get(key)
-        if tracked is None:
-            self._remember(key, self._count(self._ghosts.pop(key, None)))
-        else:
-            tracked.uses, tracked.is_used = self._count(tracked.uses), True
-            self._rank(key, tracked)
-
-    def touch(self, key: str) -> None:
-        pass
-
-    def evict(self, key: str) -> None:
-        self.forget(key)
-
-    def forget(self, key: str) -> None:
-        tracked = self._tracked.pop(key, None)
-        if tracked is not None:
-            self._unrank(tracked)
-            if tracked.uses is not None:
-                self._remember(key, tracked.uses)
-
-    def order(self, is_queued: IsQueued | None = None) -> Iterator[str]:
-        return (key for _, _, key in self._places)
-
-    def _rank(self, key: str, tracked: _Tracked) -> None:
-        self._unrank(tracked)
-        uses = tracked.uses if tracked.is_used and tracked.uses is not None else self._count(tracked.uses)
-        self._num_ranked += 1
-        tracked.place = (self._value(uses, tracked.seconds_per_byte), self._num_ranked, key)
-        insort(self._places, tracked.place)
-
-    def _unrank(self, tracked: _Tracked) -> None:
-        if tracked.place is not None:
-            del self._places[bisect_left(self._places, tracked.place)]
-
-    def _remember(self, key: str, uses: float) -> None:
-        self._ghosts[key] = uses
-        while len(self._ghosts) > max(MIN_GHOSTS, GHOSTS_PER_KEY * len(self._tracked)):
-            self._ghosts.popitem(last=False)
-
-
-class LFU(_Ranking):
-    """The least often used goes first."""
-
-    name = "lfu"
-
-
-class GDSF(_Ranking):
-    """value := clock at the last use + uses * reload seconds / bytes; clock := the highest value of a victim so far.
-
-    So what was valued long ago falls behind what is used now.
-    """
-
-    name = "gdsf"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = 0.0
-
-    def _value(self, uses: float, seconds_per_byte: float) -> float:
-        return self._clock + uses * seconds_per_byte
-
-    def evict(self, key: str) -> None:
-        tracked = self._tracked.get(key)
-        if tracked is not None and tracked.place is not None:
-            self._clock = max(self._clock, tracked.place[0])
-        self.forget(key)
-
-
-class CostAware(_Ranking):
-    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes after everything else.
-
-    All values decay by one factor, so their order does not change with time: kept is log2(sum of 2^(use_s / half_life_s)), which no
-    passing of time can overflow. A queued request's use is certain and near; what the others' counts say is less than that.
-    """
-
-    name = "cost_aware"
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic, half_life_s: float = HALF_LIFE_S) -> None:
-        super().__init__()
-        self._clock = clock
-        self._half_life_s = half_life_s
-
-    def _count(self, uses: float | None) -> float:
-        now = self._clock() / self._half_life_s
-        if uses is None:
-            return now
-        return max(uses, now) + math.log2(1 + 2 ** -abs(uses - now))
-
-    def _value(self, uses: float, seconds_per_byte: float) -> float:
-        return uses + math.log2(seconds_per_byte)
-
-    def order(self, is_queued: IsQueued | None = None) -> Iterator[str]:
-        queued = []
-        for _, _, key in self._places:
-            if is_queued is not None and is_queued(key):
-                queued.append(key)
-            else:
-                yield key
-        yield from queued
-
-
-POLICIES: Mapping[str, Callable[[Callable[[], float]], EvictionPolicy]] = {
-    "lru": lambda clock: LRU(),
-    "lfu": lambda clock: LFU(),
-    "fifo": lambda clock: FIFO(),
-    "gdsf": lambda clock: GDSF(),
-    "cost_aware": CostAware,
-    "none": lambda clock: NoEviction(),
-}
-
-
-def get_policy(name: str, clock: Callable[[], float] = time.monotonic) -> EvictionPolicy:
-    """A new policy of that name, for one tier; `clock` tells seconds. Raises ConfigError for any other name."""
-    if name not in POLICIES:
-        raise ConfigError(f"eviction_policy must be one of {tuple(POLICIES)}, got {name!r}")
-    return POLICIES[name](clock)
+def _is_settled(weights: StoredWeights, pass_id: int) -> bool:
+    """Nothing about it will change by itself: it is idle or pinned, and no request asked for it in this pass."""
+    return (weights.is_idle and weights.wanted_in_pass != pass_id) or weights.num_pinned > 0

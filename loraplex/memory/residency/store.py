@@ -1,536 +1,544 @@
-"""Weights by content digest: what is in which tier, who uses it, and how it leaves: demote, evict, drop.
+"""The residency of weights by content digest: the state machine, and the only lock.
 
-How weights come nearer is in transfers.py. Everything here is called with `lock` held, except where it says otherwise.
+    begin_load      SOURCE -> LOADING                    its host room is taken: here, or by `reserve` when the size is known
+    loaded          LOADING -> HOST or SOURCE            SOURCE: there was no room, so that only the layout was learnt
+    publish_shared  HOST -> DEVICE                       one memory (a CPU): rows of the slot table, nothing is copied
+    begin_copy      HOST, ARRIVING -> ARRIVING           room on the device, copies under way, rows written; again: to another place
+    landed          ARRIVING -> DEVICE
+    leave_device    ARRIVING, DEVICE -> HOST or SOURCE   SOURCE: the host has no copy
+    leave_host      LOADING, HOST, DEVICE -> SOURCE      DEVICE stays when the device has a copy of its own
+
+These write `StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure`; no other file does. How weights come nearer is in
+transfers.py, which of them leave for others in eviction.py. The lock is a condition: it is notified when a load ends and when room
+comes back. Public methods take it; `_locked` in a name means that it is held.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
 from loraplex.adapters.weights import LoRAModel
-from loraplex.core import AdapterSpec, Tier, WaitsFor
-from loraplex.errors import (
-    AdapterConflictError,
-    AdapterNoRoomError,
-    AdapterNotFoundError,
-    AdapterTooLargeError,
-    DeviceLostError,
-    EngineShutdownError,
-    LoraplexError,
+from loraplex.core import AdapterSpec, Tier
+from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShutdownError, LoraplexError
+from loraplex.events import EventKind
+from loraplex.memory.care.integrity import check_integrity
+from loraplex.memory.residency.eviction import Room
+from loraplex.memory.residency.records import (
+    Demand,
+    LoadFailure,
+    LoadJob,
+    Place,
+    StoredAdapter,
+    StoredWeights,
+    WeightState,
 )
-from loraplex.events import EventKind, EventLog
-from loraplex.kernels.checksum import Checksums, checksums
-from loraplex.memory.care.prediction import PrefetchLedger
-from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights, WeightState, tell
-from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Place
+from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers
+from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
-from loraplex.memory.stats import MemoryCounters, MemoryStats
+from loraplex.memory.stats import MemoryLog, MemoryStats, memory_stats
 from loraplex.memory.weights.compression import CompressedCopies
-from loraplex.memory.weights.copies import Arriving, CopyEngine, SynchronousCopies
+from loraplex.memory.weights.copies import Arriving, StepGate
 from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.memory.weights.packing import PackedLayout
 
 
 class WeightStore:
-    """The residency of every digest. `lock` is a condition: it is notified when a load ends and when room comes back."""
+    """compressed, disk: where weights may rest outside the memory that kernels read."""
 
     def __init__(
         self,
-        host: HostCache,
-        device: DeviceCache,
+        tiers: Tiers,
         clock: Callable[[], float],
-        events: EventLog,
+        log: MemoryLog,
         disk: DiskCache | None = None,
         compressed: CompressedCopies | None = None,
-        copies: CopyEngine | None = None,
-        host_checksums: Checksums = checksums,
     ) -> None:
-        self.lock = threading.Condition(threading.Lock())
-        self.host = host
-        self.device = device
+        self._lock = threading.Condition(threading.Lock())
+        self.tiers = tiers
+        self.clock = clock
+        self.log = log
         self.disk = disk
         self.compressed = compressed
-        self.is_shared = device.pool is None  # both tiers are one memory
-        self.copies = copies or SynchronousCopies()
-        self.host_checksums = host_checksums
-        self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
-        self.faults: dict[str, LoraplexError] = {}  # by digest: requests run on what is not to be used; they are to end
-        self.retired = RetiredMemory(host.pool if device.pool is None else device.pool)
+        self.retired = RetiredMemory(tiers.pool_of(Tier.DEVICE))
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
+        self.draining: dict[int, StoredAdapter] = {}  # removed ones on which requests still run
         self.weights: dict[str, StoredWeights] = {}
-        self.room = Room(host, device, self.retired, self.weights)
-        self.counters = MemoryCounters()
-        self.ledger = PrefetchLedger()
-        self.dropped: list[str] = []  # contents that are gone: the KV cache is to be told
-        self.suspect: list[str] = []  # contents that may have computed wrong KV
-        self.alarm: Callable[[str], None] = lambda reason: None  # told when memory cannot be allocated
-        self.is_closed = False
-        self.device_lost: DeviceLostError | None = None
-        self.events = events
-        self.clock = clock
+        self.room = Room(tiers, self.retired, self.weights)
+        self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
+        self._dropped: list[str] = []  # contents that are gone: the KV cache is to be told
+        self._suspect: list[str] = []  # contents that may have computed wrong KV
+        self._is_closed = False
 
-    def weights_of(self, digest: str) -> StoredWeights:
-        return self.weights.setdefault(digest, StoredWeights(digest))
+    # --------------------------------------------------------------------------------------------------------------- the lock
 
-    def touch(self, weights: StoredWeights) -> None:
-        """Looked at now. A request that gets the weights is a use (`acquire`): that happens once, this with every ask."""
-        weights.last_used_s = self.clock()
-        self.host.policy.touch(weights.digest)
-        self.device.policy.touch(weights.digest)
+    def held(self) -> AbstractContextManager[object]:
+        """The lock, for what takes several steps: with it, methods with `_locked` in their names may be called."""
+        return self._lock
 
-    def acquire(self, adapter: StoredAdapter) -> None:
-        """One more running request; its weights are on the device."""
-        weights = adapter.weights
-        adapter.count_running(1)
-        self.host.policy.use(weights.digest)
-        self.device.policy.use(weights.digest)
-        self.counters.num_misses += weights.has_missed
-        self.counters.num_hits += not weights.has_missed
-        (self.ledger.missed if weights.is_cold else self.ledger.used)(weights.digest)
-        self.counters.found[weights.brought_from or (Tier.HOST if weights.has_missed else Tier.DEVICE).value] += 1
-        weights.has_missed = weights.is_cold = False
-        weights.brought_from = None
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Sleep until a load ends or room comes back."""
+        with self._lock:
+            self._lock.wait(timeout_s)
 
-    def release(self, adapter: StoredAdapter) -> None:
-        adapter.count_running(-1)
-        self.touch(adapter.weights)
-        if adapter.weights.num_running == 0:
-            self.lock.notify_all()
-
-    def stats(self, num_adapters: int) -> MemoryStats:
-        everything, counters = list(self.weights.values()), self.counters
-        return MemoryStats(
-            device=self.device.stats(),
-            host=self.host.stats(),
-            pinned_bytes=self.room.pinned_bytes,
-            in_use_bytes=sum(each.nbytes for each in everything if each.num_running),
-            committed_bytes=sum(each.nbytes for each in everything if each.num_running or each.num_pinned),
-            loading_bytes=sum(each.nbytes for each in everything if each.job is not None and each.layout is not None),
-            retiring_bytes=self.retired.nbytes,
-            num_adapters=num_adapters,
-            num_loading=sum(each.job is not None for each in everything),
-            num_waiting={cause: sum(self.room.is_waiting(each, cause) for each in everything) for cause in WaitsFor},
-            fragmentation=self.host.pool.stats().fragmentation,
-            counters=replace(counters, loads=counters.loads.copy(), evictions=counters.evictions.copy()),
-        )
-
-    # ------------------------------------------------------------------------------------------------ away from the device
-
-    def evict_to_source(self, weights: StoredWeights) -> None:
-        """Out of memory; the source is read again by need."""
-        if weights.device is not None:
-            self.leave_device(weights)
-        self.leave_host(weights)
-
-    def resting_tier(self, weights: StoredWeights) -> Tier:
-        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its source."""
-        if self.compressed is not None and self.compressed.get(weights.digest) is not None:
-            return Tier.HOST
-        return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
-
-    def forget_copies(self, weights: StoredWeights) -> None:
-        """Drop the compressed copy and the disk tier's."""
-        if self.compressed is not None:
-            self.compressed.drop(weights.digest)
-        if self.disk is not None:
-            self.disk.drop(weights.digest)
-
-    def drop(self, weights: StoredWeights) -> None:
-        """Nobody has this content any more: every tier is freed, and the KV cache is told. A job or reader does it at its end."""
-        if not weights.is_at_rest:
-            return
-        self.evict_to_source(weights)
-        self.forget_copies(weights)
-        tell(self.events, EventKind.DROP, weights, "is gone from every tier")
-        del self.weights[weights.digest]
-        self.faults.pop(weights.digest, None)
-        self.dropped.append(weights.digest)
-        self.counters.num_drops += 1
-        self.lock.notify_all()
-
-    def take(
-        self, cache: HostCache | DeviceCache, weights: StoredWeights, sizes: tuple[int, ...], demand: Demand
-    ) -> Place | None:
-        """A place in `cache`, for which as few others as needed leave; None, and nobody left, when that is not enough.
-
-        While freed memory is retired, nobody leaves for lack of pieces: waiting for it may be enough. For a request it is then
-        promised, or those who ask later in the pass would take it, and each would evict the other for ever.
-        """
-        nbytes = sum(sizes)
-        if demand.is_for_request and self.room.promised(cache) not in (None, weights):
-            return None
-        leaving = self.room.fewest(cache, nbytes, self.room.candidates(cache, weights, demand))
-        place = None
-        while leaving is not None and place is None:
-            for victim in leaving:
-                self._make_way(victim, cache, demand)
-            try:
-                place = cache.allocate(sizes)
-            except MemoryError as error:  # not for want of room: nobody leaves for it
-                self.alarm(f"no memory for an adapter in the {cache.tier.value} tier: {error}")
-                break
-            is_stuck = place is None and self.retired.nbytes == 0
-            victim_by_fragments = next(self.room.candidates(cache, weights, demand), None) if is_stuck else None
-            leaving = None if victim_by_fragments is None else [victim_by_fragments]
-        if place is not None:
-            cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.host else None)
-        elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
-            weights.wanted_in_pass = self.room.pass_id
-            self.room.promise(cache, weights)
-        return place
-
-    def _make_way(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:
-        is_spare_copy = cache is self.host and victim.is_on_device and not self.is_shared
-        cache.policy.evict(victim.digest)
-        if not is_spare_copy:
-            demand.evicted += [name for name in victim.names if name not in demand.evicted]
-            self.counters.evictions[f"{cache.tier.value}_room"] += 1
-        if cache is self.device:
-            self.leave_device(victim)
-        elif is_spare_copy:
-            self.leave_host(victim)
-        else:
-            self.evict_to_source(victim)
-
-    def wait_for_room(self, cache: Budget, weights: StoredWeights) -> WaitsFor:
-        """ROOM; raises AdapterNoRoomError when no room can come."""
-        name = next(iter(weights.adapters.values())).name
-        self.room.check_can_come(cache, weights, name, weights.nbytes)
-        return WaitsFor.ROOM
-
-    def leave_device(self, weights: StoredWeights) -> None:
-        """Device to host (to source when the host has no copy)."""
-        place, weights.device = weights.device, None
-        assert place is not None
-        assert place.lora_slot is not None
-        assert weights.layout is not None
-        tell(self.events, EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
-        self.arriving.pop(place.lora_slot, None)
-        self.device.free_slot(place.lora_slot)
-        self.device.give(weights.nbytes)
-        self.device.policy.forget(weights.digest)
-        self.retired.retire(place.extents)
-        weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
-
-    def leave_host(self, weights: StoredWeights) -> None:
-        place, weights.host = weights.host, None
-        if place is not None:
-            if weights.layout is not None:
-                tell(self.events, EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
-            self.host.give(sum(extent.nbytes for extent in place.extents))
-            self.host.policy.forget(weights.digest)
-            self.ledger.evicted_unused(weights.digest)
-            weights.brought_from = None
-            if self.is_shared:
-                self.retired.retire(place.extents)
-            else:
-                self.host.pool.free_all(place.extents)
-        if weights.device is None:
-            weights.state = WeightState.SOURCE
-
-    # --------------------------------------------------------------------------------------------------------------- waiting
-
-    def wait(self) -> None:
+    def wait_locked(self) -> None:
         """Until something changes. Raises EngineShutdownError after `close`."""
-        self.lock.wait()
-        self.check_open()
+        self._lock.wait()
+        self.check_open_locked()
 
-    def check_open(self) -> None:
-        if self.is_closed:
+    def check_open_locked(self) -> None:
+        if self._is_closed:
             raise EngineShutdownError("the engine has shut down; its adapters are gone")
 
     def close(self) -> None:
-        """Wake up everybody who waits; they get EngineShutdownError. Takes the lock."""
-        with self.lock:
-            self.is_closed = True
-            self.lock.notify_all()
-
-
-# ---------------------------------------------------------------------------------------------------------------- room
-
-
-class Room:
-    """Decisions over both tiers; it moves nothing. The caller holds the manager's lock."""
-
-    def __init__(
-        self, host: HostCache, device: DeviceCache, retired: RetiredMemory, weights: Mapping[str, StoredWeights]
-    ) -> None:
-        self._host = host
-        self._device = device
-        self._retired = retired
-        self._weights = weights
-        self._promises: dict[Tier, StoredWeights] = {}
-        self.pass_id = 0
-
-    # ------------------------------------------------------------------------------------------------------- promises
-
-    def promise(self, cache: Budget, weights: StoredWeights) -> None:
-        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it is asked for."""
-        if self.promised(cache) is None:
-            self._promises[cache.tier] = weights
-
-    def promised(self, cache: Budget) -> StoredWeights | None:
-        """Whom the next free memory of `cache` is for."""
-        weights = self._promises.get(cache.tier)
-        is_due = weights is not None and weights.job is None and not _holds(cache, weights)
-        if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
-            return weights
-        self._promises.pop(cache.tier, None)
-        return None
-
-    # ------------------------------------------------------------------------------------------------------ who may leave
-
-    def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
-        """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
-        if not cache.policy.evicts:
-            return
-        for is_on_device in (True,) if cache is self._device else (False, True):
-            for each in self._held(cache):
-                if each.is_on_device == is_on_device and each is not wanted and self._may_leave(each, cache, demand):
-                    yield each
-
-    def fewest(self, cache: Budget, nbytes: int, candidates: Iterator[StoredWeights]) -> list[StoredWeights] | None:
-        """The first of `candidates` that must leave before `nbytes` fit; None when all of them would not do."""
-        leaving: list[StoredWeights] = []
-        used_bytes, num_adapters = cache.used_bytes, cache.num_adapters
-        while not cache.allows(nbytes, used_bytes, num_adapters):
-            victim = next(candidates, None)
-            if victim is None:
-                return None
-            leaving.append(victim)
-            used_bytes -= victim.nbytes
-            num_adapters -= 1
-        return leaving
-
-    def victims_for(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
-        """The first unpinned ones of `in_use` whose release would make room for `wanted`; [] if none would."""
-        if wanted.job is not None or wanted.is_on_device or wanted.layout is None:
-            return []
-        caches: list[Budget] = [self._device] if wanted.host is not None else [self._host, self._device]
-        victims: list[StoredWeights] = []
-        for cache in caches:
-            more = self._in_the_way(cache, wanted, in_use, victims)
-            if more is None:
-                return []
-            victims += more
-        return victims or self._holders_beside_kv(wanted, in_use)
-
-    def _holders_beside_kv(self, wanted: StoredWeights, in_use: Sequence[StoredWeights]) -> list[StoredWeights]:
-        """The budget has room and the KV cache has the memory: those whose end gives as much of either back."""
-        cache = self._device if wanted.host is not None else self._host
-        victims: list[StoredWeights] = []
-        for each in in_use if self._is_kv_in_the_way(cache) else ():
-            if (
-                _holds(cache, each)
-                and each is not wanted
-                and _can_give_way(each)
-                and sum(v.nbytes for v in victims) < wanted.nbytes
-            ):
-                victims.append(each)
-        return victims
-
-    def _is_kv_in_the_way(self, cache: Budget) -> bool:
-        pool = self._device.pool if cache is self._device else self._host.pool
-        return pool is not None and pool.is_kv_in_the_way
-
-    def _in_the_way(
-        self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
-    ) -> list[StoredWeights] | None:
-        freely = list(self.candidates(cache, wanted, Demand("request")))
-        gone = freely + [each for each in leaving if each not in freely and _holds(cache, each)]
-        running = (each for each in in_use if each not in gone and _holds(cache, each) and _can_give_way(each))
-        chosen = self.fewest(cache, wanted.nbytes, itertools.chain(gone, running))
-        return None if chosen is None else [each for each in chosen if each not in gone]
-
-    def _held(self, cache: Budget) -> Iterator[StoredWeights]:
-        return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
-
-    def _is_queued(self, digest: str) -> bool:
-        """Whether a request asked for it in vain in this scheduling pass or the last."""
-        return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
-
-    def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
-        is_spare_copy = cache is self._host and self._device.pool is not None and weights.is_on_device
-        if is_spare_copy:
-            return weights.is_at_rest
-        is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
-        return weights.is_idle and not is_wanted
-
-    # ---------------------------------------------------------------------------------------------------- what is refused
-
-    def is_coming(self, wanted: StoredWeights) -> bool:
-        """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
-        others = (each for each in self._weights.values() if each is not wanted)
-        return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
-
-    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
-        """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
-        if self._retired.nbytes or self.promised(cache) not in (None, wanted):
-            return
-        if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
-            return  # requests end, and the KV cache gives back
-        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
-        can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
-        is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
-        if not (cache.policy.evicts and can_fit and is_in_motion):
-            raise self.no_room(cache, wanted, name, nbytes)
-
-    def check_pinnable(self, weights: StoredWeights, name: str) -> None:
-        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
-        if weights.layout is None or weights.num_pinned:
-            return
-        pinned = self._pinned(weights)
-        pinned_bytes = sum(each.nbytes for each in pinned)
-        if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
-            raise AdapterNoRoomError(
-                f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
-                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
-                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
-            )
-
-    def check_size(self, name: str, nbytes: int) -> None:
-        """Raises AdapterTooLargeError when an empty tier would not hold the adapter."""
-        for cache in (self._device, self._host):
-            if nbytes > cache.max_bytes:
-                raise AdapterTooLargeError(
-                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
-                    f"bytes; raise {cache.setting} or use a lower rank"
-                )
-
-    def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
-        held = [each for each in self._held(cache) if each is not wanted]
-        pinned = sum(each.nbytes for each in held if each.num_pinned)
-        in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
-        bound = (
-            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
-        )
-        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
-        if cache.fits(nbytes):
-            has_kv = self._is_kv_in_the_way(cache)
-            rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
-        return AdapterNoRoomError(
-            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
-            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
-            f"unpin or evict another adapter, or raise {cache.setting}"
-        )
-
-    def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:
-        return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
-
-    def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
-        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
-        return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
+        """Wake up all threads that wait; they get EngineShutdownError."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
 
     @property
-    def pinned_bytes(self) -> int:
-        return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
+    def pass_id(self) -> int:
+        """Of the scheduling pass."""
+        return self.room.pass_id
 
+    # -------------------------------------------------------------------------------------------------------- the engine's steps
 
-def _holds(cache: Budget, weights: StoredWeights) -> bool:
-    return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
+    def begin_pass(self) -> list[str]:
+        """A new scheduling pass; the contents that the KV cache is to forget."""
+        with self._lock:
+            self.room.pass_id += 1
+            forgotten = [digest for digest in self._dropped if digest not in self.weights] + self._suspect
+            self._dropped.clear()
+            self._suspect.clear()
+        return forgotten
 
+    def step_launched(self, step_id: int) -> None:
+        with self._lock:
+            self.retired.launched(step_id)
 
-def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
-    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
-    return cache is device or device.pool is None
+    def step_committed(self, step_id: int) -> None:
+        with self._lock:
+            if self.retired.committed(step_id):
+                self._lock.notify_all()
 
+    def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
+        """copies.StepPreparation: the slot table is right on the device, and the step waits for what is arriving."""
+        slots, table = list(lora_slots), self.tiers.device.table
+        if slots and table.has_changes:
+            with self._lock:
+                table.flush()
+        known = self.arriving
+        arriving = {slot: each for slot in slots if (each := known.get(slot)) is not None} if known else {}
+        return StepGate(arriving) if arriving else None
 
-def _is_soon_at_rest(weights: StoredWeights) -> bool:
-    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
-    job = weights.job
-    return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
+    # -------------------------------------------------------------------------------------------------------- adapters by id
 
-
-def _can_give_way(weights: StoredWeights) -> bool:
-    is_draining = any(adapter.is_removed for adapter in weights.adapters.values())
-    return weights.num_running > 0 and weights.num_pinned == 0 and weights.is_at_rest and not is_draining
-
-
-def _is_settled(weights: StoredWeights, pass_id: int) -> bool:
-    """Nothing about it will change by itself: it is idle or pinned, and no request asked for it in this pass."""
-    return (weights.is_idle and weights.wanted_in_pass != pass_id) or weights.num_pinned > 0
-
-
-# ----------------------------------------------------------------------------------------------------- adapter records
-
-
-class AdapterRecords:
-    """Called with the store's lock held. open_weights: reads the source of a spec, in any thread."""
-
-    def __init__(self, store: WeightStore, open_weights: Callable[[AdapterSpec], LoRAModel]) -> None:
-        self._store = store
-        self._open_weights = open_weights
-        self.draining: dict[int, StoredAdapter] = {}
-
-    def get(self, adapter_id: int) -> StoredAdapter:
+    def adapter_locked(self, adapter_id: int) -> StoredAdapter:
         """One that resolves; raises AdapterNotFoundError."""
-        adapter = self._store.adapters.get(adapter_id)
+        adapter = self.adapters.get(adapter_id)
         if adapter is None:
             raise AdapterNotFoundError(f"adapter id {adapter_id} is unknown; add the adapter first")
         return adapter
 
-    def in_use(self, adapter_id: int) -> StoredAdapter:
+    def known_locked(self) -> Mapping[int, StoredAdapter]:
+        """Those that resolve, in the order in which they were added."""
+        return self.adapters
+
+    def in_use_locked(self, adapter_id: int) -> StoredAdapter:
         """One that a request runs on, removed or not."""
-        return self.draining.get(adapter_id) or self.get(adapter_id)
+        return self.draining.get(adapter_id) or self.adapter_locked(adapter_id)
 
-    def spec_of(self, adapter: AdapterSpec | LoRAModel) -> tuple[AdapterSpec, Callable[[], LoRAModel]]:
-        """The spec, and what reads its weights."""
-        if isinstance(adapter, AdapterSpec):
-            return adapter, partial(self._open_weights, adapter)
-        digest, name = adapter.adapter_digest, str(adapter.adapter_id)
-        spec = AdapterSpec(adapter.adapter_id, name, 1, digest, "", adapter.nbytes, adapter.rank)
-        return spec, lambda: adapter  # the caller's object is its source
+    def draining_locked(self, adapter_id: int) -> StoredAdapter | None:
+        """A removed one on which requests still run."""
+        return self.draining.get(adapter_id)
 
-    def known(self, spec: AdapterSpec) -> StoredAdapter | None:
-        """The adapter of that id, if it is there with the same content; raises AdapterConflictError for another one."""
-        draining = self.draining.get(spec.adapter_id)
-        known = self._store.adapters.get(spec.adapter_id)
-        if draining is not None:
-            raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {draining.name!r} of the same id "
-                f"{spec.adapter_id}; take another id or wait for them"
-            )
-        if known is not None and known.weights.digest != spec.adapter_digest:
-            raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another content; "
-                "take another id or remove that one first"
-            )
-        return known
+    def contents_locked(self) -> Mapping[str, StoredWeights]:
+        """By digest."""
+        return self.weights
 
-    def attach(self, spec: AdapterSpec, opener: Callable[[], LoRAModel]) -> StoredAdapter:
-        """A new record over the weights of its content."""
-        weights = self._store.weights_of(spec.adapter_digest)
-        adapter = StoredAdapter(spec, opener, weights)
-        weights.adapters[spec.adapter_id] = adapter
-        self._store.adapters[spec.adapter_id] = adapter
+    def attach_locked(self, spec: AdapterSpec, open_weights: Callable[[], LoRAModel]) -> StoredAdapter:
+        """A new adapter over the weights of its content."""
+        weights = self.weights.setdefault(spec.adapter_digest, StoredWeights(spec.adapter_digest))
+        adapter = StoredAdapter(spec, open_weights, weights)
+        weights.adapters[spec.adapter_id] = self.adapters[spec.adapter_id] = adapter
         return adapter
 
-    def attach_unread(self, specs: Sequence[AdapterSpec]) -> None:
-        """Records of adapters that nobody has read; known ones are passed over."""
-        for spec in specs:
-            if self.known(spec) is None:
-                self.attach(*self.spec_of(spec)).is_attached = True
-
-    def remove(self, adapter: StoredAdapter) -> None:
+    def remove_locked(self, adapter: StoredAdapter) -> None:
         """It resolves no more; its weights go now, or with its last request."""
-        del self._store.adapters[adapter.adapter_id]
+        del self.adapters[adapter.adapter_id]
         adapter.set_pinned(False)
         adapter.is_removed = True
         if adapter.num_running:
             self.draining[adapter.adapter_id] = adapter
         else:
-            self._detach(adapter)
+            self._detach_locked(adapter)
 
-    def end_draining(self, adapter: StoredAdapter) -> None:
-        """The last request of a removed adapter has ended."""
-        del self.draining[adapter.adapter_id]
-        self._detach(adapter)
+    def _detach_locked(self, adapter: StoredAdapter) -> None:
+        del adapter.weights.adapters[adapter.adapter_id]
+        if not adapter.weights.adapters:
+            self.drop_locked(adapter.weights)
 
-    def _detach(self, adapter: StoredAdapter) -> None:
-        weights: StoredWeights = adapter.weights
-        del weights.adapters[adapter.adapter_id]
+    def acquire_locked(self, adapter: StoredAdapter) -> int | None:
+        """One more running request; its weights are on the device, in this lora_slot."""
+        weights = adapter.weights
+        adapter.count_running(1)
+        self.tiers.host.policy.use(weights.digest)
+        self.tiers.device.policy.use(weights.digest)
+        self.log.acquired(weights)
+        return weights.lora_slot
+
+    def release_locked(self, adapter: StoredAdapter) -> None:
+        """One request less, with all that follows from the last one."""
+        weights = adapter.weights
+        adapter.count_running(-1)
+        self.tiers.touch(weights, self.clock())
+        if adapter.num_running == 0 and adapter.is_removed:
+            del self.draining[adapter.adapter_id]
+            self._detach_locked(adapter)
+        elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
+            adapter.is_evicted_when_idle = False
+            self.demote_locked(weights)
+        if weights.num_running == 0:
+            self._lock.notify_all()
+            if weights.job is not None and weights.job.error is not None:  # what did not arrive can go
+                weights.job.is_awaited = False  # they have its error
+                self.failed_locked(weights.job, weights.job.error)
+
+    # ------------------------------------------------------------------------------------------------- transitions: nearer
+
+    def begin_load_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob | None:
+        """None: it waits for room. Raises AdapterNoRoomError when none can come.
+
+        may_wait: for room that `reserve` takes, in the thread that runs the load.
+        """
+        assert weights.state is WeightState.SOURCE
+        assert weights.job is None
+        if weights.layout is not None and not may_wait:
+            weights.host = self._take_locked(self.tiers.host, weights, weights.layout.sizes, demand)
+            if weights.host is None:
+                self._check_can_come_locked(self.tiers.host, weights)
+                return None
+        weights.state = WeightState.LOADING
+        return self._begin_job_locked(weights, demand, may_wait)
+
+    def reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
+        """The host room of a load; a first load takes it here. None for one that has no room and may not wait."""
+        weights, name, host = job.weights, job.sources[-1].name, self.tiers.host
+        with self._lock:
+            if weights.host is None:
+                self.room.check_size(name, sum(sizes))
+            while weights.host is None:
+                weights.host = self._take_locked(host, weights, sizes, job.demand)
+                if weights.host is None and not job.may_wait:
+                    return None
+                if weights.host is None:
+                    self.wait_for_room_locked(host, weights, name, sum(sizes))
+            assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
+            return weights.host
+
+    def loaded_locked(self, job: LoadJob, layout: PackedLayout, checksums: tuple[int, ...], is_placed: bool) -> None:
+        weights = job.weights
+        weights.layout, weights.checksums = layout, checksums
+        weights.state = WeightState.HOST if is_placed else WeightState.SOURCE
+        self._end_job_locked(job)
+
+    def publish_shared_locked(self, weights: StoredWeights, demand: Demand) -> bool:
+        """False: it waits for room. Raises AdapterNoRoomError when none can come."""
+        assert weights.state is WeightState.HOST
+        assert weights.host is not None
+        assert weights.layout is not None
+        place = self._take_locked(self.tiers.device, weights, weights.layout.sizes, demand)
+        if place is None:
+            self._check_can_come_locked(self.tiers.device, weights)
+            return False
+        weights.device, weights.state = place, WeightState.DEVICE
+        self._publish_locked(place, weights.layout, weights.host.extents)
+        return True
+
+    def begin_copy_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None:
+        """None: it waits for room. Raises AdapterNoRoomError when none can come, and what the copy raises when it cannot be begun:
+        then the job is `weights.job`, to be begun again, at another place, or `failed`.
+        """
+        assert weights.host is not None
+        assert weights.layout is not None
+        if weights.state is WeightState.ARRIVING:
+            self.leave_device_locked(weights)
+        assert weights.state is WeightState.HOST
+        device, job = self.tiers.device, weights.job
+        weights.device = self._take_locked(device, weights, weights.layout.sizes, demand)
+        if weights.device is None:
+            if job is None:
+                self._check_can_come_locked(device, weights)
+            return None
+        weights.state = WeightState.ARRIVING
+        if job is None:
+            job = self._begin_job_locked(weights, demand)
+            job.is_awaited = demand.is_for_request
+        pool = self.tiers.pool_of(Tier.DEVICE)
+        sources = [self.tiers.host.pool.view(extent) for extent in weights.host.extents]
+        arrival = self.tiers.copies.copy(sources, [pool.view(extent) for extent in weights.device.extents])
+        self._publish_locked(weights.device, weights.layout, weights.device.extents)
+        job.arriving = Arriving(arrival, device.piece_of_layer(weights.layout))
+        if self.tiers.copies.is_asynchronous:
+            assert weights.lora_slot is not None
+            self.arriving[weights.lora_slot] = job.arriving
+        return job
+
+    def landed_locked(self, job: LoadJob) -> None:
+        weights = job.weights
+        assert weights.lora_slot is not None
+        weights.state = WeightState.DEVICE
+        self.arriving.pop(weights.lora_slot, None)
+        self._end_job_locked(job)
+
+    def _publish_locked(self, place: Place, layout: PackedLayout, extents: tuple[Extent, ...]) -> None:
+        assert place.lora_slot is not None
+        self.tiers.device.publish(place.lora_slot, layout, extents)
+        self.log.counters.num_promotions += 1
+
+    def _begin_job_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob:
+        weights.failure = None
+        weights.is_prefetch_off = False
+        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.clock(), may_wait=may_wait)
+        return weights.job
+
+    def _end_job_locked(self, job: LoadJob) -> None:
+        weights = job.weights
+        weights.job, weights.failed_job, job.is_done = None, job if job.error is not None else None, True
         if not weights.adapters:
-            self._store.drop(weights)
+            self.drop_locked(weights)
+        self._lock.notify_all()
+
+    def failed_locked(self, job: LoadJob, error: LoraplexError) -> None:
+        """What was under way leaves; the threads and requests that wait get the error."""
+        weights = job.weights
+        job.error = error
+        if weights.state is WeightState.ARRIVING:
+            self.leave_device_locked(weights)
+        elif weights.state is WeightState.LOADING:
+            self._leave_host_locked(weights)
+        if job.is_awaited and not isinstance(error, AdapterNoRoomError):  # of an add: requests wait for room
+            weights.failure = LoadFailure(job, self.clock())
+        weights.is_prefetch_off = True
+        self.log.counters.num_load_failures += 1
+        text = f"could not be loaded: {error}"
+        self.log.tell(EventKind.LOAD_FAILED, weights, text, cause=job.demand.cause)
+        if weights.layout is None:
+            self._forget_sources_locked(job)
+        self._end_job_locked(job)
+
+    def _forget_sources_locked(self, job: LoadJob) -> None:
+        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises; those that came later
+        load for themselves.
+        """
+        for adapter in job.sources:
+            if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
+                adapter.is_removed = True
+                del job.weights.adapters[adapter.adapter_id], self.adapters[adapter.adapter_id]
+
+    # ------------------------------------------------------------------------------------------------ transitions: farther
+
+    def leave_device_locked(self, weights: StoredWeights) -> None:
+        place, weights.device = weights.device, None
+        assert place is not None
+        assert place.lora_slot is not None
+        device = self.tiers.device
+        self.log.tell(EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
+        self.arriving.pop(place.lora_slot, None)
+        device.free_slot(place.lora_slot)
+        device.give(weights.nbytes)
+        device.policy.forget(weights.digest)
+        self.retired.retire(place.extents)
+        weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
+        self._lock.notify_all()
+
+    def _leave_host_locked(self, weights: StoredWeights) -> None:
+        place, weights.host = weights.host, None
+        if place is not None:
+            host = self.tiers.host
+            if weights.layout is not None:
+                self.log.tell(EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
+            host.give(sum(extent.nbytes for extent in place.extents))
+            host.policy.forget(weights.digest)
+            self.log.ledger.evicted_unused(weights.digest)
+            weights.brought_from = None
+            if self.tiers.is_shared:
+                self.retired.retire(place.extents)
+            else:
+                host.pool.free_all(place.extents)
+        if weights.device is None:
+            weights.state = WeightState.SOURCE
+        self._lock.notify_all()
+
+    def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
+        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of the compressed copies and the disk tier too."""
+        if weights.device is not None:
+            self.leave_device_locked(weights)
+        if tier is not Tier.DEVICE:
+            self._leave_host_locked(weights)
+        if tier is Tier.DISK and self.compressed is not None:
+            self.compressed.drop(weights.digest)
+        if tier is Tier.DISK and self.disk is not None:
+            self.disk.drop(weights.digest)
+
+    def drop_locked(self, weights: StoredWeights) -> None:
+        """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its end."""
+        if not weights.is_at_rest:
+            return
+        self.leave_locked(weights, Tier.DISK)
+        self.log.tell(EventKind.DROP, weights, "is gone from every tier")
+        del self.weights[weights.digest]
+        self._dropped.append(weights.digest)
+        self.log.counters.num_drops += 1
+
+    def end_reading_locked(self, weights: StoredWeights) -> None:
+        """A thread beside the engine's has read its memory (`num_readers`)."""
+        weights.num_readers -= 1
+        if not weights.adapters:
+            self.drop_locked(weights)
+        self._lock.notify_all()
+
+    def demote_locked(self, weights: StoredWeights, demand: Demand | None = None) -> bool:
+        """By name, not for room; False when it may not leave the device or is not there."""
+        if not (weights.is_on_device and weights.is_idle):
+            return False
+        if demand is not None:
+            demand.evicted += weights.names
+        self.log.counters.evictions["verb"] += 1
+        self.leave_device_locked(weights)
+        return True
+
+    def move_locked(self, weights: StoredWeights, tier: Tier, index: int, target: Extent) -> None:
+        """Its extent number `index` lies in `target` from now on, the bytes too; the old place comes free."""
+        place, layout, pool = self.tiers.place_of(weights, tier), weights.layout, self.tiers.pool_of(tier)
+        assert place is not None
+        assert layout is not None
+        source = place.extents[index]
+        if tier is Tier.DEVICE:
+            self.tiers.copies.move(pool.view(source), pool.view(target))
+        else:
+            pool.view(target).copy_(pool.view(source))
+        place = replace(place, extents=(*place.extents[:index], target, *place.extents[index + 1 :]))
+        if tier is Tier.DEVICE:
+            weights.device = place
+        else:
+            weights.host = place
+        if tier is Tier.HOST and not self.tiers.is_shared:
+            pool.free(source)  # no kernel reads it
+        else:
+            if weights.is_on_device:
+                assert weights.lora_slot is not None
+                self.tiers.device.publish_extent(weights.lora_slot, layout, index, target)
+            self.retired.retire((source,))
+        self._lock.notify_all()
+
+    def may_move_locked(self, weights: StoredWeights) -> bool:
+        """What is being loaded, copied or checked stays where it is, and what a step in flight may read."""
+        is_read = self.retired.is_waiting_for_steps and weights.num_running > 0
+        return weights.is_at_rest and weights.layout is not None and not is_read
+
+    # ----------------------------------------------------------------------------------------------------------------- room
+
+    def _take_locked(
+        self, cache: HostCache | DeviceCache, weights: StoredWeights, sizes: tuple[int, ...], demand: Demand
+    ) -> Place | None:
+        """A place in `cache`, for which as few others as needed leave; None, and none left, when that is not enough.
+
+        While freed memory is retired, none leaves for lack of pieces: waiting for it may be enough. For a request it is then
+        promised, or those who ask later in the pass would take it, and each would evict the other again and again.
+        """
+        nbytes, room = sum(sizes), self.room
+        if demand.is_for_request and room.promised(cache) not in (None, weights):
+            return None
+        leaving = room.fewest(cache, nbytes, room.candidates(cache, weights, demand))
+        place = None
+        while leaving is not None and place is None:
+            for victim in leaving:
+                self._make_way_locked(victim, cache, demand)
+            try:
+                place = cache.allocate(sizes)
+            except MemoryError as error:  # not for want of room: none leaves for it
+                self.log.alarm(f"no memory for an adapter in the {cache.tier.value} tier: {error}")
+                break
+            is_stuck = place is None and self.retired.nbytes == 0
+            victim_by_fragments = next(room.candidates(cache, weights, demand), None) if is_stuck else None
+            leaving = None if victim_by_fragments is None else [victim_by_fragments]
+        if place is not None:
+            cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.tiers.host else None)
+        elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
+            weights.wanted_in_pass = room.pass_id
+            room.promise(cache, weights)
+        return place
+
+    def _make_way_locked(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:
+        is_spare_copy = cache is self.tiers.host and victim.is_on_device and not self.tiers.is_shared
+        cache.policy.evict(victim.digest)
+        if is_spare_copy:
+            self._leave_host_locked(victim)
+            return
+        demand.evicted += [name for name in victim.names if name not in demand.evicted]
+        self.log.counters.evictions[f"{cache.tier.value}_room"] += 1
+        if cache is self.tiers.device:
+            self.leave_device_locked(victim)
+        else:
+            self.leave_locked(victim, Tier.HOST)
+
+    def _check_can_come_locked(self, cache: Budget, weights: StoredWeights) -> None:
+        """Raises AdapterNoRoomError when no room can come."""
+        name = next(iter(weights.adapters.values())).name
+        self.room.check_can_come(cache, weights, name, weights.nbytes)
+
+    def check_pinnable_locked(self, adapter: StoredAdapter) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+        self.room.check_pinnable(adapter.weights, adapter.name)
+
+    def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None:
+        """Until something changes, for a verb; raises AdapterNoRoomError when nothing will."""
+        if not self.room.is_coming(weights):
+            raise self.room.no_room(cache, weights, name, nbytes)
+        self.wait_locked()
+
+    def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
+        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling passes."""
+        cache = self.tiers.cache(tier)
+        leaving = self.room.candidates(cache, None, Demand("idle"))
+        return [each for each in leaving if self.is_unwanted_locked(each, num_passes)]
+
+    def is_unwanted_locked(self, weights: StoredWeights, num_passes: int) -> bool:
+        """It is idle, and no request asked for it in the last `num_passes` scheduling passes."""
+        return weights.is_idle and weights.wanted_in_pass <= self.room.pass_id - num_passes
+
+    def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> list[int]:
+        """As core.ResidencyView says; none for an unknown adapter."""
+        with self._lock:
+            wanted = self.adapters.get(adapter_id)
+            order = list(dict.fromkeys(self.in_use_locked(each).weights for each in in_use))
+            victims = [] if wanted is None else self.room.victims_for(wanted.weights, order)
+            return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
+
+    # ---------------------------------------------------------------------------------------------------------------- views
+
+    def suspect_locked(self, weights: StoredWeights) -> None:
+        """What was computed with it may be wrong: the KV cache forgets it."""
+        self._suspect.append(weights.digest)
+        self._lock.notify_all()
+
+    def resting_tier_locked(self, weights: StoredWeights) -> Tier:
+        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its source."""
+        if self.compressed is not None and self.compressed.get(weights.digest) is not None:
+            return Tier.HOST
+        return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
+
+    def stats(self) -> MemoryStats:
+        with self._lock:
+            contents = list(self.weights.values())
+            tiers, retiring = self.tiers, self.retired.nbytes
+            return memory_stats(self.log.counters, tiers, self.room, retiring, contents, len(self.adapters))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
+        with self._lock:
+            adapters = [*self.adapters.values(), *self.draining.values()]
+            check_integrity(self.tiers, self.retired, self.weights, adapters, self.arriving)

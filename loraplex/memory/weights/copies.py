@@ -18,7 +18,7 @@ A step may use an adapter whose copies are under way, and waits at each layer fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -157,6 +157,17 @@ class Arriving:
     arrival: Arrival
     piece_of_layer: Mapping[int, int]
     error: LoraplexError | None = None
+
+
+class StepPreparation(Protocol):
+    """What the adapters' memory does for a step before its kernels are launched."""
+
+    def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
+        """Make the slot table right on the device; the gate of those of these adapters that are arriving, None when all are there.
+
+        Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its requests.
+        """
+        ...
 
 
 class StepGate:

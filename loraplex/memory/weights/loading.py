@@ -36,8 +36,8 @@ from loraplex.errors import (
     LoraplexError,
     error_from_payload,
 )
-from loraplex.memory.residency.records import LoadJob, StoredAdapter, StoredWeights
-from loraplex.memory.residency.tiers import HostCache, Place
+from loraplex.memory.residency.records import LoadJob, Place, StoredAdapter, StoredWeights
+from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
 from loraplex.memory.weights.packing import PackedLayout, Packer
@@ -85,7 +85,7 @@ class LoaderThreads:
         with suppress(queue.Empty):
             while (
                 True
-            ):  # not while it has jobs: a thread may take the last one after the look, and the wait would be for ever
+            ):  # not while it has jobs: a thread may take the last one after the look, and the wait would not end
                 self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
@@ -214,7 +214,7 @@ class WeightReader:
     def __init__(
         self,
         packer: Packer,
-        host: HostCache,
+        host: LoRAMemoryPool,
         disk: DiskCache | None,
         compressed: CompressedCopies | None,
         max_concurrent: int,
@@ -253,9 +253,7 @@ class WeightReader:
         return LoadedWeights(kept.layout, checksums, COMPRESSED)
 
     def _from_disk(self, disk: DiskCache, digest: str, reserve: Reserve) -> LoadedWeights | None:
-        stored = disk.read_layout(
-            digest
-        )  # not what is known: a copy that came back from a lossy compression has other checksums
+        stored = disk.read_layout(digest)  # not what is known: what came back from a lossy copy has other checksums
         if stored is None:
             return None
         views = self._views(reserve(stored.layout.sizes))
@@ -280,4 +278,4 @@ class WeightReader:
         return LoadedWeights(layout, checksums, Tier.SOURCE.value)
 
     def _views(self, place: Place | None) -> list[torch.Tensor] | None:
-        return None if place is None else [self._host.pool.view(extent) for extent in place.extents]
+        return None if place is None else [self._host.view(extent) for extent in place.extents]

@@ -164,8 +164,8 @@ def sparse_rig(is_separate: bool, seed: int = 0) -> Rig:
 
 
 def contents(rig: Rig) -> dict[str, bytes]:
-    store = rig.manager._store
-    tiers = {"host": store.host.pool, "device": store.device.pool}
+    store = rig.manager._residency
+    tiers = {"host": store.tiers.host.pool, "device": store.tiers.device.pool}
     return {
         f"{tier} {weights.digest}": b"".join(pool.view(extent).numpy().tobytes() for extent in place.extents)
         for weights in store.weights.values()
@@ -184,7 +184,7 @@ def check_outputs(rig: Rig) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_adapters_are_the_same_afterwards(is_separate: bool, seed: int) -> None:
     rig = sparse_rig(is_separate, seed)
-    before, pools = contents(rig), [rig.manager._store.host.pool, rig.manager._store.device.pool]
+    before, pools = contents(rig), [rig.manager._residency.tiers.host.pool, rig.manager._residency.tiers.device.pool]
     chunks = [pool.stats().num_chunks for pool in pools if pool is not None]
     result = rig.manager.compact(1 << 30, deadline_s=1.0)
     assert result.num_moved > 0
@@ -213,15 +213,18 @@ def test_it_is_told_and_ends_with_its_time() -> None:
 def test_a_step_in_flight_keeps_what_it_reads(is_separate: bool) -> None:
     """Adapters of running requests stay where they are; the old places of the others come free with the commit."""
     rig = sparse_rig(is_separate)
-    store, pool = rig.manager._store, rig.manager._store.device.pool or rig.manager._store.host.pool
+    store, pool = (
+        rig.manager._residency,
+        rig.manager._residency.tiers.device.pool or rig.manager._residency.tiers.host.pool,
+    )
     running = rig.manager.list_adapters()[0].adapter_id
     rig.acquire(running)
     weights = store.adapters[running].weights
-    place = weights.host if pool is store.host.pool else weights.device
+    place = weights.host if pool is store.tiers.host.pool else weights.device
     rig.manager.step_launched(1)
     before = contents(rig)
     rig.manager.compact(1 << 30, deadline_s=1.0)
-    assert (weights.host if pool is store.host.pool else weights.device) == place
+    assert (weights.host if pool is store.tiers.host.pool else weights.device) == place
     assert store.retired.nbytes > 0
     rig.manager.check_integrity()
     assert contents(rig) == before
@@ -240,7 +243,7 @@ def test_a_load_that_is_under_way_stays_where_it_is() -> None:
         rig.manager.evict_adapter(loading)
     rig.manager.poll()
     assert rig.manager.try_acquire(loading).lora_slot is None
-    weights = rig.manager._store.adapters[loading].weights
+    weights = rig.manager._residency.adapters[loading].weights
     place = weights.host
     assert weights.job is not None
     assert place is not None

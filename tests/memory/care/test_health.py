@@ -25,7 +25,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def events_of(rig: Rig) -> EventLog:
-    return rig.manager._store.events
+    return rig.manager._residency.log.events
 
 
 def kinds(rig: Rig) -> list[EventKind]:
@@ -35,10 +35,10 @@ def kinds(rig: Rig) -> list[EventKind]:
 
 def flip(rig: Rig, adapter_id: int, tier: Tier = Tier.HOST) -> None:
     """One bit of an adapter's memory."""
-    store = rig.manager._store
+    store = rig.manager._residency
     weights = store.adapters[adapter_id].weights
     place = weights.device if tier is Tier.DEVICE else weights.host
-    pool = store.device.pool if tier is Tier.DEVICE else store.host.pool
+    pool = store.tiers.device.pool if tier is Tier.DEVICE else store.tiers.host.pool
     assert place is not None
     assert pool is not None
     pool.view(place.extents[1])[17] ^= 4
@@ -60,7 +60,7 @@ def test_bytes_that_changed_on_the_host_are_noticed_at_promote_and_read_again(ri
 
 def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
     rig.add(1, 2, 3)
-    size = rig.manager._store.adapters[1].weights.nbytes
+    size = rig.manager._residency.adapters[1].weights.nbytes
     flip(rig, 3)
     for _ in range(2):
         assert rig.manager.health.scrub(size) == {}
@@ -119,14 +119,14 @@ def test_patterns_find_memory_that_does_not_hold() -> None:
 def test_a_copy_that_fails_goes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_device=2, num_host=3, is_separate=True, slack_bytes=4096)
     rig.add(1)
-    failures, copy = iter((True, False)), rig.manager._store.copies.copy
+    failures, copy = iter((True, False)), rig.manager._residency.tiers.copies.copy
 
     def fail_once(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
         if next(failures):
             raise RuntimeError("bad memory")
         return copy(sources, targets)
 
-    monkeypatch.setattr(rig.manager._store.copies, "copy", fail_once)
+    monkeypatch.setattr(rig.manager._residency.tiers.copies, "copy", fail_once)
     rig.check_output(rig.acquire(1), make_model("d1"))
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
     rig.manager.check_integrity()

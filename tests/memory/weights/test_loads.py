@@ -292,7 +292,7 @@ def test_an_interrupt_in_an_add_leaves_nothing_behind() -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    rig.manager._records._open_weights = interrupt  # type: ignore[assignment]
+    rig.manager._open_weights = interrupt  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         rig.manager.add_adapter(spec)
     rig.check_empty()
