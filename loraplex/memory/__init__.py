@@ -1,1 +1,1 @@
-"""Where adapters' weights are: `space/` (bytes), `weights/` (copies), `residency/` (tiers), `care/` (health); `manager.py` above."""
+"""Where adapters' weights are: `space/` (bytes), `weights/` (copies), `residency/` (states), `eviction/`, `care/`; `manager.py` above."""

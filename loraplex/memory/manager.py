@@ -32,7 +32,7 @@ from loraplex.memory.care.compaction import CompactionResult, Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth
 from loraplex.memory.care.housekeeping import Housekeeping
-from loraplex.memory.policies import get_policy
+from loraplex.memory.eviction.policies import get_policy
 from loraplex.memory.report import memory_report
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
 from loraplex.memory.residency.store import WeightStore
@@ -134,9 +134,8 @@ class LoRAModelManager:
         reader = WeightReader(packer, host.pool, disk, compressed, lora_config.num_loader_threads)
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log, clock)
         self._compactor = Compactor(residency, tiers, clock, log.events)
-        let_damaged_go, expect = transfers.let_damaged_go_locked, transfers.expect_locked
-        self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, let_damaged_go)
-        self.housekeeping = Housekeeping(residency, tiers, loader, log, clock, compressed, expect)
+        self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, transfers.let_damaged_go_locked)
+        self.housekeeping = Housekeeping(residency, tiers, loader, log, clock, compressed, transfers.advance_locked)
 
     # ------------------------------------------------------------------------------------- core.ResidencyView: never waits
 
@@ -251,11 +250,10 @@ class LoRAModelManager:
 
     def _known_locked(self, spec: AdapterSpec) -> StoredAdapter | None:
         """The adapter of that id, if it is there with the same content; raises AdapterConflictError for another one."""
-        known = self._residency.known_locked().get(spec.adapter_id)
-        in_use = known or self._residency.draining_locked(spec.adapter_id)
-        if known is None and in_use is not None:
+        known = self._residency.find_in_use_locked(spec.adapter_id)
+        if known is not None and known.is_removed:
             raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {in_use.name!r} of the same id "
+                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {known.name!r} of the same id "
                 f"{spec.adapter_id}; take another id or wait for them"
             )
         if known is not None and known.weights.digest != spec.adapter_digest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from loraplex.core import AdapterResidency, Tier, WaitsFor
 from loraplex.events import Detail, EventKind, EventLog
 from loraplex.memory.care.prediction import PrefetchLedger
-from loraplex.memory.residency.eviction import Room
+from loraplex.memory.eviction.room import Room
 from loraplex.memory.residency.records import LoadJob, StoredAdapter, StoredWeights, WeightState
 from loraplex.memory.residency.tiers import Budget, Tiers
 

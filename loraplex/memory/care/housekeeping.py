@@ -7,12 +7,14 @@ The long idle leave, what can be read again is let go, what will be asked for co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
-from loraplex.core import Tier
+from loraplex.core import Tier, WaitsFor
+from loraplex.errors import AdapterError, EngineShutdownError
 from loraplex.memory.care.compaction import CompactionSide
 from loraplex.memory.care.damage import Residents
-from loraplex.memory.residency.records import StoredAdapter, StoredWeights
+from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Owner
 from loraplex.memory.stats import MemoryLog
@@ -24,7 +26,7 @@ NUM_WAITING_PASSES = 2
 
 
 class Housekeeping:
-    """Thread-safe. expect_locked: brings weights nearer that are predicted (Transfers.expect_locked)."""
+    """Thread-safe. advance_locked: brings weights nearer (Transfers.advance_locked)."""
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class Housekeeping:
         log: MemoryLog,
         clock: Callable[[], float],
         compressed: CompressedCopies | None,
-        expect_locked: Callable[[Sequence[StoredWeights]], int],
+        advance_locked: Callable[[StoredWeights, Demand], WaitsFor | None],
     ) -> None:
         self._residents = residents
         self._tiers = tiers
@@ -42,7 +44,7 @@ class Housekeeping:
         self._log = log
         self._clock = clock
         self._compressed = compressed
-        self._expect_locked = expect_locked
+        self._advance_locked = advance_locked
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         """One in `share` (at least one) of the adapters that were not used for `idle_s` leaves a tier, longest idle first; how many.
@@ -96,7 +98,22 @@ class Housekeeping:
         """Bring adapters nearer that are expected, the likeliest first; none of them leaves for another. How many were begun."""
         with self._residents.held():
             known = self._residents.known_locked()
-            return self._expect_locked([known[each].weights for each in adapter_ids if each in known])
+            expected = [known[each].weights for each in adapter_ids if each in known]
+            for weights in expected:
+                self._residents.want_locked(weights)
+            return sum(self._begin_locked(weights) for weights in expected)
+
+    def _begin_locked(self, weights: StoredWeights) -> bool:
+        is_near = weights.host is not None and (self._tiers.is_shared or weights.device is not None)
+        if is_near or weights.job is not None or weights.is_prefetch_off:
+            return False
+        is_begun = False
+        with suppress(AdapterError, EngineShutdownError):
+            is_begun = self._advance_locked(weights, Demand("prediction", is_for_request=True)) is not WaitsFor.ROOM
+        if is_begun:
+            nbytes = next(iter(weights.adapters.values())).spec.nbytes
+            self._log.ledger.prefetched(weights.digest, nbytes)
+        return is_begun
 
     def reclaim_chunks(self, num_chunks: int) -> int:
         """Evict, in the policy's order, as little as gives `num_chunks` chunks of the device's arena back; returns how many came.

@@ -9,7 +9,7 @@
     leave_host      LOADING, HOST, DEVICE -> SOURCE      DEVICE stays when the device has a copy of its own
 
 These write `StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure`; no other file does. How weights come nearer is in
-transfers.py, which of them leave for others in eviction.py. The lock is a condition: it is notified when a load ends and when room
+transfers.py, which of them leave for others in eviction/room.py. The lock is a condition: it is notified when a load ends and when room
 comes back. Public methods take it; `_locked` in a name means that it is held.
 """
 
@@ -25,7 +25,7 @@ from loraplex.core import AdapterSpec, Tier
 from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShutdownError, LoraplexError
 from loraplex.events import EventKind
 from loraplex.memory.care.integrity import check_integrity
-from loraplex.memory.residency.eviction import Room
+from loraplex.memory.eviction.room import Room
 from loraplex.memory.residency.records import (
     Demand,
     LoadFailure,
@@ -103,7 +103,7 @@ class WeightStore:
         """Of the scheduling pass."""
         return self.room.pass_id
 
-    # -------------------------------------------------------------------------------------------------------- the engine's steps
+    # ---------------------------------------------------------------------------------------------------- the engine's steps
 
     def begin_pass(self) -> list[str]:
         """A new scheduling pass; the contents that the KV cache is to forget."""
@@ -146,13 +146,13 @@ class WeightStore:
         """Those that resolve, in the order in which they were added."""
         return self.adapters
 
-    def in_use_locked(self, adapter_id: int) -> StoredAdapter:
-        """One that a request runs on, removed or not."""
-        return self.draining.get(adapter_id) or self.adapter_locked(adapter_id)
+    def find_in_use_locked(self, adapter_id: int) -> StoredAdapter | None:
+        """One that a request runs on, removed or not, or that resolves."""
+        return self.draining.get(adapter_id) or self.adapters.get(adapter_id)
 
-    def draining_locked(self, adapter_id: int) -> StoredAdapter | None:
-        """A removed one on which requests still run."""
-        return self.draining.get(adapter_id)
+    def in_use_locked(self, adapter_id: int) -> StoredAdapter:
+        """The same; raises AdapterNotFoundError."""
+        return self.draining.get(adapter_id) or self.adapter_locked(adapter_id)
 
     def contents_locked(self) -> Mapping[str, StoredWeights]:
         """By digest."""
@@ -499,6 +499,11 @@ class WeightStore:
         if not self.room.is_coming(weights):
             raise self.room.no_room(cache, weights, name, nbytes)
         self.wait_locked()
+
+    def want_locked(self, weights: StoredWeights) -> None:
+        """It is asked for in this scheduling pass; that is no use."""
+        weights.wanted_in_pass = self.room.pass_id
+        self.tiers.touch(weights, weights.last_used_s)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
         """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling passes."""

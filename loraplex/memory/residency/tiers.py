@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from loraplex.core import Tier
 from loraplex.kernels.checksum import Checksums
 from loraplex.kernels.plan import SlotImage, SlotTable
-from loraplex.memory.policies import EvictionPolicy
+from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Place, StoredWeights
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool

@@ -18,7 +18,7 @@ Device memory that could not be written is fenced, and other places are tried; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Protocol
@@ -145,26 +145,6 @@ class Transfers:
             with suppress(AdapterError, EngineShutdownError):
                 self.advance_locked(weights, Demand("prefetch", is_for_request=True))
         self._tiers.touch(weights, self._clock())
-
-    def expect_locked(self, expected: Sequence[StoredWeights]) -> int:
-        """Bring weights nearer that are predicted, the likeliest first; none leaves for another. How many were begun."""
-        for weights in expected:
-            weights.wanted_in_pass = self._store.pass_id
-            self._tiers.touch(weights, weights.last_used_s)
-        return sum(self._begin_expected_locked(weights) for weights in expected)
-
-    def _begin_expected_locked(self, weights: StoredWeights) -> bool:
-        is_near = weights.host is not None and (self._tiers.is_shared or weights.device is not None)
-        if is_near or weights.job is not None or weights.is_prefetch_off:
-            return False
-        is_begun = False
-        with suppress(AdapterError, EngineShutdownError):
-            waits_for = self.advance_locked(weights, Demand("prediction", is_for_request=True))
-            is_begun = waits_for is not WaitsFor.ROOM
-        if is_begun:
-            nbytes = next(iter(weights.adapters.values())).spec.nbytes
-            self._log.ledger.prefetched(weights.digest, nbytes)
-        return is_begun
 
     def bring_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
         """`advance_locked` until all is on the device, for a verb that may wait; whether anything had to be done."""

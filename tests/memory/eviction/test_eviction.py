@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.config import EVICTION_POLICIES
 from loraplex.errors import ConfigError
-from loraplex.memory.policies import (
+from loraplex.memory.eviction.policies import (
     GHOSTS_PER_KEY,
     HALF_LIFE_S,
     LFU,
