@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from loraplex.cpu import CpuUse
 
+MEMORY_TIERS = ("device", "host")
+"""What kernels, or copies to them, can read."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -15,57 +18,6 @@ class StepTimes:
 
     num_steps: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """One consistent look at an engine. Counters only grow; gauges are of now.
-
-    waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
-    adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason; resident_bytes: by tier.
-    adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load
-    together count one for what it read.
-    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made room for another
-    adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a preemption of it too).
-    num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
-    kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
-    running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
-    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_by_cause: Mapping[str, int] = field(default_factory=dict)
-    kv_cache_usage: float = 0.0
-    num_kv_blocks: int = 0
-    num_prefix_queried_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_preemptions: int = 0
-    num_pauses: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_finished: Mapping[str, int] = field(default_factory=dict)
-    num_admitted: Mapping[str, int] = field(default_factory=dict)
-    adapter_loads: Mapping[str, int] = field(default_factory=dict)
-    adapter_load_s: float = 0.0
-    num_adapter_load_failures: int = 0
-    num_adapter_promotions: int = 0
-    num_adapter_hits: int = 0
-    num_adapter_misses: int = 0
-    adapters_found: Mapping[str, int] = field(default_factory=dict)
-    adapter_evictions: Mapping[str, int] = field(default_factory=dict)
-    resident_bytes: Mapping[str, int] = field(default_factory=dict)
-    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
-    pinned_bytes: int = 0
-    num_adapters: int = 0
-    max_lora: int = 0
-    kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)
-    running_adapter_ids: tuple[int, ...] = ()
-    waiting_adapter_ids: tuple[int, ...] = ()
-    step_times: StepTimes = field(default_factory=StepTimes)
-    graph_steps: Mapping[str, int] = field(default_factory=dict)
-    eager_steps: Mapping[str, int] = field(default_factory=dict)
-    cpu: CpuUse = field(default_factory=CpuUse)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -80,7 +32,7 @@ class MemoryMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier of adapters: `device`, `host` or `disk`. num_adapters counts contents.
+    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, max_adapters bounds them.
 
     pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no pressure.
     """
@@ -90,6 +42,7 @@ class TierReport:
     max_bytes: int
     num_adapters: int
     pressure: float
+    max_adapters: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +69,9 @@ class MemoryReport:
     """All that `GET /v1/memory` shows. Times are Unix time, sizes bytes; history is oldest first.
 
     fragmentation: share of the adapters' chunks that lies in holes. quarantined: adapter id -> why, and until when it is not served.
+    num_waiting: contents that requests asked for in the last two scheduling passes and did not get, by what they wait for.
+    found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load together
+    count one for what it read. counters: only grow, by name.
     """
 
     mode: MemoryMode = MemoryMode.NORMAL
@@ -135,6 +91,29 @@ class MemoryReport:
     quarantined: Mapping[int, str] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
     history: tuple[MemorySample, ...] = ()
+    num_waiting: Mapping[str, int] = field(default_factory=dict)
+    found: Mapping[str, int] = field(default_factory=dict)
+
+    def tier(self, name: str) -> TierReport:
+        """One tier; an empty one for a tier that is not there."""
+        return next((each for each in self.tiers if each.tier == name), TierReport(name, 0, 0, 0, 0.0))
+
+    def count(self, name: str) -> int:
+        """A counter; 0 for one that is not there."""
+        return int(self.counters.get(name, 0))
+
+    @property
+    def loads(self) -> Mapping[str, int]:
+        """Finished ones, by what asked for them."""
+        return {cause: count for cause, count in self._counts("loads_").items() if not cause.startswith("from_")}
+
+    @property
+    def evictions(self) -> Mapping[str, int]:
+        """By tier and reason."""
+        return self._counts("evictions_")
+
+    def _counts(self, start: str) -> dict[str, int]:
+        return {key.removeprefix(start): int(n) for key, n in self.counters.items() if key.startswith(start)}
 
     @property
     def chunks_by_owner(self) -> Mapping[str, int]:
@@ -142,3 +121,97 @@ class MemoryReport:
         for run in self.chunks:
             total[run.owner] = total.get(run.owner, 0) + run.num_chunks
         return total
+
+
+# ------------------------------------------------------------------------------------------------------------ engine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One consistent look at an engine. Counters only grow; gauges are of now.
+
+    waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
+    memory: of the adapters, without the KV cache's part and the history; the properties at the end read it.
+    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made room for another
+    adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a preemption of it too).
+    num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
+    kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
+    running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
+    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_by_cause: Mapping[str, int] = field(default_factory=dict)
+    kv_cache_usage: float = 0.0
+    num_kv_blocks: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_pauses: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_finished: Mapping[str, int] = field(default_factory=dict)
+    num_admitted: Mapping[str, int] = field(default_factory=dict)
+    memory: MemoryReport = field(default_factory=MemoryReport)
+    max_lora: int = 0
+    kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)
+    running_adapter_ids: tuple[int, ...] = ()
+    waiting_adapter_ids: tuple[int, ...] = ()
+    step_times: StepTimes = field(default_factory=StepTimes)
+    graph_steps: Mapping[str, int] = field(default_factory=dict)
+    eager_steps: Mapping[str, int] = field(default_factory=dict)
+    cpu: CpuUse = field(default_factory=CpuUse)
+
+    @property
+    def adapter_loads(self) -> Mapping[str, int]:
+        """Finished ones, by what asked for them."""
+        return self.memory.loads
+
+    @property
+    def adapter_load_s(self) -> float:
+        return self.memory.counters.get("load_seconds", 0.0)
+
+    @property
+    def num_adapter_load_failures(self) -> int:
+        return self.memory.count("load_failures")
+
+    @property
+    def num_adapter_promotions(self) -> int:
+        return self.memory.count("promotions")
+
+    @property
+    def num_adapter_hits(self) -> int:
+        return self.memory.count("hits")
+
+    @property
+    def num_adapter_misses(self) -> int:
+        return self.memory.count("misses")
+
+    @property
+    def adapters_found(self) -> Mapping[str, int]:
+        """Requests, by where their adapter was."""
+        return self.memory.found
+
+    @property
+    def adapter_evictions(self) -> Mapping[str, int]:
+        """By tier and reason."""
+        return self.memory.evictions
+
+    @property
+    def resident_bytes(self) -> Mapping[str, int]:
+        """By tier."""
+        return {tier.tier: tier.used_bytes for tier in self.memory.tiers if tier.tier in MEMORY_TIERS}
+
+    @property
+    def capacity_bytes(self) -> Mapping[str, int]:
+        """By tier."""
+        return {tier.tier: tier.max_bytes for tier in self.memory.tiers if tier.tier in MEMORY_TIERS}
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.memory.pinned_bytes
+
+    @property
+    def num_adapters(self) -> int:
+        return self.memory.num_adapters

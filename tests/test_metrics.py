@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
 
 from loraplex.cpu import CpuUse
-from loraplex.metrics import EngineStats, StepTimes
+from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 
 
 def filled(cls: type[Any]) -> Any:
@@ -22,10 +23,17 @@ def filled(cls: type[Any]) -> Any:
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             values[name] = filled(hint)
-        elif hint in (Mapping[str, int], Mapping[str, float]):
-            values[name] = {f"{name}_key": number}
+        elif get_origin(hint) is Mapping:
+            key, value = get_args(hint)
+            values[name] = {key(number): value(number)}
         elif hint == tuple[int, ...]:
             values[name] = (number, number + 1)
+        elif get_origin(hint) is tuple:
+            values[name] = (filled(get_args(hint)[0]),)
+        elif hint == int | None:
+            values[name] = number
+        elif issubclass(hint, enum.Enum):
+            values[name] = list(hint)[-1]
         else:
             values[name] = hint(number)
     return cls(**values)
@@ -42,7 +50,8 @@ def test_an_engine_that_did_nothing_has_counted_nothing() -> None:
     stats = EngineStats()
     assert stats.step_times == StepTimes(0, {})
     assert stats.cpu == CpuUse()
-    names = {field.name for field in dataclasses.fields(stats)} - {"step_times", "cpu"}
+    assert stats.memory == MemoryReport()
+    names = {field.name for field in dataclasses.fields(stats)} - {"step_times", "cpu", "memory"}
     assert not any(getattr(stats, name) for name in names)
 
 

@@ -30,12 +30,10 @@ from loraplex.engine.warm_up import rehearsals, warm_up
 from loraplex.errors import ConfigError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
-from loraplex.kernels.plan import SlotTable
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import KVShare
-from loraplex.memory.stats import MemoryStats
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -184,7 +182,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, blocks, graphs = self._scheduler, self._blocks, self._runner.graphs
-        stats = EngineStats(
+        return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             waiting_by_cause=scheduler.waiting_by_cause(),
@@ -205,8 +203,9 @@ class EngineCore:
             graph_steps={} if graphs is None else graphs.graph_steps,
             eager_steps={} if graphs is None else graphs.eager_steps,
             cpu=self._runner.cpu_use(),
+            memory=MemoryReport() if self._adapters is None else self._adapters.report(),
+            max_lora=0 if self._adapters is None else self._adapters.table.capacity,
         )
-        return stats if self._adapters is None else _with_memory(stats, self._adapters.stats(), self._adapters.table)
 
     @property
     def graphs(self) -> DecodeGraphs | None:
@@ -264,25 +263,6 @@ class EngineCore:
         self._flights.drain()
         if self._adapters is not None:
             self._adapters.close()
-
-
-def _with_memory(stats: EngineStats, memory: MemoryStats, table: SlotTable) -> EngineStats:
-    return replace(
-        stats,
-        adapter_loads=memory.counters.loads,
-        adapter_load_s=memory.counters.load_s,
-        num_adapter_load_failures=memory.counters.num_load_failures,
-        num_adapter_promotions=memory.counters.num_promotions,
-        num_adapter_hits=memory.counters.num_hits,
-        num_adapter_misses=memory.counters.num_misses,
-        adapters_found=memory.counters.found,
-        adapter_evictions=memory.counters.evictions,
-        resident_bytes={tier.tier.value: tier.used_bytes for tier in (memory.device, memory.host)},
-        capacity_bytes={tier.tier.value: tier.max_bytes for tier in (memory.device, memory.host)},
-        pinned_bytes=memory.pinned_bytes,
-        num_adapters=memory.num_adapters,
-        max_lora=table.capacity,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- building

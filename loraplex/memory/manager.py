@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,14 +33,13 @@ from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth
 from loraplex.memory.care.housekeeping import Housekeeping
 from loraplex.memory.eviction.policies import get_policy
-from loraplex.memory.report import memory_report
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
 from loraplex.memory.residency.store import WeightStore
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers, most_bytes
 from loraplex.memory.residency.transfers import Transfers
 from loraplex.memory.space.arena import Arena
 from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.stats import MemoryLog, MemoryStats, residency_of
+from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_tiers
 from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
 from loraplex.memory.weights.copies import CopyEngine, StepPreparation, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
@@ -456,13 +455,15 @@ class LoRAModelManager:
                 for each in self._residency.known_locked().values()
             ]
 
-    def stats(self) -> MemoryStats:
-        return self._residency.stats()
-
     def report(self) -> MemoryReport:
         """What `GET /v1/memory` shows of the adapters' memory; the engine adds the KV cache's part."""
-        return memory_report(
-            self._tiers, self._log, self._disk, self._compressed, self.stats(), self.health.quarantined()
+        report, compressed = self._residency.report(), self._compressed
+        return replace(
+            report,
+            tiers=(*report.tiers, *resting_tiers(compressed, self._disk)),
+            chunks=chunk_runs(self._tiers.host.pool.arena),
+            quarantined=self.health.quarantined(),
+            counters={**report.counters, "compression_max_error": 0.0 if compressed is None else compressed.max_error},
         )
 
     def check_integrity(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from loraplex.core import AdapterResidency, Tier, WaitsFor
 from loraplex.events import Detail, EventKind, EventLog
@@ -12,6 +13,10 @@ from loraplex.memory.care.prediction import PrefetchLedger
 from loraplex.memory.eviction.room import Room
 from loraplex.memory.residency.records import LoadJob, StoredAdapter, StoredWeights, WeightState
 from loraplex.memory.residency.tiers import Budget, Tiers
+from loraplex.memory.space.arena import Arena
+from loraplex.memory.weights.compression import CompressedCopies
+from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 
 
 @dataclass(slots=True)
@@ -85,8 +90,58 @@ class MemoryLog:
         weights.has_missed = weights.is_cold = False
         weights.brought_from = None
 
+    def report(
+        self, tiers: Tiers, room: Room, retiring_bytes: int, contents: Sequence[StoredWeights], num_adapters: int
+    ) -> MemoryReport:
+        """One consistent look at the two tiers in memory. Bytes are packed bytes; equal contents count once.
 
-# ------------------------------------------------------------------------------------------------------------- snapshots
+        What is in use or pinned cannot leave the device or, where they are one memory, the host; of another host's memory, what is
+        under way to it.
+        """
+        counters, ledger = self.counters, self.ledger
+        committed_bytes = sum(each.nbytes for each in contents if each.num_running or each.num_pinned)
+        loading_bytes = sum(each.nbytes for each in contents if each.job is not None and each.layout is not None)
+        return MemoryReport(
+            tiers=(
+                _tier(tiers.device, committed_bytes),
+                _tier(tiers.host, committed_bytes if tiers.is_shared else loading_bytes),
+            ),
+            pinned_bytes=room.pinned_bytes,
+            in_use_bytes=sum(each.nbytes for each in contents if each.num_running),
+            retiring_bytes=retiring_bytes,
+            num_adapters=num_adapters,
+            num_loading=sum(each.job is not None for each in contents),
+            num_waiting={cause: sum(room.is_waiting(each, cause) for each in contents) for cause in WaitsFor},
+            chunk_bytes=tiers.host.pool.arena.chunk_bytes,
+            fragmentation=tiers.host.pool.stats().fragmentation,
+            found=dict(counters.found),
+            counters={
+                **{f"loads_{cause}": count for cause, count in counters.loads.items()},
+                **{f"evictions_{cause}": count for cause, count in counters.evictions.items()},
+                "load_seconds": counters.load_s,
+                "copy_seconds": counters.copy_s,
+                "load_failures": counters.num_load_failures,
+                "promotions": counters.num_promotions,
+                "copies": counters.num_copies,
+                "drops": counters.num_drops,
+                "hits": counters.num_hits,
+                "misses": counters.num_misses,
+                **{f"loads_from_{origin}": count for origin, count in counters.loads_from.items()},
+                "compressed": counters.num_compressed,
+                "damaged": counters.num_damaged,
+                "quarantines": counters.num_quarantined,
+                "recoveries": counters.num_recovered,
+                "scrubbed_bytes": counters.scrubbed_bytes,
+                "prefetch_hits": ledger.num_hits,
+                "prefetches_late": ledger.num_late,
+                "prefetches_wasted": ledger.num_wasted,
+                "prefetch_wasted_bytes": ledger.wasted_bytes,
+                "cold_starts": ledger.num_missed,
+            },
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- parts of a report
 
 
 _TIERS = {
@@ -116,69 +171,23 @@ def residency_of(adapter: StoredAdapter, resting_tier: Tier, fault: str | None) 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Bytes and adapters (contents) of one tier against its bounds; pressure := used / max."""
-
-    tier: Tier
-    used_bytes: int
-    max_bytes: int
-    num_adapters: int
-    max_adapters: int | None
-
-    @property
-    def pressure(self) -> float:
-        return self.used_bytes / self.max_bytes
+def resting_tiers(compressed: CompressedCopies | None, disk: DiskCache | None) -> Iterator[TierReport]:
+    """Where weights rest outside the memory that kernels read."""
+    if compressed is not None:
+        yield TierReport("compressed", compressed.used_bytes, compressed.max_bytes, len(compressed), 0.0)
+    if disk is not None:
+        stats = disk.stats()
+        yield TierReport("disk", stats.used_bytes, stats.max_bytes, stats.num_files, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """One consistent look at the memory. Bytes are packed bytes; equal contents count once.
-
-    committed_bytes: of contents in use or pinned, each once: what cannot leave the device or, on a CPU, the host.
-    loading_bytes: of the host, for loads under way.
-    retiring_bytes: freed, but steps that were launched before may still read them. num_waiting: contents that requests asked for in
-    vain in the last two scheduling passes, by what they wait for. fragmentation: of the pool that holds the host tier (pool.PoolStats).
-    """
-
-    device: TierStats
-    host: TierStats
-    pinned_bytes: int
-    in_use_bytes: int
-    committed_bytes: int
-    loading_bytes: int
-    retiring_bytes: int
-    num_adapters: int
-    num_loading: int
-    num_waiting: Mapping[WaitsFor, int]
-    fragmentation: float
-    counters: MemoryCounters
+def chunk_runs(arena: Arena) -> tuple[ChunkRun, ...]:
+    """The arena from its first chunk to its last."""
+    runs = itertools.groupby(arena.owners())  # by identity: a name for each of many chunks would hold up a step
+    return tuple(ChunkRun("free" if owner is None else owner.value, len(list(run))) for owner, run in runs)
 
 
-def memory_stats(
-    counters: MemoryCounters,
-    tiers: Tiers,
-    room: Room,
-    retiring_bytes: int,
-    contents: Sequence[StoredWeights],
-    num_adapters: int,
-) -> MemoryStats:
-    """Called with the lock held."""
-    return MemoryStats(
-        device=_tier_stats(tiers.device),
-        host=_tier_stats(tiers.host),
-        pinned_bytes=room.pinned_bytes,
-        in_use_bytes=sum(each.nbytes for each in contents if each.num_running),
-        committed_bytes=sum(each.nbytes for each in contents if each.num_running or each.num_pinned),
-        loading_bytes=sum(each.nbytes for each in contents if each.job is not None and each.layout is not None),
-        retiring_bytes=retiring_bytes,
-        num_adapters=num_adapters,
-        num_loading=sum(each.job is not None for each in contents),
-        num_waiting={cause: sum(room.is_waiting(each, cause) for each in contents) for cause in WaitsFor},
-        fragmentation=tiers.host.pool.stats().fragmentation,
-        counters=replace(counters, loads=counters.loads.copy(), evictions=counters.evictions.copy()),
+def _tier(cache: Budget, fixed_bytes: int) -> TierReport:
+    pressure = min(1.0, fixed_bytes / cache.max_bytes)
+    return TierReport(
+        cache.tier.value, cache.used_bytes, cache.max_bytes, cache.num_adapters, pressure, cache.max_adapters
     )
-
-
-def _tier_stats(cache: Budget) -> TierStats:
-    return TierStats(cache.tier, cache.used_bytes, cache.max_bytes, cache.num_adapters, cache.max_adapters)

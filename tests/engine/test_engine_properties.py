@@ -352,12 +352,12 @@ class EngineMachine(RuleBasedStateMachine):
         driver.step()
         driver.check_idle()
         for _ in range(100):  # a load that nobody wants any more ends in its thread
-            if not driver.engine.adapters.stats().num_loading:
+            if not driver.engine.adapters.report().num_loading:
                 break
             driver.engine.adapters.wait_for_change(0.05)
-        stats = driver.engine.adapters.stats()
+        stats = driver.engine.adapters.report()
         assert (stats.num_adapters, stats.num_loading, stats.retiring_bytes, stats.pinned_bytes) == (0, 0, 0, 0)
-        assert stats.device.used_bytes == stats.host.used_bytes == self.pool.used_bytes == 0
+        assert stats.tier("device").used_bytes == stats.tier("host").used_bytes == self.pool.used_bytes == 0
         assert self.pool.arena.chunks_of(Owner.ADAPTERS) == []
         assert set(driver.engine.adapters.lora_index_to_id) == {None}
         cache = driver.engine._blocks._cache
@@ -420,7 +420,7 @@ def test_verbs_in_threads_beside_the_steps(
         driver.registry.unload(name)
     driver.step()
     driver.check_idle()
-    assert driver.engine.adapters.stats().host.used_bytes == 0
+    assert driver.engine.adapters.report().tier("host").used_bytes == 0
     driver.close()
 
 

@@ -524,7 +524,7 @@ def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_b
     driver.step()
     assert driver.stats.waiting_by_cause == {"seat": 0, "load": 0, "room": 3}
     assert len(driver.stats.waiting_adapter_ids) == 3
-    assert driver.engine.adapters.stats().num_waiting["room"] == 3
+    assert driver.engine.adapters.report().num_waiting["room"] == 3
     first_step_of: dict[str, int] = {}
     for step in range(1, 400):
         driver.step()

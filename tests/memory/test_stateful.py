@@ -203,10 +203,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         running = {r.adapter_id: r.num_running for r in self.manager.list_adapters() if r.num_running}
         assert all(self.references[adapter_id] == count for adapter_id, count in running.items())
-        stats = self.manager.stats()
-        assert stats.device.used_bytes <= stats.device.max_bytes
-        assert stats.host.used_bytes <= stats.host.max_bytes
-        assert stats.pinned_bytes <= stats.device.max_bytes
+        stats = self.manager.report()
+        assert stats.tier("device").used_bytes <= stats.tier("device").max_bytes
+        assert stats.tier("host").used_bytes <= stats.tier("host").max_bytes
+        assert stats.pinned_bytes <= stats.tier("device").max_bytes
 
     @invariant()
     def slots_hold_what_they_say(self) -> None:

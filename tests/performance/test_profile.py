@@ -13,10 +13,10 @@ KERNELS = Kernels("native", "native avx512")
 BEFORE = EngineState(
     EngineStats(
         num_admitted={"nothing": 10, "load": 2},
-        adapter_loads={"add": 3, "request": 1},
-        adapter_evictions={"verb": 1},
-        adapters_found={"device": 5, "source": 5},
-        num_adapter_promotions=4,
+        memory=MemoryReport(
+            found={"device": 5, "source": 5},
+            counters={"loads_add": 3, "loads_request": 1, "evictions_verb": 1, "promotions": 4},
+        ),
         num_preemptions=1,
     ),
     MemoryReport(fragmentation=0.25, counters={"copies": 2, "copy_seconds": 1.0}),
@@ -24,10 +24,16 @@ BEFORE = EngineState(
 AFTER = EngineState(
     EngineStats(
         num_admitted={"nothing": 15, "load": 2, "room": 1},
-        adapter_loads={"add": 3, "request": 4},
-        adapter_evictions={"verb": 1, "device_room": 2},
-        adapters_found={"device": 12, "disk": 3, "source": 7},
-        num_adapter_promotions=9,
+        memory=MemoryReport(
+            found={"device": 12, "disk": 3, "source": 7},
+            counters={
+                "loads_add": 3,
+                "loads_request": 4,
+                "evictions_verb": 1,
+                "evictions_device_room": 2,
+                "promotions": 9,
+            },
+        ),
         num_preemptions=1,
     ),
     MemoryReport(fragmentation=0.5, counters={"copies": 6, "copy_seconds": 3.0}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import pytest
 from fastapi import FastAPI
@@ -9,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.cpu import CpuUse
 from loraplex.events import EngineEvent, EventKind
-from loraplex.metrics import EngineStats, StepTimes
+from loraplex.metrics import EngineStats, MemoryReport, StepTimes, TierReport
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
@@ -126,16 +128,20 @@ def test_what_the_engine_counts(name: str, label: dict[str, str] | None, expecte
         num_generated_tokens=20,
         num_finished={"length": 4},
         num_admitted={"load": 14},
-        adapter_loads={"request": 5},
-        adapter_load_s=1.5,
-        num_adapter_load_failures=7,
-        num_adapter_promotions=9,
-        num_adapter_hits=11,
-        num_adapter_misses=12,
-        adapter_evictions={"device:room": 13},
-        resident_bytes={"device": 1024},
-        capacity_bytes={"device": 4096},
-        pinned_bytes=512,
+        memory=MemoryReport(
+            tiers=(TierReport("device", 1024, 4096, 1, 0.0),),
+            pinned_bytes=512,
+            counters={
+                "loads_request": 5,
+                "loads_from_disk": 4,
+                "load_seconds": 1.5,
+                "load_failures": 7,
+                "promotions": 9,
+                "hits": 11,
+                "misses": 12,
+                "evictions_device:room": 13,
+            },
+        ),
         kernel_fallbacks={"add_lora: no such dtype": 17},
         step_times=StepTimes(100, {"schedule": 0.5, "forward": 2.5, "commit": 0.5}),
         graph_steps={"lora": 15},
@@ -166,15 +172,16 @@ def test_names_of_adapters_cannot_break_the_page() -> None:
         ("loraplex:memory_chunks", {"owner": "adapters"}, 3),
         ("loraplex:adapters_quarantined", {}, 2),
         ("loraplex:adapter_resident_bytes", {"tier": "host"}, 7),
-        ("loraplex:adapter_resident_bytes", {"tier": "disk"}, 9),
+        ("loraplex:adapter_resident_bytes", {"tier": "device"}, 9),
         ("loraplex:adapter_capacity_bytes", {"tier": "device"}, 10),
         ("loraplex:events_total", {"kind": "load"}, 2),
     ],
 )
 def test_what_the_memory_says(name: str, label: dict[str, str], expected: float) -> None:
     """The report's tiers are newer than the counters'; a tier that it does not have stays."""
-    stats = EngineStats(resident_bytes={"host": 1, "disk": 9})
-    found = parse(MetricsPage("base").render(stats, {}, REPORT, {"load": 2}).decode())[name]
+    stats = EngineStats(memory=MemoryReport(tiers=(TierReport("host", 1, 1, 1, 0), TierReport("device", 9, 10, 1, 0))))
+    newer = replace(REPORT, tiers=REPORT.tiers[1:])
+    found = parse(MetricsPage("base").render(stats, {}, newer, {"load": 2}).decode())[name]
     assert ({"model_name": "base", "engine": "0", **label}, expected) in found
     assert len({str(labels) for labels, _ in found}) == len(found)
 

@@ -38,11 +38,12 @@ from loraplex.memory.residency.records import (
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
-from loraplex.memory.stats import MemoryLog, MemoryStats, memory_stats
+from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.copies import Arriving, StepGate
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import PackedLayout
+from loraplex.metrics import MemoryReport
 
 
 class WeightStore:
@@ -536,11 +537,10 @@ class WeightStore:
             return Tier.HOST
         return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
 
-    def stats(self) -> MemoryStats:
+    def report(self) -> MemoryReport:
         with self._lock:
             contents = list(self.weights.values())
-            tiers, retiring = self.tiers, self.retired.nbytes
-            return memory_stats(self.log.counters, tiers, self.room, retiring, contents, len(self.adapters))
+            return self.log.report(self.tiers, self.room, self.retired.nbytes, contents, len(self.adapters))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""

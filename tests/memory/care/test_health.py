@@ -53,7 +53,7 @@ def test_bytes_that_changed_on_the_host_are_noticed_at_promote_and_read_again(ri
     assert rig.source.opens["/p1"] == 2, "the source was read again"
     assert rig.source.opens["/p2"] == 1
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
-    assert rig.manager.stats().counters.num_damaged == 1
+    assert rig.manager._log.counters.num_damaged == 1
     rig.manager.poll()
     assert rig.dropped == ["d1"], "what the damaged weights computed is not used"
 
@@ -67,7 +67,7 @@ def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
         assert rig.tier_of(3) == "host"
     rig.manager.health.scrub(size)
     assert rig.tier_of(3) == "source", "what is idle is let go at once"
-    assert rig.manager.stats().counters.scrubbed_bytes == 3 * size
+    assert rig.manager._log.counters.scrubbed_bytes == 3 * size
     rig.check_output(rig.acquire(3), make_model("d3"))
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
 
@@ -166,7 +166,7 @@ def test_a_diagnosis_reads_the_weights_anew(rig: Rig) -> None:
     rig.manager.health.cleared(1)
     assert rig.manager.health.refusal(1) is None
     assert kinds(rig)[0] is EventKind.FAULT
-    assert rig.manager.stats().counters.num_recovered == 1
+    assert rig.manager._log.counters.num_recovered == 1
 
 
 def test_a_case_whose_adapter_is_gone_is_closed(rig: Rig) -> None:
@@ -182,13 +182,13 @@ def test_what_is_borrowed_stays_on_the_device_and_counts_as_no_use(rig: Rig) -> 
     rig.add(1)
     rig.acquire(1)
     rig.manager.release(1)
-    hits = rig.manager.stats().counters.num_hits
+    hits = rig.manager._log.counters.num_hits
     with rig.manager.health.borrowed(lambda digest: True) as borrowed:
         assert borrowed == ("d1", 0)
         assert not rig.manager.evict_adapter(1)
     with rig.manager.health.borrowed(lambda digest: False) as borrowed:
         assert borrowed is None
-    assert rig.manager.stats().counters.num_hits == hits
+    assert rig.manager._log.counters.num_hits == hits
     assert rig.manager.evict_adapter(1)
 
 

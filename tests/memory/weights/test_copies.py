@@ -236,11 +236,11 @@ def test_what_is_told_of_it(rig: Rig) -> None:
     (residency,) = rig.manager.list_adapters()
     assert (residency.tier, residency.lora_slot, residency.is_loading) == (Tier.DEVICE, slot, True)
     assert weights_of(rig, 1).state is WeightState.ARRIVING
-    assert rig.manager.stats().num_loading == 1
+    assert rig.manager.report().num_loading == 1
     land(rig)
     (residency,) = rig.manager.list_adapters()
     assert (residency.tier, residency.lora_slot, residency.is_loading) == (Tier.DEVICE, slot, False)
-    assert rig.manager.stats().counters.num_copies == 1
+    assert rig.manager._log.counters.num_copies == 1
 
 
 def test_neither_copy_goes_or_moves_while_it_arrives(rig: Rig) -> None:
