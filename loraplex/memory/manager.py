@@ -131,6 +131,10 @@ class LoRAModelManager:
         self._residency = residency = WeightStore(tiers, clock, log, disk, compressed)
         self._damage = damage = DamageControl(residency, tiers, log, clock)
         reader = WeightReader(packer, host.pool, disk, compressed, lora_config.num_loader_threads)
+        self.steps: StepPreparation = residency
+        self.victims_for = residency.victims_for  # what the store does whole is the store's own
+        self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
+        self.wait_for_change = residency.wait_for_change
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log, clock)
         self._compactor = Compactor(residency, tiers, clock, log.events)
         self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, transfers.let_damaged_go_locked)
@@ -160,16 +164,7 @@ class LoRAModelManager:
             if adapter is not None:
                 self._transfers.prefetch_locked(adapter.weights)
 
-    def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
-        """As core.ResidencyView says; none for an unknown adapter."""
-        return self._residency.victims_for(adapter_id, in_use)
-
     # -------------------------------------------------------------------------------------------- the engine's steps
-
-    @property
-    def steps(self) -> StepPreparation:
-        """Called by the thread that launches steps, where it launches them."""
-        return self._residency
 
     def poll(self) -> None:
         """Once a step, before scheduling: a new scheduling pass begins; dropped digests are told to the KV cache."""
@@ -179,18 +174,6 @@ class LoRAModelManager:
         if self.on_digest_dropped is not None:
             for digest in forgotten:
                 self.on_digest_dropped(digest)
-
-    def step_launched(self, step_id: int) -> None:
-        """Kernels of this step may read what is on the device now, until it is committed. Ids grow."""
-        self._residency.step_launched(step_id)
-
-    def step_committed(self, step_id: int) -> None:
-        """The step's kernels are done, also if it failed."""
-        self._residency.step_committed(step_id)
-
-    def wait_for_change(self, timeout_s: float) -> None:
-        """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
-        self._residency.wait_for_change(timeout_s)
 
     def reclaim_chunks(self, num_chunks: int) -> int:
         """Evict idle adapters that no request waits for, until that many chunks of the arena came free; returns how many did."""

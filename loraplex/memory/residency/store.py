@@ -71,6 +71,7 @@ class WeightStore:
         self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
         self._dropped: list[str] = []  # contents that are gone: the KV cache is to be told
         self._suspect: list[str] = []  # contents that may have computed wrong KV
+        self.pass_id = 0  # of the scheduling pass
         self._is_closed = False
 
     # --------------------------------------------------------------------------------------------------------------- the lock
@@ -80,7 +81,7 @@ class WeightStore:
         return self._lock
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Sleep until a load ends or room comes back."""
+        """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
         with self._lock:
             self._lock.wait(timeout_s)
 
@@ -99,27 +100,25 @@ class WeightStore:
             self._is_closed = True
             self._lock.notify_all()
 
-    @property
-    def pass_id(self) -> int:
-        """Of the scheduling pass."""
-        return self.room.pass_id
-
     # ---------------------------------------------------------------------------------------------------- the engine's steps
 
     def begin_pass(self) -> list[str]:
         """A new scheduling pass; the contents that the KV cache is to forget."""
         with self._lock:
             self.room.pass_id += 1
+            self.pass_id = self.room.pass_id
             forgotten = [digest for digest in self._dropped if digest not in self.weights] + self._suspect
             self._dropped.clear()
             self._suspect.clear()
         return forgotten
 
     def step_launched(self, step_id: int) -> None:
+        """Kernels of this step may read what is on the device now, until it is committed. Ids grow."""
         with self._lock:
             self.retired.launched(step_id)
 
     def step_committed(self, step_id: int) -> None:
+        """The step's kernels are done, also if it failed."""
         with self._lock:
             if self.retired.committed(step_id):
                 self._lock.notify_all()

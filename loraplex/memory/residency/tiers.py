@@ -153,24 +153,19 @@ class DeviceCache(Budget):
         return frozenset(self._free_slots)
 
 
-@dataclass(frozen=True, slots=True)
 class Tiers:
-    """Both tiers, and how bytes get from one to the other. `host_checksums`: of extents in the host's memory."""
+    """Both tiers, and how bytes get from one to the other. `host_checksums`: of extents in the host's memory.
 
-    host: HostCache
-    device: DeviceCache
-    copies: CopyEngine
-    host_checksums: Checksums
+    is_shared: both are one memory. in_memory: the tiers with a memory of their own, the nearest first.
+    """
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether both are one memory."""
-        return self.device.pool is None
-
-    @property
-    def in_memory(self) -> tuple[Tier, ...]:
-        """Those with a memory of their own, the nearest first."""
-        return (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
+    def __init__(self, host: HostCache, device: DeviceCache, copies: CopyEngine, host_checksums: Checksums) -> None:
+        self.host = host
+        self.device = device
+        self.copies = copies
+        self.host_checksums = host_checksums
+        self.is_shared = device.pool is None
+        self.in_memory = (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
 
     def cache(self, tier: Tier) -> HostCache | DeviceCache:
         return self.device if tier is Tier.DEVICE else self.host

@@ -54,8 +54,7 @@ FAILURE_TTL_S = 60.0
 class Transitions(Protocol):
     """What transfers see of the store (store.WeightStore)."""
 
-    @property
-    def pass_id(self) -> int: ...
+    pass_id: int
 
     def held(self) -> AbstractContextManager[object]: ...
 
