@@ -6,13 +6,14 @@ SECONDS ?= 600
 SEED ?= 0
 FAULTS ?= weights,alloc,copy,disk
 
-.PHONY: help demo test soak lint env-serve env-dev train-demo clean
+.PHONY: help demo test soak lint docs env-serve env-dev train-demo clean
 
 help:
 	@echo "make demo   run the main job: eight adapters and the base model in one batch"
 	@echo "make test   run the tests (under 10 minutes on 2 cores)"
 	@echo "make soak   ten minutes of random requests, loads, faults, kills and disconnects, every answer compared (SECONDS, SEED, FAULTS)"
 	@echo "make lint   style and types"
+	@echo "make docs   the documentation site in site/"
 	@echo "make train-demo   train the demo model and its adapters again (under an hour on a CPU)"
 	@echo "make clean  remove the environment and caches"
 
@@ -38,9 +39,12 @@ soak: env-dev
 lint: env-dev
 	scripts/lint $(VENV)
 
+docs:
+	scripts/docs
+
 train-demo: env-dev
 	$(VENV)/bin/python scripts/train_demo.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-docs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -40,7 +40,8 @@ from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
 from loraplex.demo.tasks import assets_path
 from loraplex.frontend.llm import LLM
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 
 SECONDS = 0.15

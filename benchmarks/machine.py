@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.limits import Peaks
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"

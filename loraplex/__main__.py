@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import sys
@@ -24,14 +23,18 @@ def run() -> NoReturn:
     try:
         main()
     except SystemExit as end:
-        code = end.code
+        code = BROKEN_PIPE_CODE if isinstance(end.__context__, BrokenPipeError) else end.code  # rich's is 1
     except BrokenPipeError:
         if not _is_reader_gone():
             raise
         code = BROKEN_PIPE_CODE
-    with contextlib.suppress(OSError):  # whoever read the output may be gone
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except BrokenPipeError:  # the output was short, and its reader is gone
+        code = code or BROKEN_PIPE_CODE
+    except OSError:
+        pass
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
 from json import dumps as to_json
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
 from loraplex import __version__
-from loraplex.cli_help import explain, group_fields, in_group, shown_default
+from loraplex.cli_help import explain, group_fields, in_group, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, LoraplexError
-from loraplex.lora_modules import parse_lora_modules
+from loraplex.lora_modules import OPTIONS, check_lora_modules, parse_lora_modules
 from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.views.profile_settings import ProfileSettings
@@ -99,6 +101,7 @@ def serve(
     )
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
+    check_lora_modules(modules, names)
     keys = keys or KeySettings()
     config = ServerConfig(
         **asdict(server or ServerSettings()),
@@ -108,7 +111,7 @@ def serve(
         adapter_roots=adapter_root or None,
     )
     engine_config = _engine_config(model, engine, lora, enable_lora)
-    return run_server(lambda: _start_engine(engine_config, config, modules), config)
+    return run_server(lambda: _start_engine(engine_config, config, modules), config, _in_options_of("serve"))
 
 
 @app.command
@@ -405,12 +408,13 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
     roots = server.local_adapter_roots
     for missing in (root for root in roots or () if not root.is_dir()):
         _log.warning("--adapter-root %s is no directory: no adapter can be loaded from there", missing)
+    if roots is not None:
+        config = replace(config, adapter_roots=(*map(str, roots), *(path for _, path in modules)))
     with StartProgress() as progress:
         engine = await AsyncEngine.start(
             config,
             served_model_name=server.served_model_names[0],
             base_names=server.served_model_names,
-            adapter_roots=None if roots is None else (*roots, *(path for _, path in modules)),
             on_progress=progress.update,
             state_dir=server.state_dir,
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
@@ -433,7 +437,7 @@ async def _load_module(engine: AsyncEngine, name: str, path: str) -> None:
     try:
         await engine.load_adapter(name, path)
     except LoraplexError as error:
-        raise ConfigError(f"adapter {name!r} of --lora-modules or --lora-paths: {error}") from error
+        raise ConfigError(f"adapter {name!r} of {OPTIONS}: {error}") from error
 
 
 def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:
@@ -450,13 +454,20 @@ def _serve_demo(port: int) -> int:
     return serve(str(assets_path() / "base"), served_model_name=("demo",), lora_modules=modules, server=settings)
 
 
+def _in_options_of(*command: str) -> Callable[[LoraplexError], str]:
+    """How a command says an error: one of settings names options."""
+    return lambda error: with_options(str(error), reduce(getitem, command, app))
+
+
 def main() -> None:
     """Entry point: the exit code of the command. An error is said on stderr, without a traceback, and is exit code 1."""
     try:
         sys.exit(app(parse_sizes(sys.argv[1:]), exit_on_error=False, print_error=False))
-    except (LoraplexError, CycloptsError) as error:
-        text = explain(error, app) if isinstance(error, CycloptsError) else str(error)
-        print(f"error: {text}", file=sys.stderr)
-        sys.exit(1)
+    except CycloptsError as error:
+        text = explain(error, app)
+    except LoraplexError as error:
+        text = _in_options_of(*app.parse_commands(sys.argv[1:])[0])(error)
     except KeyboardInterrupt:
         sys.exit(130)
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(1)

@@ -1,4 +1,4 @@
-"""What `--help` shows and in which groups, and what an unknown command is answered with.
+"""What `--help` shows and in which groups, what an unknown command is answered with, and options in errors of settings.
 
 A settings dataclass says its groups at its fields (`config.setting(..., group="Memory")`): a field is in the group of
 the one before it, the first one in the group of its class. So a new field belongs where it stands.
@@ -6,6 +6,7 @@ the one before it, the first one in the group of its class. So a new field belon
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
@@ -71,6 +72,21 @@ def explain(error: CycloptsError, app: App) -> str:
     nested = {path[-1]: " ".join(path) for path in command_paths(app) if len(path) > 1}
     nearest = get_close_matches(given, nested, n=1, cutoff=0.75)
     return f'Unknown command "{given}". Did you mean "{nested[nearest[0]]}"?' if nearest else str(error)
+
+
+def with_options(text: str, command: App) -> str:
+    """An error of settings, with each field as the option that sets it: `--max-loras`, not `max_loras`.
+
+    A field of one word may be any word: it is taken for the field where it is what the error is about, at the start.
+    """
+    arguments = command.assemble_argument_collection()
+    options = {each.field_info.name: each.name for each in arguments if each.name.startswith("--")}
+    long = "|".join(re.escape(name) for name in options if "_" in name)
+    short = "|".join(re.escape(name) for name in options if "_" not in name)
+    field = re.compile(
+        rf"(?<![\w.'\"/-])(?:{long or '(?!)'})(?![\w.'\"/-])|^(?:{short or '(?!)'})(?= must | is | needs | \()"
+    )
+    return field.sub(lambda match: options[match[0]], text)
 
 
 def command_paths(app: App, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

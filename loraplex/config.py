@@ -7,12 +7,15 @@ A setting that cannot be is a `ConfigError` that names it and its value.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from loraplex.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
+SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+"""The field's short names, accepted for `lora_dtype`."""
 QUANTIZATIONS = ("fp8", "int8", "int4")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn")
 EVICTION_POLICIES = ("lru", "lfu", "fifo", "gdsf", "cost_aware", "none")
@@ -109,8 +112,8 @@ class LoRAConfig:
     )
     lora_dtype: str = setting(
         "auto",
-        "type of adapter weights in memory: auto (the adapter's own; with triton the model's), float32, float16, "
-        "bfloat16, or int8 (triton; deltas are off by 1 %)",
+        "type of adapter weights in memory: auto (the adapter's own; with triton the model's), float32, float16 "
+        "(fp16), bfloat16 (bf16), or int8 (triton; deltas are off by 1 %)",
     )
     bias_enabled: bool = setting(
         True, "support for adapters with `bias` or `lora_bias`; off: such adapters are refused"
@@ -165,6 +168,7 @@ class LoRAConfig:
             self.max_loaded_loras is None or self.max_loaded_loras >= floor,
             f"max_loaded_loras ({self.max_loaded_loras}) must be >= max_loras ({floor})",
         )
+        object.__setattr__(self, "lora_dtype", SHORT_DTYPES.get(self.lora_dtype, self.lora_dtype))
         _require(
             self.lora_dtype in ("auto", "int8", *DTYPES),
             f"lora_dtype must be auto, int8 or one of {DTYPES}, got {self.lora_dtype!r}",
@@ -269,7 +273,9 @@ class EngineSettings:
     critical_pressure: float = setting(0.95, "share of memory that cannot be freed above which low-memory mode begins")
     relaxed_pressure: float = setting(0.70, "share below which low-memory mode ends")
     long_idle_s: float = setting(300.0, "seconds without use after which an adapter counts as long idle")
-    max_fragmentation: float = setting(0.25, "share of holes in the adapters' memory above which it is compacted")
+    max_fragmentation: float = setting(
+        0.25, "share of the adapters' chunks that compaction could free, above which it runs"
+    )
     num_threads: int | None = setting(
         None, "CPU threads of the engine (default: cores of affinity and quota)", group="Kernels"
     )
@@ -345,10 +351,14 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineSettings):
-    """All that an engine needs to start. `model` is a directory or a hub id; `lora` None turns adapters off."""
+    """All that an engine needs to start. `model` is a directory or a hub id; `lora` None turns adapters off.
+
+    adapter_roots: directories that local adapters may be read from; None: any.
+    """
 
     model: str
     lora: LoRAConfig | None = field(default_factory=LoRAConfig)
+    adapter_roots: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
@@ -357,3 +367,13 @@ class EngineConfig(EngineSettings):
             "adapter_floor needs device_memory: without it nobody takes from the adapters",
         )
         _require(bool(self.model), "model is empty; give a directory or a hub id")
+
+    def with_real_roots(self) -> EngineConfig:
+        """Links in `adapter_roots` resolved, once for the front and each engine process: what becomes a link later is not followed."""
+        if self.adapter_roots is None:
+            return self
+        return replace(self, adapter_roots=tuple(str(Path(root).resolve()) for root in self.adapter_roots))
+
+    @property
+    def root_paths(self) -> tuple[Path, ...] | None:
+        return None if self.adapter_roots is None else tuple(map(Path, self.adapter_roots))

@@ -10,13 +10,15 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from typing import Any, NewType, Protocol, TypeVar, overload
 
 from loraplex.errors import InvalidRequestError, LoraplexError
 from loraplex.sampling_params import SamplingParams as SamplingParams  # a noun like the others: imported from here
 
 BASE_SLOT = -1
 """The lora_slot of rows without an adapter: they are in no segment and stay bit-identical."""
+
+Item = TypeVar("Item", covariant=True)
 
 AdapterId = NewType("AdapterId", int)
 """Process-wide number of one loaded version of an adapter; never reused."""
@@ -93,16 +95,19 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
 
-    def check(self, vocab_size: int, max_model_len: int) -> None:
+    def check(self, max_model_len: int) -> None:
         """Raises InvalidRequestError for what no front sends: kernels read it without another look."""
         num_tokens = len(self.prompt_token_ids)
         if not 0 < num_tokens < max_model_len or self.max_tokens < 1:
             sizes = f"{num_tokens} prompt tokens and max_tokens {self.max_tokens}"
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
-        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
-            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+
+    def check_prompt(self, vocab_size: int) -> None:
+        """The same for its token ids: once for all completions of a long prompt."""
+        if min(self.prompt_token_ids) < 0 or max(self.prompt_token_ids) >= vocab_size:
+            raise InvalidRequestError(f"a token id is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
 
     @staticmethod
     def random_seed() -> int:
@@ -195,13 +200,49 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
+class Prefix(Sequence[Item]):
+    """The first items of a list that only grows, as a tuple of them would be. A copy at each step of 256 long answers would take
+    longer than the step.
+    """
+
+    __slots__ = ("_items", "_length")
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = items
+        self._length = len(items)
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            return tuple(self._items[start:stop:step]) if step > 0 else tuple(self)[index]
+        return self._items[range(self._length)[index]]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prefix | tuple | list) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
+    """`token_ids` and `logprobs` are tuples once it is finished, and a `Prefix` before."""
+
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None
+    logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = None
@@ -339,6 +380,7 @@ class AdapterStore(Protocol):
     """An engine as the registry sees it. Each call may block until done and is made under no lock; each raises AdapterError.
 
     attach_adapters: as `add_adapter` of each, but nothing is read: the first request or verb that needs the weights loads them.
+    list_adapters: those of `adapter_ids` that it has; None: all.
     """
 
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome: ...
@@ -349,7 +391,7 @@ class AdapterStore(Protocol):
     def pin_adapter(self, adapter_id: int) -> bool: ...
     def unpin_adapter(self, adapter_id: int) -> bool: ...
     def abort_adapter(self, adapter_id: int) -> int: ...
-    def list_adapters(self) -> Sequence[AdapterResidency]: ...
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +413,7 @@ class EngineInfo:
     targets: tuple[LoraTarget, ...]
     kv_cache_dtype: str
     backend_description: str = ""
+    device: str = "cpu"
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

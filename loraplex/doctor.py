@@ -115,7 +115,7 @@ def _cpu_kernels() -> list[str]:
     """Which kernels `auto` takes on a CPU, from where, and why no better ones."""
     import torch
 
-    from loraplex.kernels.native.library import NoLibrary, open_library
+    from loraplex.kernels.native.choice import NoLibrary, open_library
     from loraplex.kernels.ops import get_backend
 
     library = open_library()

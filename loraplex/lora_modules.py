@@ -1,11 +1,13 @@
-"""Adapters as the command line names them: `name=path`, or vLLM's JSON."""
+"""Adapters as the command line names them: `name=path`, or vLLM's JSON; and whether they can be served together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from json import loads as from_json
 
-from loraplex.errors import ConfigError
+from loraplex.errors import ConfigError, LoraplexError
+
+OPTIONS = "--lora-modules or --lora-paths"
 
 
 def parse_lora_modules(
@@ -21,6 +23,23 @@ def parse_lora_modules(
         else _lora_module(text, is_name_optional)
         for text in given
     )
+
+
+def check_lora_modules(modules: Iterable[tuple[str, str]], base_names: Sequence[str]) -> None:
+    """Raises ConfigError for a name of two adapters, and for one that the registry would refuse."""
+    from loraplex.adapters.registry.adapter_name import check_adapter_name
+
+    path_of: dict[str, str] = {}
+    for name, path in modules:
+        try:
+            check_adapter_name(name, base_names)
+        except LoraplexError as error:
+            raise ConfigError(f"{OPTIONS}, path {path!r}: {error}") from error
+        first = path_of.setdefault(name, path)
+        if first.rstrip("/") != path.rstrip("/"):
+            raise ConfigError(
+                f"{OPTIONS}: adapter {name!r} is given twice, as {first!r} and as {path!r}; give each a name of its own"
+            )
 
 
 def _lora_module_of_json(text: str, base_names: Sequence[str]) -> tuple[str, str]:

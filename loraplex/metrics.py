@@ -20,6 +20,37 @@ class StepTimes:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelFallback:
+    """Calls of an operator that stock torch ran because no kernel of `backend` covered them, and the reason."""
+
+    op: str
+    backend: str
+    reason: str
+    calls: int
+
+    @property
+    def label(self) -> str:
+        """Of `loraplex:kernel_fallbacks`."""
+        return f"{self.op}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpeedup:
+    """Seconds of one call of an operator on `backend`, and of the same on `fallback`; `shape` says on what tensors."""
+
+    op: str
+    backend: str
+    fallback: str
+    shape: str
+    kernel_s: float
+    fallback_s: float
+
+    @property
+    def speedup(self) -> float:
+        return self.fallback_s / self.kernel_s
+
+
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
@@ -68,7 +99,8 @@ class MemorySample:
 class MemoryReport:
     """All that `GET /v1/memory` shows. Times are Unix time, sizes bytes; history is oldest first.
 
-    fragmentation: share of the adapters' chunks that lies in holes. quarantined: adapter id -> why, and until when it is not served.
+    fragmentation: share of the adapters' chunks of the device that perfect packing would give back; most_fragmentation: of those or of the
+    host's, the larger one. quarantined: adapter id -> why, and until when it is not served.
     num_waiting: contents that requests asked for in the last two scheduling passes and did not get, by what they wait for.
     found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load together
     count one for what it read. counters: only grow, by name.
@@ -91,6 +123,7 @@ class MemoryReport:
     quarantined: Mapping[int, str] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
     history: tuple[MemorySample, ...] = ()
+    most_fragmentation: float = 0.0
     num_waiting: Mapping[str, int] = field(default_factory=dict)
     found: Mapping[str, int] = field(default_factory=dict)
 

@@ -1,8 +1,8 @@
 """How many lines an adapter passes from its file to the kernels: `python scripts/path_lines.py [TREE]`.
 
-Counted are the files that read and check an adapter (`adapters/` without the hub, `inspect`, the journal and the registry) and
-the memory that holds it (`memory/` without the counters, the prediction and the monitor, which look on). At 9921671 that
-was 8,516 lines.
+Counted are the files that read and check an adapter (`adapters/` without the hub, `inspect`, the journal and the
+registry) and the memory that holds it (`memory/` without the counters, the prediction and the monitor, which look on).
+At 9921671 that was 8,516 lines.
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("LORAPLEX_DEBUG", "1")  # each step of each engine checks its mapping
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported; with a GPU, set it to 0
 os.environ["LORAPLEX_CACHE"] = "none"  # no test leaves packed weights in the user's cache
 
@@ -22,6 +24,11 @@ from tests.fixtures import ModelZoo
 ROOT = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a job that a script started in the background; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure() -> None:

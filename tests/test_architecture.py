@@ -49,6 +49,7 @@ ORDER = (
     "cli_help",
     "cli",
     "__main__",
+    "compat",  # names of the field: nothing in the product imports them
 )
 FORBIDDEN = (("adapters", "kernels"), ("kernels", "adapters"), ("layers", "memory"), ("memory", "layers"))
 TORCH_FREE = (

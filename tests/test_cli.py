@@ -30,14 +30,15 @@ from hypothesis import strategies as st
 import loraplex
 from loraplex import cli, doctor
 from loraplex.cli import app, parse_sizes
-from loraplex.cli_help import GROUPS, command_paths, group_fields, shown_default
+from loraplex.cli_help import GROUPS, command_paths, group_fields, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, setting
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
 from loraplex.errors import ConfigError, ModelNotFoundError
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.supervisor import Supervision
-from loraplex.kernels.native.library import NativeLibrary, NoLibrary, open_library
+from loraplex.kernels.native.choice import NoLibrary, open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
 from loraplex.server.config import ServerConfig, ServerSettings
@@ -45,6 +46,7 @@ from loraplex.testing import FakeAsyncEngine
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 from tests.server.live_server import LiveServer
 
+REPOSITORY = Path(__file__).parents[1]
 SURFACE = Path(__file__).with_name("cli_surface.txt")
 BASE = str(assets_path() / "base")
 UPPER = str(adapter_path("upper"))
@@ -202,10 +204,19 @@ def test_version(run: Run) -> None:
         (["adapter", "inspct", UPPER], 'Did you mean "inspect"?'),
         (["serve", BASE, "--nope"], "Unknown option: --nope."),
         (["serve", BASE, "--port", "abc"], 'unable to convert "abc" into int'),
-        (["serve", BASE, "--port", "99999"], "port must be 0..65535, got 99999"),
-        (["serve", BASE, "--max-num-seqs", "0"], "max_num_seqs must be >= 1, got 0"),
-        (["serve", BASE, "--max-lora-rank", "0"], "max_lora_rank must be 1..512, got 0"),
+        (["serve", BASE, "--port", "99999"], "error: --port must be 0..65535, got 99999"),
+        (["serve", BASE, "--max-num-seqs", "0"], "error: --max-num-seqs must be >= 1, got 0"),
+        (["serve", BASE, "--max-lora-rank", "0"], "error: --max-lora-rank must be 1..512, got 0"),
+        (["serve", BASE, "--max-loras", "3", "--max-cpu-loras", "2"], "--max-cpu-loras (2) must be >= --max-loras (3)"),
+        (["serve", BASE, "--adapter-floor", "1GiB"], "error: --adapter-floor needs --device-memory: without it"),
+        (["serve", BASE, "--host", ""], "error: --host is empty"),
+        (["serve", BASE, "--port", "0", "--ssl-keyfile", "/x"], "--ssl-certfile"),
         (["serve", BASE, "--lora-modules", "x"], "adapter 'x': write name=path"),
+        (["serve", BASE, "--lora-modules", "x=/a", "x=/b"], "adapter 'x' is given twice, as '/a' and as '/b'"),
+        (["serve", BASE, "--lora-modules", "/a=/b", "--lora-paths", "/a"], "--lora-modules or --lora-paths"),
+        (["serve", BASE, "--served-model-name", "b", "--lora-modules", "b=/a"], "would select the base model 'b'"),
+        (["serve", BASE, "--lora-modules", "x@2=/a"], "--lora-modules or --lora-paths, path '/a': adapter name 'x@2'"),
+        (["serve", BASE, "--lora-modules", " x=/a"], "has control or invisible characters, or a space at an end"),
         (["serve", BASE, "--no-enable-lora", "--lora-modules", "x=y"], "adapters are given, but LoRA is off"),
         (["serve", BASE, "--no-enable-lora", "--max-loras", "2"], "settings of LoRA are given, but LoRA is off"),
         (["serve", BASE, "--api-key", "two words"], "an API key is empty or has a character"),
@@ -217,19 +228,22 @@ def test_version(run: Run) -> None:
         (["generate", BASE, "hi", "--temperature", "-1"], "temperature must be in [0, 100], got -1.0"),
         (["generate", BASE, "x" * 999], "the prompt has 1000 tokens and the model's length is"),
         (["bench", BASE, "--patterns", "zipf"], "pattern 'zipf' is unknown"),
-        (["bench", BASE, "--runs", "0"], "runs must be >= 1, got 0"),
+        (["bench", BASE, "--runs", "0"], "error: --runs must be >= 1, got 0"),
         (["profile"], "give a model to run here, or the --url of a running server"),
         (["profile", BASE, "--url", "http://127.0.0.1:1"], "not both: leave out "),
         (["profile", BASE, "--seconds", "3"], "--seconds is for a running server"),
         (["profile", BASE, "--report", "/nowhere/x.html"], "there is no directory '/nowhere'"),
         (["profile", "--url", "http://127.0.0.1:1", "--pattern", "skewed"], "a running server has its own settings"),
         (["profile", "--url", "http://127.0.0.1:1", "--dtype", "float32"], "a running server has its own settings"),
-        (["profile", "--url", "http://127.0.0.1:1", "--seconds", "0"], "seconds must be > 0"),
+        (["profile", "--url", "http://127.0.0.1:1", "--seconds", "0"], "error: --seconds must be > 0"),
         (["profile", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer: Connection refused"),
-        (["profile", "--url", "nowhere"], "url must be like http://127.0.0.1:8000 or 127.0.0.1:8000, got 'nowhere'"),
+        (
+            ["profile", "--url", "nowhere"],
+            "error: --url must be like http://127.0.0.1:8000 or 127.0.0.1:8000, got 'nowhere'",
+        ),
         (["top", "http://127.0.0.1:1", "--once"], "http://127.0.0.1:1 does not answer: Connection refused"),
-        (["top", "--interval", "0"], "interval must be 0.1 to 3600 seconds, got 0.0"),
-        (["demo", "--each", "0"], "each must be 1..38, got 0"),
+        (["top", "--interval", "0"], "error: --interval must be 0.1 to 3600 seconds, got 0.0"),
+        (["demo", "--each", "0"], "error: --each must be 1..38, got 0"),
         (["demo", "--each", "39"], "each must be 1..38, got 39: there are no more phrases"),
         (["adapter", "inspect", "/nowhere"], "adapter '/nowhere': no such directory"),
         (["adapter", "inspect", UPPER, "--base", "/nowhere"], "model '/nowhere': there is no such directory"),
@@ -244,6 +258,20 @@ def test_an_error_is_one_line_on_stderr_with_exit_code_1(run: Run, arguments: li
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "text", ["adapter 'max_loras': no", "max_loras.json", "/max_loras/x", "x_max_loras", "a port is taken"]
+)
+def test_only_fields_become_options(text: str) -> None:
+    assert with_options(text, app["serve"]) == text
+
+
+def test_an_error_of_the_start_names_options() -> None:
+    """A server finds some only when it binds: they are printed elsewhere."""
+    command = [sys.executable, "-m", "loraplex", "serve", BASE, "--port", "0", "--max-connections", "99999999"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr.startswith("error: --max-connections ")) == (1, True), ended.stderr
+
+
 def test_the_same_as_a_program() -> None:
     """The way in through `python -m loraplex`, with the real streams."""
     ended = subprocess.run(
@@ -254,12 +282,13 @@ def test_the_same_as_a_program() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["1", ""])
-def test_a_reader_that_is_gone_is_no_traceback(unbuffered: str) -> None:
-    """`loraplex adapter inspect ... --json | head -1`: met while printing, or at the end."""
+@pytest.mark.parametrize("command", [("adapter", "inspect", UPPER, "--json"), ("--version",), ("bench", "--help")])
+def test_a_reader_that_is_gone_is_no_traceback(command: tuple[str, ...], unbuffered: str) -> None:
+    """`loraplex bench --help | head -1`: met while printing, by rich while it prints, or at the end."""
     read, write = os.pipe()
     os.close(read)
     ended = subprocess.run(
-        [sys.executable, "-m", "loraplex", "adapter", "inspect", UPPER, "--json"],
+        [sys.executable, "-m", "loraplex", *command],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
@@ -268,7 +297,7 @@ def test_a_reader_that_is_gone_is_no_traceback(unbuffered: str) -> None:
         env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )
     os.close(write)
-    assert (ended.returncode, ended.stderr) == (141 if unbuffered else 0, "")
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_ctrl_c_is_no_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +443,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
         seen.engine, seen.arguments = config, arguments
         return seen
 
-    def run_server(start_engine: Callable[[], Any], config: ServerConfig) -> int:
+    def run_server(start_engine: Callable[[], Any], config: ServerConfig, say: Callable[..., str]) -> int:
         seen.server = config
         asyncio.run(start_engine())
         return 7
@@ -429,7 +458,7 @@ def test_serve_with_defaults(run: Run, served: Served) -> None:
     assert run("serve", "/models/llama/") == (7, "", "")
     assert served.engine == EngineConfig(model="/models/llama/")
     assert served.server == ServerConfig(served_model_names=("/models/llama",))
-    assert served.arguments["adapter_roots"] is None  # on loopback the load routes may read anything
+    assert served.engine.adapter_roots is None  # on loopback the load routes may read anything
     assert served.loaded == []
 
 
@@ -459,11 +488,11 @@ def test_serve_passes_everything_on(run: Run, served: Served, monkeypatch: pytes
         max_num_seqs=3,
         kv_cache_memory_bytes=2**20,
         lora=LoRAConfig(adapter_memory_bytes=2 * 10**6, max_lora_rank=8),
+        adapter_roots=("/roots", "/x", "/y", "/z"),
     )
     assert served.arguments["served_model_name"] == "a"
     assert served.arguments["base_names"] == ("a", "b")
     assert served.loaded == [("x", "/x"), ("y", "/y"), ("/z", "/z")]
-    assert [str(root) for root in served.arguments["adapter_roots"]] == ["/roots", "/x", "/y", "/z"]
 
 
 def test_serve_without_lora(run: Run, served: Served) -> None:
@@ -475,6 +504,16 @@ def test_an_adapter_that_fails_at_the_start_ends_the_engine(run: Run, served: Se
     code, _, err = run("serve", "/model", "--lora-modules", "x=/x", "y=/bad")
     assert (code, err.splitlines()[-1]) == (1, "error: adapter 'y' of --lora-modules or --lora-paths: bad")
     assert served.is_shut_down
+
+
+def test_every_option_of_a_server_is_in_the_documentation() -> None:
+    """As it is written, or with `--no-`."""
+    text = "\n".join(page.read_text() for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    missing = [
+        each.names[0] for each in arguments_of(app["serve"]) if each.name.startswith("--") and not named & {*each.names}
+    ]
+    assert missing == []
 
 
 def test_every_setting_is_a_flag() -> None:
@@ -709,7 +748,7 @@ def test_doctor(run: Run) -> None:
 
 def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = NoLibrary("they are not built; install g++")
-    monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: nothing)
+    monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: nothing)
 
     def doctor() -> str:
         return run("doctor")[1].replace("\n", " ")
@@ -717,7 +756,7 @@ def test_doctor_says_which_kernels_run_and_why(run: Run, monkeypatch: pytest.Mon
     assert "kernels on cpu: stock torch (they are not built; install g++)" in doctor()
     library = open_library()
     if isinstance(library, NativeLibrary):
-        monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: library)
+        monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: library)
         assert f"kernels on cpu: native {library.isa}, " in doctor()
         assert f"libloraplex_{library.isa}.so" in doctor().replace(" ", "")
 
@@ -743,7 +782,7 @@ def test_doctor_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_doctor_prints_reasons_and_paths_in_one_piece(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not broken at 80 columns, where a path could not be copied, and nothing in brackets taken for markup."""
     nothing = NoLibrary(f"/opt/[env]/{'x' * 100}/libloraplex_portable.so is damaged")
-    monkeypatch.setattr("loraplex.kernels.native.library.open_library", lambda: nothing)
+    monkeypatch.setattr("loraplex.kernels.native.choice.open_library", lambda: nothing)
     assert f"kernels on cpu: stock torch ({nothing.reason})\n" in run("doctor")[1]
 
 

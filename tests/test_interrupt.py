@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from loraplex.demo.tasks import adapter_path, assets_path
+from tests.conftest import ROOT
 
 BASE, UPPER = str(assets_path() / "base"), str(adapter_path("upper"))
-
-USUAL_SIGNAL = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 SWALLOWED = """
 import os, signal, sys
@@ -35,8 +34,8 @@ run()
 
 
 def python(code: str, *arguments: str) -> tuple[int, str, str]:
-    """With the signal as a terminal's programs have it, whatever the tests were started from."""
-    command = [sys.executable, "-c", USUAL_SIGNAL + code, *arguments]
+    """With the signal as a terminal's programs have it (conftest.py)."""
+    command = [sys.executable, "-c", code, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stdout, ended.stderr
 
@@ -89,3 +88,24 @@ def test_another_handler_stays(handler: str) -> None:
         "    assert signal.getsignal(signal.SIGINT) is handler or signal.getsignal(signal.SIGINT) == handler\n"
     )
     assert python(code) == (0, "", "")
+
+
+def test_tests_in_a_background_job_have_the_usual_signal() -> None:
+    """A shell's script starts it with SIGINT ignored, and so would every program of these tests."""
+    code = "import signal\nimport tests.conftest\nprint(signal.getsignal(signal.SIGINT))"
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
+    assert "default_int_handler" in ended.stdout
+
+
+def test_a_program_in_a_background_job_leaves_the_signal_ignored() -> None:
+    code = (
+        "import os, signal\n"
+        "from loraplex import interrupt\n"
+        "interrupt.end_at_once()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('on')\n"
+    )
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "on\n")

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu.adapters import scratch_folder
 from benchmarks.gpu.exact import poisoned_allocations
-from benchmarks.gpu.kernel_checks import Finding, fallen_back
+from benchmarks.gpu.kernel_checks import Finding, fallback_calls, fallen_back
 from benchmarks.gpu.place import Place
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
 from loraplex.engine.sampler import Sampler, SamplingRow
@@ -43,11 +43,11 @@ def sampler_findings(place: Place, is_small: bool) -> Iterator[Finding]:
             SamplingRow(params=SamplingParams(**PARAMS[i % len(PARAMS)]), seed=i, position=i // 3) for i in range(rows)
         ]
         expected = Sampler(vocab_size, TorchBackend()).sample(logits.clone(), chosen)
-        before = dict(place.backend.fallbacks)
+        before = fallback_calls(place.backend)
         found = Sampler(vocab_size, place.backend).sample(logits.to(place.device), chosen)
         wrong = [i for i in range(rows) if found.token_ids[i] != expected.token_ids[i]]
         notes = [f"{len(wrong)} differ, the first with {PARAMS[wrong[0] % len(PARAMS)]}"] if wrong else []
-        notes += fallen_back(before, place.backend.fallbacks)
+        notes += fallen_back(before, fallback_calls(place.backend))
         yield Finding("sampler", f"{rows} rows of {vocab_size} as on the CPU", not notes, ", ".join(notes))
 
 

@@ -30,6 +30,7 @@ from benchmarks.gpu.place import FP32, Place, dtype_name
 from benchmarks.gpu.problems import Planned, Problem
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, QWEN, TINY, make_target
 from loraplex.core import LoraTarget
+from loraplex.kernels.protocols import KernelBackend
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def check(problem: Problem, place: Place) -> Finding:
     """All of it for one problem."""
     limit = LIMITS[problem.dtype]
     backend = problem.backend or place.backend
-    before = dict(backend.fallbacks)
+    before = fallback_calls(backend)
     with poisoned_allocations():
         first = problem.run()
         again = problem.run()
@@ -58,8 +59,12 @@ def check(problem: Problem, place: Place) -> Finding:
         wrong.append("two runs differ")
     if problem.redraw is not None:
         wrong += _check_decode(problem, problem.redraw, place, first, limit)
-    wrong += fallen_back(before, backend.fallbacks)
+    wrong += fallen_back(before, fallback_calls(backend))
     return Finding(problem.group, problem.name, not wrong, ", ".join(wrong), error, limit)
+
+
+def fallback_calls(backend: KernelBackend) -> dict[str, int]:
+    return {each.label: each.calls for each in backend.fallbacks()}
 
 
 def fallen_back(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.arguments import listed_of, seconds
 from benchmarks.gpu.kernel_cases import GROUPS, TARGETS, Build, Case
-from benchmarks.gpu.kernel_checks import fallen_back
+from benchmarks.gpu.kernel_checks import fallback_calls, fallen_back
 from benchmarks.gpu.place import LEFT_OUT, Output, Place, Sheet, add_arguments, endable, exit_code, find_place
 from benchmarks.gpu.timing import Ceilings, Timing, measure_ceilings, time_calls
 
@@ -67,9 +67,9 @@ class Timed:
 def time_case(case: Case, place: Place, ceilings: Ceilings, budget_s: float) -> Timed:
     """The case, then its peers; none keeps memory for the next."""
     backend = case.backend or place.backend
-    before = dict(backend.fallbacks)
+    before = fallback_calls(backend)
     own, error = _time(case.build, place, budget_s)
-    error = error or ", ".join(fallen_back(before, backend.fallbacks))
+    error = error or ", ".join(fallen_back(before, fallback_calls(backend)))
     peers = {}
     for name, build in case.peers.items():
         timing, _ = _time(build, place, budget_s)

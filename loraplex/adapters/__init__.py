@@ -1,1 +1,1 @@
-"""What an adapter is and who owns it: format, weights, sources, names. No device code here."""
+"""What an adapter is, where it comes from and which name answers with it. No device code here."""

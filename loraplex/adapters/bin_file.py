@@ -2,13 +2,14 @@
 
 A zip may claim anything, so before torch sees it: its directory and its pickle are no longer than those of an adapter,
 every member is stored, not compressed, and members together are no larger than the file. The pickle names nothing but
-what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Tuples in it are nested
+what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Tuples in it are
+nested
 no deeper than those of a tensor: the hash of a deep one, as a key, overflows the stack of the process, and that of
-`t = (t, t)`, written sixty times, takes for ever. Plain pickles (torch before 1.6) are refused: they allocate what they
+`t = (t, t)`, written sixty times, never ends. Plain pickles (torch before 1.6) are refused: they allocate what they
 claim.
 
-torch reads zips with a reader of its own, which takes the directory from another place and `DATA.PKL` for `data.pkl`. So it
-gets a zip written here of the members that were checked, and never the file.
+torch reads zips with a reader of its own, which takes the directory from another place and `DATA.PKL` for `data.pkl`.
+So it gets a zip written here of the members that were checked, and never the file.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import pickle
 import pickletools
 import re
 import zipfile
-from pathlib import Path
 
 import torch
 
-from loraplex.adapters.files import MAX_NAME_CHARS, Limits, check_no_pointer
-from loraplex.adapters.regular_file import RegularFile, check_size
+from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, Limits, check_no_pointer, damaged
+from loraplex.adapters.regular_file import check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
@@ -33,6 +33,7 @@ MAX_TUPLE_DEPTH = 4
 """Arguments of a parameter, those of its tensor, and its shape; one to spare."""
 SPARE_MEMBERS = 64
 _ENTRY = b"PK\x01\x02"
+_UNPICKLING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError, AssertionError)
 _NAMES_IN_PICKLES = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 _STORAGE = re.compile(r"torch \w+Storage")
 _CONSTANTS = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINSTRING"}
@@ -43,32 +44,28 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _CALLS = {"REDUCE": 2, "BINPERSID": 1}
 
 
-def read_bin(path: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of the file, on the CPU. Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError and kin."""
-    where = f"adapter {adapter!r}: {path.name}"
-    with RegularFile.open(path, adapter) as file:
-        check_size(file.size, max_bytes, adapter)
+def read_bin(folder: AdapterFolder, max_bytes: int, limits: Limits) -> dict[str, torch.Tensor]:
+    """The tensors of the file, on the CPU.
+
+    Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError, and what opening raises.
+    """
+    where = folder.where(BIN_NAME)
+    with folder.open(BIN_NAME) as file:
+        check_size(file.size, max_bytes, folder.adapter)
         data = file.read_all()
-    size, checked = len(data), _checked_zip(data, limits or Limits(), where)
+    size, checked = len(data), _checked_zip(data, limits, where)
     del data  # the file's bytes are in the copy
     try:
         loaded = torch.load(checked, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise AdapterFileFormatError(
-            f"{where} holds more than tensors and is not loaded: {_first_line(error)}; {REMEDY}"
-        ) from error
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        KeyError,
-        EOFError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-    ) as error:
-        raise AdapterFileFormatError(f"{where} is damaged: {_first_line(error)}; {REMEDY}") from error
+        raise _more_than_tensors(where, _first_line(error)) from error
+    except _UNPICKLING_ERRORS as error:
+        raise damaged(where, f"{_first_line(error)}; {REMEDY}") from error
     return _check_tensors(loaded, size, where)
+
+
+def _more_than_tensors(where: str, what: str) -> AdapterFileFormatError:
+    return AdapterFileFormatError(f"{where} holds more than tensors and is not loaded: {what}; {REMEDY}")
 
 
 def _first_line(error: BaseException) -> str:
@@ -97,9 +94,8 @@ def _checked_zip(data: bytearray, limits: Limits, where: str) -> io.BytesIO:
                     _check_pickle(archive, member, limits.max_tensors * PICKLE_BYTES_A_TENSOR, where)
             return _copied(archive, members)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
-        raise AdapterTruncatedError(
-            f"{where} is truncated or damaged: {_first_line(error)}; copy the file again"
-        ) from error
+        text = f"is truncated or damaged: {_first_line(error)}; copy the file again"
+        raise AdapterTruncatedError(f"{where} {text}") from error
 
 
 def _copied(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> io.BytesIO:
@@ -114,23 +110,21 @@ def _copied(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> io.Byte
 def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int, where: str) -> None:
     """Refuse a pickle that names anything but tensors, before it is loaded."""
     if member.file_size > max_bytes:
-        raise AdapterFileFormatError(
-            f"{where} has a pickle of {member.file_size} bytes, at most {max_bytes} are read; {REMEDY}"
-        )
+        text = f"has a pickle of {member.file_size} bytes, at most {max_bytes} are read"
+        raise AdapterFileFormatError(f"{where} {text}; {REMEDY}")
     depths = _TupleDepths(where)
     for opcode, argument, _ in pickletools.genops(archive.read(member)):
         is_known = argument in _NAMES_IN_PICKLES or (isinstance(argument, str) and _STORAGE.fullmatch(argument))
         if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not is_known:
-            raise AdapterFileFormatError(
-                f"{where} holds more than tensors and is not loaded: it names {shown(argument)}; {REMEDY}"
-            )
+            raise _more_than_tensors(where, f"it names {shown(argument)}")
         depths.follow(opcode.name, argument)
 
 
 class _TupleDepths:
     """Follows a pickle without building anything: of each value on the stack, how deep it is nested in tuples.
 
-    Raises AdapterFileFormatError for a deep tuple and for what torch.save does not write, IndexError for an empty stack.
+    Raises AdapterFileFormatError for a deep tuple and for what torch.save does not write, IndexError for an empty
+    stack.
     """
 
     def __init__(self, where: str) -> None:
@@ -161,9 +155,7 @@ class _TupleDepths:
         elif opcode in ("BINGET", "LONG_BINGET") and isinstance(argument, int):
             stack.append(self._memo[argument])
         elif opcode not in ("PROTO", "STOP"):
-            raise AdapterFileFormatError(
-                f"{self._where} holds more than tensors and is not loaded: {opcode} in its pickle; {REMEDY}"
-            )
+            raise _more_than_tensors(self._where, f"{opcode} in its pickle")
 
     def _take(self, count: int) -> list[int]:
         if not 0 <= count <= len(self._stack):
@@ -176,9 +168,7 @@ class _TupleDepths:
     def _push_tuple(self, taken: list[int]) -> None:
         depth = 1 + max(taken, default=0)
         if depth > MAX_TUPLE_DEPTH:
-            raise AdapterFileFormatError(
-                f"{self._where} holds more than tensors and is not loaded: tuples nested deeper than {MAX_TUPLE_DEPTH}; {REMEDY}"
-            )
+            raise _more_than_tensors(self._where, f"tuples nested deeper than {MAX_TUPLE_DEPTH}")
         self._stack.append(depth)
 
 
@@ -187,17 +177,14 @@ def _check_tensors(loaded: object, size: int, where: str) -> dict[str, torch.Ten
         raise AdapterFileFormatError(f"{where} holds a {type(loaded).__name__}, not a dict of tensors")
     loaded = dict(dict.items(loaded))  # an OrderedDict's own attributes, which a pickle sets, may hide its methods
     for name, tensor in loaded.items():
-        is_plain = isinstance(name, str) and isinstance(tensor, torch.Tensor)
-        if (
-            not is_plain
-            or len(name) > MAX_NAME_CHARS
-            or tensor.layout != torch.strided
-            or tensor.is_quantized
-            or tensor.device.type != "cpu"
-        ):
+        is_named = isinstance(name, str) and len(name) <= MAX_NAME_CHARS
+        if not is_named or not isinstance(tensor, torch.Tensor) or not _is_plain(tensor):
             raise AdapterFileFormatError(f"{where}: entry {shown(name)} is not a plain tensor")
-    if sum(tensor.numel() * tensor.element_size() for tensor in loaded.values()) > size:
-        raise AdapterFileFormatError(
-            f"{where} holds tensors that are larger than the file"
-        )  # stride 0, or shared bytes
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in loaded.values())  # tensor.nbytes overflows
+    if nbytes > size:  # stride 0, or shared bytes
+        raise AdapterFileFormatError(f"{where} holds tensors that are larger than the file")
     return loaded
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"

@@ -1,8 +1,9 @@
-"""Reading an adapter for one base model: whether it may be loaded is worked out once for equal configurations and headers.
+"""Reading an adapter for one base model: equal configurations and headers are judged once.
 
-What configuration, names, shapes and dtypes say depends on nothing else than the fields of the one and the header of the other. Those of a
-thousand adapters of one recipe are equal, so what was found good is remembered by them (`Blueprint`); what is refused is not. Read and
-checked each time: the file's identity, its bytes, NaN and Inf, the digest.
+What configuration, names, shapes and dtypes say depends on nothing else than the fields of the one and the header of
+the other. Those of a thousand adapters of one recipe are equal, so what was found good is remembered by them
+(`Blueprint`); what is refused is not. Read and checked each time: the file's identity, its bytes, NaN and Inf, the
+digest.
 """
 
 from __future__ import annotations
@@ -16,24 +17,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
-from loraplex.adapters.files import BIN_NAME, Limits, read_files
+from loraplex.adapters.files import BIN_NAME, AdapterFolder, Limits, read_files
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName
+from loraplex.adapters.regular_file import Roots
+from loraplex.adapters.tensor_names import PARTS, TensorName
 from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_tensors
 from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 
-PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
-"""Fields of a layer -> parts of a module."""
-
 BIN_COPIES = 3
 MAX_BLUEPRINTS = 32
 MAX_REFUSED_BYTES = 2**26
-"""Of a larger adapter that is refused already the numbers are not read: NaN would be one more reason, and a sparse file of a few
-kilobytes would cost gigabytes."""
+"""Of a larger adapter that is refused already the numbers are not read: NaN would be one more reason, and a sparse file
+of a few kilobytes would cost gigabytes."""
 MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
 
@@ -51,7 +48,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors, not of the configuration."""
+    """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors alone."""
 
     plan: ReadPlan
     layers: tuple[LayerPlan, ...]
@@ -64,7 +61,10 @@ class Blueprint:
 
 @dataclass(frozen=True, eq=False)
 class AdapterContent:
-    """An adapter that was read and found good, not cut into layers yet. `nbytes` of its tensors in the file's dtypes."""
+    """An adapter that was read and found good, not cut into layers yet.
+
+    `nbytes` of its tensors in the file's dtypes.
+    """
 
     blueprint: Blueprint
     read: ReadTensors
@@ -81,9 +81,6 @@ class AdapterContent:
     @property
     def rank(self) -> int:
         return self.blueprint.max_rank
-
-    def tensors(self) -> list[torch.Tensor]:
-        return self.read.tensors()
 
 
 class ByteBudget:
@@ -108,8 +105,11 @@ class ByteBudget:
 
 
 class CheckedReader:
-    """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once; what they read together is
-    bounded by the host budget, since a hundred files of a few gigabytes, sparse on disk, would be as many gigabytes in memory."""
+    """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once.
+
+    What they read together is bounded by the host budget, since a hundred files of a few gigabytes, sparse on disk,
+    would be as many gigabytes in memory.
+    """
 
     def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
@@ -119,31 +119,33 @@ class CheckedReader:
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
 
-    def read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
-        """Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
-        AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format)."""
-        with self._budget.hold(_bytes_to_read(directory)):
-            return self._read(directory, helper)
+    def read(self, directory: Path, helper: PEFTHelper, roots: Roots = None) -> AdapterContent:
+        """Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN).
 
-    def _read(self, directory: Path, helper: PEFTHelper) -> AdapterContent:
-        file = WeightFile.open(directory, helper.adapter, self.lora_config.host_memory_bytes, self._limits)
+        Also AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, outside
+        the roots, truncated, format).
+        """
+        with self._budget.hold(_bytes_to_read(directory)):
+            return self._read(directory, helper, roots)
+
+    def _read(self, directory: Path, helper: PEFTHelper, roots: Roots) -> AdapterContent:
+        folder = AdapterFolder(directory, helper.adapter, roots)
+        max_bytes = self.lora_config.host_memory_bytes
+        file = WeightFile.open(folder, max_bytes, self._limits)
         check = TensorCheck(helper, self._base)
         key = _key(file, helper)
         blueprint = self._get(key)
-        is_new = blueprint is None
         if blueprint is None:
-            file.check_size(self.lora_config.host_memory_bytes)
+            file.check_size(max_bytes)
             blueprint = _blueprint(file, check)
         reasons = helper.reasons(self.lora_config)
         if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
             check.raise_if_refused(reasons)
         read = read_tensors(file, blueprint.plan, helper.canonical())
-        check.reasons.extend(
-            f"tensor {name!r} has NaN or Inf; train again or take an earlier checkpoint" for name in read.not_finite
-        )
+        remedy = "train again or take an earlier checkpoint"
+        check.reasons.extend(f"tensor {name!r} has NaN or Inf; {remedy}" for name in read.not_finite)
         check.raise_if_refused(reasons)
-        if is_new:
-            self._put(key, blueprint)
+        self._put(key, blueprint)
         return AdapterContent(blueprint, read, (*helper.warnings, *blueprint.warnings))
 
     def _get(self, key: Hashable) -> Blueprint | None:
@@ -156,7 +158,7 @@ class CheckedReader:
         if key is None:
             return
         with self._lock:
-            self._known[key] = blueprint
+            self._known.setdefault(key, blueprint)
             if len(self._known) > MAX_BLUEPRINTS:
                 self._known.popitem(last=False)
 
@@ -171,7 +173,7 @@ def _bytes_to_read(directory: Path) -> int:
 
 
 def _key(file: WeightFile, helper: PEFTHelper) -> Hashable:
-    """All that a blueprint depends on beside the base model; None for what is not remembered (.bin, very long headers)."""
+    """All that a blueprint depends on beside the base model; None for what is not remembered (.bin, long headers)."""
     if file.loaded is not None or sum(len(shard.header) for shard in file.shards) > MAX_KNOWN_HEADER_BYTES:
         return None
     return helper.naming(), tuple((shard.header, shard.size, shard.expected) for shard in file.shards)
@@ -189,12 +191,10 @@ def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
 
 def _layers(plan: ReadPlan, helper: PEFTHelper) -> tuple[LayerPlan, ...]:
     modules = sorted({name.module for name in plan.names})
-    ranks, alphas = helper.ranks(modules), helper.alphas(modules)
-    numbers = {name: index for index, name in enumerate(plan.names)}
+    numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
     layers = []
     for module in modules:
-        parts = tuple(numbers.get(TensorName(module, part)) for part in PARTS.values())
-        rank = 0 if parts[0] is None else ranks[module]
-        scaling = helper.scaling(alphas[module], ranks[module])
-        layers.append(LayerPlan(module, rank, alphas[module], scaling, parts))
+        parts = tuple(indices.get(TensorName(module, part)) for part in PARTS.values())
+        rank = 0 if parts[0] is None else numbers.ranks[module]
+        layers.append(LayerPlan(module, rank, numbers.alphas[module], numbers.scalings[module], parts))
     return tuple(layers)

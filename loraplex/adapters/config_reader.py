@@ -26,7 +26,7 @@ MAX_FIELDS = 512
 
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
-RANK = f"a positive whole number, at most {MAX_RANK}"
+RANK, ALPHA = f"a positive whole number, at most {MAX_RANK}", "a positive number"
 
 
 def _is_int(value: Any) -> bool:
@@ -59,29 +59,32 @@ class ConfigReader:
         self.problems.append(reason)
         self._refused[name] = reason
 
-    # ------------------------------------------------------------------------------------------------- numbers and flags
+    def _refuse_value(self, name: str, wanted: str) -> None:
+        self._refuse(name, f"{name} must be {wanted}, got {shown(self.fields.get(name))}")
+
+    # ------------------------------------------------------------------------------------------------ numbers and flags
 
     def rank(self) -> int:
-        return int(self._number("r", 1, RANK, _is_rank))
+        return int(self._number("r", RANK, _is_rank))
 
     def alpha(self) -> float:
-        return float(self._number("lora_alpha", 1.0, "a positive number", _is_alpha))
+        return float(self._number("lora_alpha", ALPHA, _is_alpha))
 
-    def _number(self, name: str, default: Any, wanted: str, is_fine: Any) -> Any:
+    def _number(self, name: str, wanted: str, is_fine: Any) -> Any:
         value = self.fields.get(name)
+        if is_fine(value):
+            return value
         if value is None:
             self._refuse(name, f"{name} is missing; adapter_config.json must say it")
-        elif not is_fine(value):
-            self._refuse(name, f"{name} must be {wanted}, got {shown(value)}")
         else:
-            return value
-        return default
+            self._refuse_value(name, wanted)
+        return 1
 
     def flag(self, name: str) -> bool:
         value = self.fields.get(name)
         if value is None or isinstance(value, bool):
             return bool(value)
-        self._refuse(name, f"{name} must be true or false, got {shown(value)}")
+        self._refuse_value(name, "true or false")
         return False
 
     def text(self, name: str) -> str | None:
@@ -91,19 +94,18 @@ class ConfigReader:
     def fan_in_fan_out(self) -> bool:
         value = self.flag("fan_in_fan_out")
         if value:
-            self.warnings.append(
-                "fan_in_fan_out=True is ignored as peft ignores it: the base model's layers are nn.Linear"
-            )
+            text = "fan_in_fan_out=True is ignored as peft ignores it: the base model's layers are nn.Linear"
+            self.warnings.append(text)
         return value
 
     def bias(self) -> str:
         value = self.fields.get("bias", "none")
         if value in ("none", "all", "lora_only"):
             return str(value)
-        self._refuse("bias", f"bias must be 'none', 'all' or 'lora_only', got {shown(value)}")
+        self._refuse_value("bias", "'none', 'all' or 'lora_only'")
         return "none"
 
-    # --------------------------------------------------------------------------------------------------- names, patterns
+    # -------------------------------------------------------------------------------------------------- names, patterns
 
     def target_modules(self) -> tuple[str, ...] | str:
         if self.fields.get("target_modules") is None:
@@ -116,18 +118,14 @@ class ConfigReader:
 
     def names_or_regex(self, name: str) -> tuple[str, ...] | str:
         value = self.fields.get(name)
-        if isinstance(value, str):
-            return value if self._compiles(name, (value,)) else ""
-        return self._names(name, value)
-
-    def _names(self, name: str, value: Any) -> tuple[str, ...]:
         if value is None:
             return ()
-        if isinstance(value, list | tuple | set | frozenset) and all(
-            isinstance(entry, str) and entry for entry in value
-        ):
+        if isinstance(value, str):
+            return value if self._compiles(name, (value,)) else ""
+        is_list = isinstance(value, list | tuple | set | frozenset)
+        if is_list and all(isinstance(entry, str) and entry for entry in value):
             return tuple(sorted(set(value)))
-        self._refuse(name, f"{name} must be a list of names or a regular expression, got {shown(value)}")
+        self._refuse_value(name, "a list of names or a regular expression")
         return ()
 
     def _compiles(self, name: str, patterns: tuple[str, ...]) -> bool:
@@ -144,19 +142,18 @@ class ConfigReader:
             return None
         layers = value if isinstance(value, list) else [value]
         if not all(_is_int(layer) and layer >= 0 for layer in layers):
-            self._refuse("layers_to_transform", f"layers_to_transform must be layer numbers, got {shown(value)}")
+            self._refuse_value("layers_to_transform", "layer numbers")
             return None
         if isinstance(self.fields.get("target_modules"), str):
-            self._refuse(
-                "layers_to_transform", "layers_to_transform needs target_modules to be a list, not a regular expression"
-            )
+            reason = "layers_to_transform needs target_modules to be a list, not a regular expression"
+            self._refuse("layers_to_transform", reason)
         return tuple(layers)
 
     def layers_pattern(self) -> tuple[str, ...]:
         value = self.fields.get("layers_pattern")
         patterns = (value,) if isinstance(value, str) and value else value or ()
         if not isinstance(patterns, list | tuple) or not all(isinstance(entry, str) for entry in patterns):
-            self._refuse("layers_pattern", f"layers_pattern must be a name or a list of names, got {shown(value)}")
+            self._refuse_value("layers_pattern", "a name or a list of names")
             return ()
         if patterns and self.fields.get("layers_to_transform") is None:
             self._refuse("layers_pattern", f"layers_pattern={shown(value)} needs layers_to_transform")
@@ -166,7 +163,7 @@ class ConfigReader:
         return self._pattern("rank_pattern", RANK, _is_rank)
 
     def alpha_pattern(self) -> dict[str, float]:
-        found = self._pattern("alpha_pattern", "a positive number", _is_alpha)
+        found = self._pattern("alpha_pattern", ALPHA, _is_alpha)
         return {key: float(alpha) for key, alpha in found.items()}
 
     def _pattern(self, name: str, wanted: str, is_fine: Any) -> dict[str, Any]:
@@ -185,7 +182,7 @@ class ConfigReader:
                 self._refuse(name, f"{name}[{shown(key)}] must be {wanted}, got {shown(number)}")
         return kept if self._compiles(name, tuple(kept)) else {}
 
-    # ------------------------------------------------------------------------------------------------- kinds of adapters
+    # ------------------------------------------------------------------------------------------------ kinds of adapters
 
     def peft_type(self) -> None:
         value = self.fields.get("peft_type")
@@ -196,45 +193,33 @@ class ConfigReader:
 
     def init_lora_weights(self) -> None:
         value = self.fields.get("init_lora_weights")
-        if value is None or isinstance(value, bool) or value in INIT_THAT_KEEPS_BASE:
-            if self.fields.get("lora_bias") is True and isinstance(value, str):
-                self._refuse(
-                    "lora_bias",
-                    f"lora_bias=True with init_lora_weights={shown(value)}: peft does not load that; set it to true",
-                )
+        if value is None or isinstance(value, bool):
             return
-        if isinstance(value, str) and value.lower().startswith(INIT_THAT_CHANGES_BASE):
+        text = f"init_lora_weights={shown(value)}"
+        if value in INIT_THAT_KEEPS_BASE:
+            if self.fields.get("lora_bias") is True:
+                self._refuse("lora_bias", f"lora_bias=True with {text}: peft does not load that; set it to true")
+        elif isinstance(value, str) and value.lower().startswith(INIT_THAT_CHANGES_BASE):
             remedy = "save it with save_pretrained(path_initial_model_for_weight_conversion=...)"
-            self._refuse(
-                "init_lora_weights",
-                f"init_lora_weights={shown(value)} changes the base weights; convert the adapter: {remedy}",
-            )
+            self._refuse("init_lora_weights", f"{text} changes the base weights; convert the adapter: {remedy}")
         else:
-            self._refuse(
-                "init_lora_weights",
-                f"init_lora_weights={shown(value)} is not known; set it to true if it keeps the base",
-            )
+            self._refuse("init_lora_weights", f"{text} is not known; set it to true if it keeps the base")
 
-    # ------------------------------------------------------------------------------------------------------ all the rest
+    # ----------------------------------------------------------------------------------------------------- all the rest
 
     def finish(self) -> tuple[FieldVerdict, ...]:
         """Judge the fields that no method reads; returns one verdict a field, in the order of the file."""
         for name, value in self.fields.items():
-            if name in HONOURED or name in IGNORED:
+            if name in HONOURED or name in IGNORED or (name in REFUSED and not is_set(value)):
                 continue
-            if name in REFUSED and is_set(value):
-                self._refuse(name, f"{name}={shown(value)} is not supported: {REFUSED[name]}")
-            elif name not in REFUSED:
-                self._unknown(name, value)
+            text = f"{_field(name)}={shown(value)} is not "
+            if name in REFUSED:
+                self._refuse(name, f"{text}supported: {REFUSED[name]}")
+            elif is_set(value):
+                self._refuse(name, f"{text}a known field; remove it if it does not change the result")
+            else:
+                self.warnings.append(f"{text}a known field and is ignored")
         return tuple(self._verdict(name, value) for name, value in self.fields.items())
-
-    def _unknown(self, name: str, value: Any) -> None:
-        if is_set(value):
-            self._refuse(
-                name, f"{_field(name)}={shown(value)} is not a known field; remove it if it does not change the result"
-            )
-        else:
-            self.warnings.append(f"{_field(name)}={shown(value)} is not a known field and is ignored")
 
     def _verdict(self, name: str, value: Any) -> FieldVerdict:
         if name in self._refused:

@@ -1,10 +1,12 @@
 """Identity of an adapter: what it computes, whatever it is called and however it is filed.
 
-    adapter_digest = blake2b-256( "loraplex-adapter-1" | len(canonical) | canonical | for each tensor, sorted by canonical name:
-                                  len(line) | line = JSON [canonical name, dtype, shape] | bytes, row-major, little-endian )
+    adapter_digest = blake2b-256( "loraplex-adapter-1" | len(canonical) | canonical | for each tensor, sorted by
+    canonical name:
+                                  len(line) | line = JSON [canonical name, dtype, shape] | bytes, row-major,
+                                  little-endian )
 
-Lengths are 8 bytes, little-endian. `canonical` is PEFTHelper.canonical(): rank, alpha, rsLoRA, patterns, biases. Not in it: file names,
-shards, prefixes of tensor names, peft_version, the base's path, target_modules (the tensors say it).
+Lengths are 8 bytes, little-endian. `canonical` is PEFTHelper.canonical(): rank, alpha, rsLoRA, patterns, biases. Not in
+it: file names, shards, prefixes of tensor names, peft_version, the base's path, target_modules (the tensors say it).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _TEXT = json.JSONEncoder()
 
 
 def digest_line(canonical_name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """What stands before a tensor's bytes. JSON by hand: an encoder makes itself anew for every list."""
+    """What stands before a tensor's bytes. JSON by hand: an encoder is made again for every list."""
     sizes = ",".join(map(str, shape))
     return _sized(f"[{_TEXT.encode(canonical_name)},{_TEXT.encode(dtype)},[{sizes}]]".encode())
 

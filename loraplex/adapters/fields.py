@@ -1,7 +1,7 @@
 """What Loraplex does with each field of adapter_config.json: honoured, ignored (training only) or refused when set.
 
-The names are those of `peft.LoraConfig` in versions 0.1 to 0.21 and of vLLM's additions; a test fails when the installed peft has a
-field that is not here.
+The names are those of `peft.LoraConfig` in versions 0.1 to 0.21 and of vLLM's additions; a test fails when the
+installed peft has a field that is not here.
 """
 
 from __future__ import annotations
@@ -27,24 +27,9 @@ class FieldVerdict:
     reason: str = ""
 
 
-HONOURED = frozenset(
-    {
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "target_modules",
-        "exclude_modules",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "layers_to_transform",
-        "layers_pattern",
-        "fan_in_fan_out",
-        "bias",
-        "lora_bias",
-        "init_lora_weights",
-    }
-)
+HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
+HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+HONOURED |= {"fan_in_fan_out", "bias", "lora_bias"}
 
 IGNORED = {
     "task_type": "names the training task",
@@ -67,12 +52,14 @@ IGNORED = {
 }
 
 _PLAIN = "train a plain LoRA"
+_CONTEXT = "context extension by adapter is not supported; use an adapter of the base's context"
+_WITHOUT = "train without them"
 _CONVERT = "merge the adapter into the base, or extract a plain LoRA from the merged weights"
 
 REFUSED = {
     "use_dora": f"DoRA is not supported yet; {_CONVERT}",
-    "modules_to_save": "fully trained modules are not supported yet; train without them, or merge them into the base model",
-    "trainable_token_indices": "trained token embeddings are not supported yet; train without them",
+    "modules_to_save": f"fully trained modules are not supported yet; {_WITHOUT}, or merge them into the base model",
+    "trainable_token_indices": f"trained token embeddings are not supported yet; {_WITHOUT}",
     "alora_invocation_tokens": f"activated LoRA is not supported yet; {_PLAIN}",
     "target_parameters": "adapters on nn.Parameter (experts) are not supported yet; use target_modules",
     "layer_replication": f"a base model with repeated layers is another model; {_PLAIN} on the base as it is",
@@ -81,21 +68,22 @@ REFUSED = {
     "use_bdlora": f"block-diagonal LoRA is not supported; {_PLAIN}",
     "kasa_config": f"KaSA truncates the base weights; {_PLAIN}",
     "monteclora_config": f"Monte Carlo LoRA is not supported; {_PLAIN}",
-    "velora_config": "the file has training buffers; VeLoRA infers as plain LoRA: set it to null and drop the lora_velora_embed tensors",
+    "velora_config": "the file has training buffers; VeLoRA infers as plain LoRA: "
+    "set it to null and drop the lora_velora_embed tensors",
     "enable_lora": "LoRA on parts of a fused layer (peft 0.2) is not supported; save the adapter with a newer peft",
     "vllm_lora_scaling_factor": "a scaling given beside alpha and r is not supported; put it into lora_alpha",
-    "vllm_max_position_embeddings": "context extension by adapter is not supported; use an adapter of the base's context",
-    "vllm_long_context_scaling_factor": "context extension by adapter is not supported; use an adapter of the base's context",
-    "vllm_long_context_scaling_factors": "context extension by adapter is not supported; use an adapter of the base's context",
-    "context_length": "context extension by adapter is not supported; use an adapter of the base's context",
-    "added_tokens_config": "added tokens are not supported yet; train without them",
+    "vllm_max_position_embeddings": _CONTEXT,
+    "vllm_long_context_scaling_factor": _CONTEXT,
+    "vllm_long_context_scaling_factors": _CONTEXT,
+    "context_length": _CONTEXT,
+    "added_tokens_config": f"added tokens are not supported yet; {_WITHOUT}",
 }
 
 INIT_THAT_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
 """Strings of init_lora_weights that only choose where training starts."""
 
 INIT_THAT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Prefixes of init_lora_weights that subtract the start from the base weights, so that the file is no delta to the base."""
+"""Prefixes of init_lora_weights that subtract the start from the base weights: the file is no delta to the base."""
 
 
 def is_set(value: Any) -> bool:

@@ -5,11 +5,12 @@
     adapter_model.safetensors.index.json       with its shards, or
     adapter_model.bin                          (bin_file.py)
 
-One Limits object bounds headers, tensors and shards of the whole adapter. JSON is counted before it is parsed: a value of a document is
-behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser can make of it.
+One Limits object bounds headers, tensors and shards of the whole adapter. JSON is counted before it is parsed: a value
+of a document is behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser makes
+of it.
 
-Sizes come from the file system, never from the file's own claims. Files are read, not mapped: a mapped file that its owner truncates
-kills the process (SIGBUS), and the bytes that were hashed must be the bytes that are served.
+Sizes come from the file system, never from the file's own claims. Files are read, not mapped: a mapped file that its
+owner truncates kills the process (SIGBUS), and the bytes that were hashed must be the bytes that are served.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.regular_file import RegularFile, Stamp
+from loraplex.adapters.regular_file import RegularFile, Roots, Stamp
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFileFormatError,
@@ -53,29 +55,20 @@ MIN_TENSORS, MAX_TENSORS = 2**13, 2**16
 HEADER_BYTES_A_TENSOR = 256
 VALUES_A_TENSOR = 20
 SPARE_VALUES = 2**12
-"""A tensor's name, dtype, shape and offsets are 11 bytes of `,:[`, with eight axes 17; the rest is for `__metadata__`."""
+"""A tensor's name, dtype, shape and offsets are 11 bytes of `,:[`, with eight axes 17; the rest is `__metadata__`."""
 
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-}
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+DTYPE_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1}
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\.safetensors")
-DTYPE_BYTES |= {"BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
+_ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`. `dtype` is safetensors' name for it."""
+    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`.
+
+    `dtype` is safetensors' name for it.
+    """
 
     name: str
     dtype: str
@@ -89,7 +82,7 @@ class TensorEntry:
 class Shard:
     """A safetensors file as it was at `stamp`: its header, JSON. expected: the tensors that an index says it has."""
 
-    path: Path
+    name: str
     stamp: Stamp
     header: bytes
     expected: frozenset[str] | None = None
@@ -111,7 +104,7 @@ class Limits:
 
     @classmethod
     def of_base(cls, num_tensors: int) -> Limits:
-        """For a base model that has a use for `num_tensors`; with spare, so that an adapter of a larger one is told what is wrong."""
+        """For a base model that has a use for `num_tensors`; with spare, so that messages say what is wrong."""
         return cls(max(MIN_TENSORS, num_tensors))
 
     @property
@@ -119,7 +112,80 @@ class Limits:
         return self.max_tensors * HEADER_BYTES_A_TENSOR
 
 
-# ---------------------------------------------------------------------------------------------------------- directory
+LIMITS = Limits()
+"""Where no base model is known."""
+
+
+# --------------------------------------------------------------------------------------------------------- directory
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFolder:
+    """The directory of what messages call `adapter`. roots: where its files must lie whenever they are opened."""
+
+    path: Path
+    adapter: str
+    roots: Roots = None
+
+    def open(self, name: str) -> AbstractContextManager[RegularFile]:
+        return RegularFile.open(self.path / name, self.adapter, self.roots)
+
+    def where(self, name: str) -> str:
+        """How messages about a file begin."""
+        return f"adapter {self.adapter!r}: {name}"
+
+    def read(self, name: str, max_bytes: int) -> bytes:
+        with self.open(name) as file:
+            if file.size > max_bytes:
+                raise AdapterFileFormatError(f"{file.where} has {file.size} bytes, at most {max_bytes} are read")
+            return bytes(file.read_all())
+
+    def check(self) -> None:
+        """Raise AdapterPathNotFoundError or AdapterPermissionError unless this is a directory that can be entered."""
+        adapter = f"adapter {self.adapter!r}"
+        try:
+            is_directory = stat.S_ISDIR(os.stat(self.path).st_mode)
+        except PermissionError as error:
+            raise AdapterPermissionError(f"{adapter}: its directory may not be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            raise AdapterPathNotFoundError(f"{adapter}: no such directory") from error
+        if not is_directory:
+            raise AdapterPathNotFoundError(f"{adapter}: this is not a directory; give the one with {CONFIG_NAME}")
+        if not os.access(self.path, os.X_OK):
+            raise AdapterPermissionError(f"{adapter}: its directory may not be read: permission denied")
+
+    def read_config(self) -> Any:
+        """The document in `adapter_config.json`, at most MAX_CONFIG_DEPTH deep.
+
+        Raises AdapterConfigMissingError, AdapterFileFormatError, and what opening raises.
+        """
+        self.check()
+        where = self.where(CONFIG_NAME)
+        try:
+            data = self.read(CONFIG_NAME, MAX_CONFIG_BYTES)
+        except AdapterWeightsMissingError as error:
+            text = f"there is no {CONFIG_NAME}; is it the output of save_pretrained?"
+            raise AdapterConfigMissingError(f"adapter {self.adapter!r}: {text}") from error
+        _check_num_values(data, MAX_CONFIG_VALUES, where)
+        try:
+            document = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise AdapterFileFormatError(f"{where} is not JSON in UTF-8: {error}") from error
+        level = [document]
+        for _ in range(MAX_CONFIG_DEPTH):
+            level = [child for value in level for child in _children(value)]
+        if level:
+            raise AdapterFileFormatError(f"{where} is nested deeper than {MAX_CONFIG_DEPTH} levels")
+        return document
+
+    def weight_name(self) -> str:
+        """The first of WEIGHT_NAMES that exists. Raises AdapterWeightsMissingError."""
+        self.check()
+        for name in WEIGHT_NAMES:
+            if os.path.lexists(self.path / name):
+                return name
+        names = ", ".join(WEIGHT_NAMES)
+        raise AdapterWeightsMissingError(f"adapter {self.adapter!r}: its directory has none of {names}")
 
 
 def read_files(directory: Path) -> list[Path]:
@@ -127,60 +193,11 @@ def read_files(directory: Path) -> list[Path]:
 
     Raises AdapterFileFormatError for more shards than a load reads.
     """
-    shards = list(islice(filter(_is_shard, directory.glob("*.safetensors")), MAX_SHARDS + 1))
+    found = (path for path in directory.glob("*.safetensors") if _SHARD_NAME.fullmatch(path.name))
+    shards = list(islice(found, MAX_SHARDS + 1))
     if len(shards) > MAX_SHARDS:
         raise AdapterFileFormatError(f"the adapter's directory has more than {MAX_SHARDS} .safetensors files")
     return [directory / CONFIG_NAME, *(directory / name for name in WEIGHT_NAMES), *shards]
-
-
-def _read_bounded(path: Path, adapter: str, limit: int) -> bytes:
-    with RegularFile.open(path, adapter) as file:
-        if file.size > limit:
-            raise AdapterFileFormatError(
-                f"adapter {adapter!r}: {path.name} has {file.size} bytes, at most {limit} are read"
-            )
-        return bytes(file.read_all())
-
-
-def check_directory(path: Path, adapter: str) -> None:
-    """Raise AdapterPathNotFoundError or AdapterPermissionError unless `path` is a directory that can be entered."""
-    try:
-        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
-    except PermissionError as error:
-        raise AdapterPermissionError(f"adapter {adapter!r}: its directory may not be read: {error.strerror}") from error
-    except (OSError, ValueError) as error:
-        raise AdapterPathNotFoundError(f"adapter {adapter!r}: no such directory") from error
-    if not is_directory:
-        raise AdapterPathNotFoundError(f"adapter {adapter!r}: this is not a directory; give the one with {CONFIG_NAME}")
-    if not os.access(path, os.X_OK):
-        raise AdapterPermissionError(f"adapter {adapter!r}: its directory may not be read: permission denied")
-
-
-def _is_shard(path: Path) -> bool:
-    return _SHARD_NAME.fullmatch(path.name) is not None
-
-
-def read_config_file(directory: Path, adapter: str) -> Any:
-    """The document in `adapter_config.json`, at most MAX_CONFIG_DEPTH deep. Raises AdapterConfigMissingError, AdapterFileFormatError."""
-    check_directory(directory, adapter)
-    try:
-        data = _read_bounded(directory / CONFIG_NAME, adapter, MAX_CONFIG_BYTES)
-    except AdapterWeightsMissingError as error:
-        raise AdapterConfigMissingError(
-            f"adapter {adapter!r}: there is no {CONFIG_NAME}; is it the output of save_pretrained?"
-        ) from error
-    where = f"adapter {adapter!r}: {CONFIG_NAME}"
-    _check_num_values(data, MAX_CONFIG_VALUES, where)
-    try:
-        document = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise AdapterFileFormatError(f"{where} is not JSON in UTF-8: {error}") from error
-    level = [document]
-    for _ in range(MAX_CONFIG_DEPTH):
-        level = [child for value in level for child in _children(value)]
-    if level:
-        raise AdapterFileFormatError(f"{where} is nested deeper than {MAX_CONFIG_DEPTH} levels")
-    return document
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -193,111 +210,96 @@ def _check_num_values(data: bytes, limit: int, where: str) -> None:
         raise AdapterFileFormatError(f"{where} has more than {limit} values; none of a real adapter has")
 
 
-def find_weight_file(directory: Path, adapter: str) -> Path:
-    """The first of WEIGHT_NAMES that exists. Raises AdapterWeightsMissingError."""
-    check_directory(directory, adapter)
-    for name in WEIGHT_NAMES:
-        if os.path.lexists(directory / name):
-            return directory / name
-    raise AdapterWeightsMissingError(f"adapter {adapter!r}: its directory has none of {', '.join(WEIGHT_NAMES)}")
+def damaged(where: str, what: str) -> AdapterFileFormatError:
+    return AdapterFileFormatError(f"{where} is damaged: {what}")
 
 
-# -------------------------------------------------------------------------------------------------------- safetensors
+def _truncated(where: str, what: str) -> AdapterTruncatedError:
+    return AdapterTruncatedError(f"{where} is truncated: {what}; copy the file again")
 
 
-def read_shards(weight_file: Path, adapter: str, limits: Limits | None = None) -> tuple[Shard, ...]:
-    """The headers of a safetensors file, or of all shards of an index; not parsed yet, since those of many adapters are equal.
+def check_no_pointer(start: bytes | bytearray, where: str) -> None:
+    """A clone without git-lfs has text where the file should be."""
+    if start[:8] == b"version ":
+        text = "is a git-lfs pointer, not the file; run `git lfs pull` in its repository"
+        raise AdapterFileFormatError(f"{where} {text}")
+
+
+# ------------------------------------------------------------------------------------------------------- safetensors
+
+
+def read_shards(folder: AdapterFolder, name: str, limits: Limits) -> tuple[Shard, ...]:
+    """The headers of a safetensors file, or of all shards of an index; not parsed, since those of many are equal.
 
     Their bytes are bounded together, before each is read; two shards may not be one file.
     """
-    limits = limits or Limits()
-    expected: dict[Path, frozenset[str] | None] = {weight_file: None}
-    if weight_file.name == INDEX_NAME:
-        expected = dict(_index(weight_file, adapter, limits))
+    expected: dict[str, frozenset[str] | None] = {name: None}
+    if name == INDEX_NAME:
+        expected = dict(_read_index(folder, limits))
     shards: list[Shard] = []
     inodes: set[tuple[int, int]] = set()
     left_bytes = limits.max_header_bytes
-    for path, names in expected.items():
-        with RegularFile.open(path, adapter) as file:
-            where = f"adapter {adapter!r}: {path.name}"
+    for each, names in expected.items():
+        with folder.open(each) as file:
             if file.stamp[:2] in inodes:
-                raise AdapterFileFormatError(
-                    f"{where} is the same file as another shard; each shard is a file of its own"
-                )
+                text = "is the same file as another shard; each shard is a file of its own"
+                raise AdapterFileFormatError(f"{file.where} {text}")
             inodes.add(file.stamp[:2])
-            header = _read_header(file, where, left_bytes)
+            header = _read_header(file, left_bytes)
             left_bytes -= len(header)
-            shards.append(Shard(path, file.stamp, header, names))
+            shards.append(Shard(each, file.stamp, header, names))
     limit = limits.max_tensors * VALUES_A_TENSOR + SPARE_VALUES * len(shards)
     for shard in shards:
-        _check_num_values(shard.header, limit, f"adapter {adapter!r}: the header of {shard.path.name}")
+        _check_num_values(shard.header, limit, folder.where(f"the header of {shard.name}"))
     return tuple(shards)
 
 
-def parse_shards(shards: Sequence[Shard], adapter: str, limits: Limits | None = None) -> tuple[TensorEntry, ...]:
+def parse_shards(folder: AdapterFolder, shards: Sequence[Shard], limits: Limits) -> tuple[TensorEntry, ...]:
     """Their tensors. Raises AdapterFileFormatError, AdapterTruncatedError."""
-    limits = limits or Limits()
     entries: list[TensorEntry] = []
     for number, shard in enumerate(shards):
-        found = _entries_of(shard, number, adapter)
+        found = _entries_of(shard, number, folder.where(shard.name))
         entries.extend(found)
         if len(entries) > limits.max_tensors:
-            raise AdapterFileFormatError(
-                f"adapter {adapter!r} has more than {limits.max_tensors} tensors; no adapter of this base model has"
-            )
-        if shard.expected is not None and {entry.name for entry in found} != shard.expected:
-            odd = sorted({entry.name for entry in found} ^ shard.expected)[:3]
-            raise AdapterFileFormatError(
-                f"adapter {adapter!r}: {shard.path.name} and {INDEX_NAME} disagree about {', '.join(map(shown, odd))}"
-            )
+            text = f"has more than {limits.max_tensors} tensors; no adapter of this base model has"
+            raise AdapterFileFormatError(f"adapter {folder.adapter!r} {text}")
+        odd = () if shard.expected is None else {entry.name for entry in found} ^ shard.expected
+        if odd:
+            listed = ", ".join(map(shown, sorted(odd)[:3]))
+            raise AdapterFileFormatError(f"{folder.where(shard.name)} and {INDEX_NAME} disagree about {listed}")
     return tuple(entries)
 
 
-def _index(index: Path, adapter: str, limits: Limits) -> dict[Path, frozenset[str]]:
+def _read_index(folder: AdapterFolder, limits: Limits) -> dict[str, frozenset[str]]:
     """The shards and the tensors that each of them has."""
-    where = f"adapter {adapter!r}: {INDEX_NAME}"
-    data = _read_bounded(index, adapter, limits.max_header_bytes)
+    where = folder.where(INDEX_NAME)
+    data = folder.read(INDEX_NAME, limits.max_header_bytes)
     _check_num_values(data, 2 * limits.max_tensors + SPARE_VALUES, where)
     weight_map = _parse_json(data, where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AdapterFileFormatError(f"{where} has no weight_map")
-    shards: dict[Path, set[str]] = {}
+    shards: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
-            raise AdapterFileFormatError(
-                f"{where} names the shard {shown(name)}; a file beside it is wanted, of letters, digits and _.-, ending in .safetensors"
-            )
-        shards.setdefault(index.parent / name, set()).add(tensor)
+            text = "a file beside it is wanted, of letters, digits and _.-, ending in .safetensors"
+            raise AdapterFileFormatError(f"{where} names the shard {shown(name)}; {text}")
+        shards.setdefault(name, set()).add(tensor)
     if len(shards) > MAX_SHARDS:
         raise AdapterFileFormatError(f"{where} names {len(shards)} shards, at most {MAX_SHARDS} are read")
-    return {path: frozenset(tensors) for path, tensors in shards.items()}
+    return {name: frozenset(tensors) for name, tensors in shards.items()}
 
 
-def _entries_of(shard: Shard, number: int, adapter: str) -> list[TensorEntry]:
-    where = f"adapter {adapter!r}: {shard.path.name}"
-    document = _parse_json(shard.header, where)
-    document.pop("__metadata__", None)
-    entries = [_entry(name, fields, number, shard.data_start, where) for name, fields in document.items()]
-    _check_extents(entries, shard, where)
-    return entries
-
-
-def _read_header(file: RegularFile, where: str, max_bytes: int) -> bytes:
-    prefix = bytearray(8)
+def _read_header(file: RegularFile, max_bytes: int) -> bytes:
+    where, prefix = file.where, bytearray(8)
     if file.read_into(memoryview(prefix), 0) < 8:
-        raise AdapterTruncatedError(
-            f"{where} is truncated: {file.size} bytes, not even the header's length; copy the file again"
-        )
+        raise _truncated(where, f"{file.size} bytes, not even the header's length")
     check_no_pointer(prefix, where)
     length = int.from_bytes(prefix, "little")
     if length > max_bytes:  # random bytes claim far more than any real file: say that first
-        raise AdapterFileFormatError(
-            f"{where} is not safetensors: its header would have {length} bytes (at most {max_bytes} are left for it)"
-        )
+        text = f"its header would have {length} bytes (at most {max_bytes} are left for it)"
+        raise AdapterFileFormatError(f"{where} is not safetensors: {text}")
     if 8 + length > file.size:
-        raise AdapterTruncatedError(
-            f"{where} is truncated: a header of {length} bytes in a file of {file.size}; copy the file again"
-        )
+        raise _truncated(where, f"a header of {length} bytes in a file of {file.size}")
     header = bytearray(min(length, 1))
     file.read_into(memoryview(header), 8)
     if header == b"{":
@@ -306,14 +308,6 @@ def _read_header(file: RegularFile, where: str, max_bytes: int) -> bytes:
     if not header.startswith(b"{"):
         raise AdapterFileFormatError(f"{where} is not safetensors: its header does not begin with '{{'")
     return bytes(header)
-
-
-def check_no_pointer(start: bytes | bytearray, where: str) -> None:
-    """A clone without git-lfs has text where the file should be."""
-    if start[:8] == b"version ":
-        raise AdapterFileFormatError(
-            f"{where} is a git-lfs pointer, not the file; run `git lfs pull` in its repository"
-        )
 
 
 def _parse_json(data: bytes, where: str) -> dict[str, Any]:
@@ -326,10 +320,27 @@ def _parse_json(data: bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(data.decode("utf-8"), object_pairs_hook=refuse_repeats)
     except (ValueError, RecursionError) as error:
-        raise AdapterFileFormatError(f"{where} is damaged: its header is not JSON: {error}") from error
+        raise damaged(where, f"its header is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise AdapterFileFormatError(f"{where} is damaged: its header is not a JSON object")
+        raise damaged(where, "its header is not a JSON object")
     return document
+
+
+def _entries_of(shard: Shard, number: int, where: str) -> list[TensorEntry]:
+    """Tensors follow one another without gap or overlap from the header to the end of the file."""
+    document = _parse_json(shard.header, where)
+    document.pop("__metadata__", None)
+    entries = [_entry(name, fields, number, shard.data_start, where) for name, fields in document.items()]
+    position = shard.data_start
+    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != position:
+            raise damaged(where, f"{entry.name!r} does not begin where the tensor before it ends")
+        position += entry.nbytes
+    if position > shard.size:
+        raise _truncated(where, f"its tensors end at byte {position}, the file at {shard.size}")
+    if position < shard.size:
+        raise damaged(where, f"{shard.size - position} bytes follow its last tensor")
+    return entries
 
 
 def _are_sizes(values: Any) -> bool:
@@ -338,36 +349,16 @@ def _are_sizes(values: Any) -> bool:
 
 def _entry(name: str, fields: Any, shard: int, data_start: int, where: str) -> TensorEntry:
     if len(name) > MAX_NAME_CHARS:
-        raise AdapterFileFormatError(
-            f"{where} names a tensor in {len(name)} characters, at most {MAX_NAME_CHARS} are read"
-        )
-    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} is not dtype, shape and data_offsets")
+        text = f"names a tensor in {len(name)} characters, at most {MAX_NAME_CHARS} are read"
+        raise AdapterFileFormatError(f"{where} {text}")
+    if not isinstance(fields, dict) or fields.keys() != _ENTRY_FIELDS:
+        raise damaged(where, f"the header of {name!r} is not dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     is_fine = _are_sizes(shape) and len(shape) <= 8 and _are_sizes(offsets) and len(offsets) == 2
     if not is_fine or not isinstance(dtype, str) or len(dtype) > MAX_DTYPE_CHARS or not dtype.isascii():
-        raise AdapterFileFormatError(f"{where} is damaged: the header of {name!r} has a wrong dtype, shape or offset")
+        raise damaged(where, f"the header of {name!r} has a wrong dtype, shape or offset")
     begin, end = offsets
     expected = math.prod(shape) * DTYPE_BYTES.get(dtype, 0)
     if end < begin or (dtype in DTYPE_BYTES and end - begin != expected):
-        raise AdapterFileFormatError(
-            f"{where} is damaged: {name!r} takes {end - begin} bytes, its shape and dtype {expected}"
-        )
+        raise damaged(where, f"{name!r} takes {end - begin} bytes, its shape and dtype {expected}")
     return TensorEntry(name, dtype, tuple(shape), end - begin, shard, data_start + begin)
-
-
-def _check_extents(entries: list[TensorEntry], shard: Shard, where: str) -> None:
-    """Tensors follow one another without gap or overlap from the header to the end of the file."""
-    position, size = shard.data_start, shard.size
-    for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
-        if entry.offset != position:
-            raise AdapterFileFormatError(
-                f"{where} is damaged: {entry.name!r} does not begin where the tensor before it ends"
-            )
-        position += entry.nbytes
-    if position > size:
-        raise AdapterTruncatedError(
-            f"{where} is truncated: its tensors end at byte {position}, the file at {size}; copy the file again"
-        )
-    if position < size:
-        raise AdapterFileFormatError(f"{where} is damaged: {size - position} bytes follow its last tensor")

@@ -1,7 +1,8 @@
 """adapter_config.json of a PEFT LoRA, read exactly or refused by field.
 
 scaling(module) = alpha(module) / rank(module), or alpha(module) / sqrt(rank(module)) with use_rslora
-rank(module), alpha(module): the value of the first key of rank_pattern, alpha_pattern that names the module, else r, lora_alpha
+rank(module), alpha(module): the value of the first key of rank_pattern, alpha_pattern that names the module, else r,
+lora_alpha
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from loraplex.adapters.config_reader import MAX_FIELDS, ConfigReader
 from loraplex.adapters.fields import FieldVerdict
-from loraplex.adapters.files import read_config_file
+from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.patterns import (
     PatternError,
     dotted_suffixes,
@@ -26,24 +27,33 @@ from loraplex.adapters.patterns import (
     named_by,
     pattern_values,
 )
+from loraplex.adapters.regular_file import Roots
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterFileFormatError, AdapterValidationError, shown
 
 MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32: the least with full precision, and the largest."""
 
-Number = TypeVar("Number", int, float)
-
 ALL_LINEAR = "all-linear"
 NOT_LINEAR_TARGETS = ("lm_head", "embed_tokens")
 """Last name components that 'all-linear' leaves out: peft excludes the output layer, and embeddings are no linears."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleNumbers:
+    """Rank, alpha and scaling by module name. warnings: modules that several keys of a pattern name."""
+
+    ranks: dict[str, int]
+    alphas: dict[str, float]
+    scalings: dict[str, float]
+    warnings: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class PEFTHelper:
-    """One adapter's configuration. `problems` are the reasons for which it is refused, found in the configuration alone.
+    """One adapter's configuration. `problems`: why it is refused, found in the configuration alone.
 
-    A value that cannot be used is replaced by its default and named in `problems`, so that everything else can still be checked.
+    A value that cannot be used is replaced by its default and named there, so that all else can still be checked.
     """
 
     adapter: str
@@ -65,14 +75,21 @@ class PEFTHelper:
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def from_local_dir(cls, path: str | Path, adapter: str | None = None) -> PEFTHelper:
-        """Read `adapter_config.json` of a directory. Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError."""
+    def from_local_dir(cls, path: str | Path, adapter: str | None = None, roots: Roots = None) -> PEFTHelper:
+        """Read `adapter_config.json` of a directory.
+
+        Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError, and AdapterPathForbiddenError
+        when the file is outside the roots.
+        """
         name = adapter or Path(path).name or str(path)
-        return cls.from_dict(read_config_file(Path(path), name), name)
+        return cls.from_dict(AdapterFolder(Path(path), name, roots).read_config(), name)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any], adapter: str = "adapter") -> PEFTHelper:
-        """Never raises for what the fields say: `validate_legal` does, with all reasons. Not a JSON object: AdapterFileFormatError."""
+        """Never raises for what the fields say: `validate_legal` does, with all reasons.
+
+        Raises AdapterFileFormatError for what is no JSON object.
+        """
         if not isinstance(fields, Mapping):
             raise AdapterFileFormatError(
                 f"adapter {adapter!r}: adapter_config.json must be a JSON object, got {shown(fields)}"
@@ -111,13 +128,11 @@ class PEFTHelper:
         reasons = list(self.problems)
         limit = lora_config.max_lora_rank
         if limit is not None and self.max_rank > limit:
-            reasons.append(
-                f"rank {self.max_rank} is above max_lora_rank {limit}; raise the limit or train with a lower rank"
-            )
+            text = f"rank {self.max_rank} is above max_lora_rank {limit}"
+            reasons.append(f"{text}; raise the limit or train with a lower rank")
         if self.has_bias and not lora_config.bias_enabled:
-            reasons.append(
-                f"bias={self.bias!r}, lora_bias={self.lora_bias}: bias_enabled is off on this server; train without biases"
-            )
+            text = f"bias={self.bias!r}, lora_bias={self.lora_bias}"
+            reasons.append(f"{text}: bias_enabled is off on this server; train without biases")
         return reasons
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
@@ -134,58 +149,48 @@ class PEFTHelper:
     def max_rank(self) -> int:
         return max((self.r, *(self.rank_pattern or {}).values()))
 
-    # ---------------------------------------------------------------------------------------------------------- scaling
+    # -------------------------------------------------------------------------------------------------------- scaling
 
     @property
     def scaling_factor(self) -> float:
         """The scaling where no pattern applies."""
-        return self.scaling(self.lora_alpha, self.r)
+        return self._scaling(self.lora_alpha, self.r)
 
     @property
     def vllm_lora_scaling_factor(self) -> float:
         """vLLM's name for `scaling_factor`."""
         return self.scaling_factor
 
-    def rank_of(self, module_name: str) -> int:
-        return self.ranks((module_name,))[module_name]
-
-    def alpha_of(self, module_name: str) -> float:
-        return self.alphas((module_name,))[module_name]
-
     def scaling_of(self, module_name: str) -> float:
-        return self.scaling(self.alpha_of(module_name), self.rank_of(module_name))
+        return self.numbers((module_name,)).scalings[module_name]
 
-    def ranks(self, module_names: Sequence[str]) -> dict[str, int]:
-        """Rank of each module; one call for many names is what a loader wants."""
-        return self._values(self.rank_pattern or {}, self.r, module_names)
-
-    def alphas(self, module_names: Sequence[str]) -> dict[str, float]:
-        return self._values(self.alpha_pattern or {}, self.lora_alpha, module_names)
-
-    def scalings(self, module_names: Sequence[str]) -> dict[str, float]:
-        ranks, alphas = self.ranks(module_names), self.alphas(module_names)
-        return {name: self.scaling(alphas[name], ranks[name]) for name in module_names}
-
-    def ambiguous_patterns(self, module_names: Sequence[str]) -> tuple[str, ...]:
-        """Warnings for modules that several keys name with different values: saving sorts the keys, so the first may be another
-        one than in training. A wrong rank is refused with the shapes; a wrong alpha would not be noticed."""
-        found = []
-        for field, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
-            if len(pattern or {}) > 1:
-                with self._refusing_bad_patterns():
-                    values = pattern_values(pattern or {}, module_names)
-                odd = sorted(name for name, hits in values.items() if len(set(hits)) > 1)
-                if odd:
-                    text = (
-                        f"{field}: several keys name {odd[0]!r}{f' and {len(odd) - 1} more modules' if odd[1:] else ''}"
-                    )
-                    found.append(f"{text}; the first is taken, as peft does, but peft sorts the keys when it saves")
-        return tuple(found)
-
-    def _values(self, pattern: Mapping[str, Number], default: Number, names: Sequence[str]) -> dict[str, Number]:
+    def numbers(self, module_names: Sequence[str]) -> ModuleNumbers:
+        """Of each module. Raises AdapterValidationError for a pattern that cannot be matched."""
+        rank_pattern, alpha_pattern = self.rank_pattern or {}, self.alpha_pattern or {}
         with self._refusing_bad_patterns():
-            found = pattern_values(pattern, names)
-        return {name: found.get(name, (default,))[0] for name in names}
+            by_rank, by_alpha = pattern_values(rank_pattern, module_names), pattern_values(alpha_pattern, module_names)
+        ranks = {name: by_rank.get(name, (self.r,))[0] for name in module_names}
+        alphas = {name: by_alpha.get(name, (self.lora_alpha,))[0] for name in module_names}
+        scalings = {name: self._scaling(alphas[name], ranks[name]) for name in module_names}
+        warnings = (*_ambiguous("rank_pattern", by_rank), *_ambiguous("alpha_pattern", by_alpha))
+        return ModuleNumbers(ranks, alphas, scalings, warnings)
+
+    def unusable_scalings(self, numbers: ModuleNumbers) -> list[str]:
+        """Reasons: scalings that float32, in which they are applied, has as infinity or as nothing."""
+        odd: dict[tuple[float, int], list[str]] = {}
+        for name, scaling in numbers.scalings.items():
+            if not MIN_SCALING <= scaling <= MAX_SCALING:
+                odd.setdefault((numbers.alphas[name], numbers.ranks[name]), []).append(name)
+        formula = "lora_alpha / sqrt(r)" if self.use_rslora else "lora_alpha / r"
+        limits = f"it must be within {MIN_SCALING:.1e} and {MAX_SCALING:.1e}"
+        return [
+            f"{_and_more(names[0], names)}: the scaling {formula} is {self._scaling(alpha, rank):g} "
+            f"with lora_alpha {alpha:g} and r {rank}; {limits}"
+            for (alpha, rank), names in odd.items()
+        ]
+
+    def _scaling(self, alpha: float, rank: int) -> float:
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     @contextmanager
     def _refusing_bad_patterns(self) -> Iterator[None]:
@@ -194,32 +199,13 @@ class PEFTHelper:
         except PatternError as error:
             raise AdapterValidationError.from_reasons(self.adapter, [str(error)]) from error
 
-    def unusable_scalings(self, module_names: Sequence[str]) -> list[str]:
-        """Reasons: scalings that float32, in which they are applied, has as infinity or as nothing."""
-        odd: dict[tuple[float, int], list[str]] = {}
-        ranks, alphas = self.ranks(module_names), self.alphas(module_names)
-        for name in module_names:
-            if not MIN_SCALING <= self.scaling(alphas[name], ranks[name]) <= MAX_SCALING:
-                odd.setdefault((alphas[name], ranks[name]), []).append(name)
-        formula = "lora_alpha / sqrt(r)" if self.use_rslora else "lora_alpha / r"
-        limits = f"it must be within {MIN_SCALING:.1e} and {MAX_SCALING:.1e}"
-        return [
-            f"{names[0]}{f' and {len(names) - 1} more modules' if names[1:] else ''}: the scaling {formula} is "
-            f"{self.scaling(alpha, rank):g} with lora_alpha {alpha:g} and r {rank}; {limits}"
-            for (alpha, rank), names in odd.items()
-        ]
-
-    def scaling(self, alpha: float, rank: int) -> float:
-        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
-
     # --------------------------------------------------------------------------------------------------------- matching
 
-    def matches(self, module_name: str) -> bool:
-        """Whether peft would put LoRA on this module of the base model."""
-        return module_name in self.match_modules((module_name,))
-
     def match_modules(self, module_names: Sequence[str]) -> frozenset[str]:
-        """The modules that peft would put LoRA on. Raises AdapterValidationError for a pattern that cannot be matched."""
+        """The modules that peft would put LoRA on.
+
+        Raises AdapterValidationError for a pattern that cannot be matched.
+        """
         with self._refusing_bad_patterns():
             return frozenset(self._targeted(module_names)) - self._excluded(module_names)
 
@@ -250,7 +236,7 @@ class PEFTHelper:
     # --------------------------------------------------------------------------------------------------------- identity
 
     def naming(self) -> Hashable:
-        """All that decides which tensors are called for, in which shapes, and how they are scaled: with equal ones, equal files are alike.
+        """All that decides which tensors are called for, in which shapes, and how they are scaled.
 
         Not in it: what is refused or warned of for the configuration alone.
         """
@@ -261,7 +247,7 @@ class PEFTHelper:
         return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern
 
     def canonical(self) -> bytes:
-        """The fields that change the mathematics of given tensors, as JSON with sorted keys (patterns in their order: it counts)."""
+        """The fields that change the mathematics of given tensors, as JSON; keys sorted, patterns in their order."""
         fields = {
             "r": self.r,
             "lora_alpha": self.lora_alpha,
@@ -272,3 +258,18 @@ class PEFTHelper:
             "lora_bias": self.lora_bias,
         }
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _ambiguous(field: str, values: Mapping[str, Sequence[float]]) -> list[str]:
+    """A warning where several keys have different values for a module.
+
+    Saving sorts the keys, so the first may be another than in training. A wrong rank is refused with the shapes; a
+    wrong alpha would not be noticed.
+    """
+    odd = sorted(name for name, hits in values.items() if len(set(hits)) > 1)
+    text = "several keys name {}; the first is taken, as peft does, but peft sorts the keys when it saves"
+    return [f"{field}: {text.format(_and_more(repr(odd[0]), odd))}"] if odd else []
+
+
+def _and_more(first: str, names: Sequence[str]) -> str:
+    return f"{first} and {len(names) - 1} more modules" if names[1:] else first

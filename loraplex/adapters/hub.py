@@ -1,7 +1,8 @@
 """Adapters of the Hugging Face hub, by `huggingface_hub.snapshot_download` (imported when the first hub id is given).
 
-A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name and the revision
-to paths of its cache. What it returns must lie in that cache, and so must every file that a load reads, links resolved.
+A hub id is checked in one place, `HubAdapter.parse`, before the library or the disk sees it: the library joins the name
+and the revision to paths of its cache. What it returns must lie in that cache, and so must every file that a load
+reads, links resolved.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.files import BIN_NAME, CONFIG_NAME, INDEX_NAME, SAFETENSORS_NAME, WEIGHT_NAMES, read_files
+from loraplex.adapters.regular_file import RegularFile
 from loraplex.errors import (
     AdapterConfigMissingError,
     AdapterFetchError,
@@ -23,12 +25,16 @@ from loraplex.errors import (
     AdapterPathForbiddenError,
     AdapterPathNotFoundError,
     AdapterPermissionError,
+    AdapterWeightsMissingError,
     shown,
 )
 
 HUB_PREFIX = "hf://"
 WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors")
 REQUEST_TIMEOUT_S = 10.0
+CACHE_PREFIX = "models--"
+MAX_REFERENCE_BYTES = 1024
+"""A reference is a commit's hash."""
 
 MAX_REPO_CHARS, MAX_REVISION_CHARS = 96, 128
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
@@ -44,7 +50,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HubAdapter:
-    """A repository and revision (None: main). `is_explicit` when the user wrote `hf://`, so that no directory can have been meant."""
+    """A repository and revision (None: main).
+
+    `is_explicit` when the user wrote `hf://`, so that no directory can have been meant.
+    """
 
     repo: str
     revision: str | None = None
@@ -52,8 +61,9 @@ class HubAdapter:
 
     @classmethod
     def parse(cls, given: str, revision: str | None = None) -> HubAdapter | None:
-        """What `hf://org/name[@revision]` or `org/name[@revision]` names; None for a text that can only be a path. `revision` goes first.
+        """What `hf://org/name[@revision]` or `org/name[@revision]` names; None for a text that can only be a path.
 
+        `revision` takes precedence.
         Raises AdapterPathNotFoundError for a name or revision that breaks the rules of hub ids. Touches no disk.
         """
         is_explicit = given.startswith(HUB_PREFIX)
@@ -67,14 +77,15 @@ class HubAdapter:
             if not is_explicit:
                 return None
             raise AdapterPathNotFoundError(
-                f"adapter {shown(given)}: {shown(repo)} is no hub repository; write hf://org/name or hf://org/name@revision, "
-                "each of the two of letters, digits and _.-"
+                f"adapter {shown(given)}: {shown(repo)} is no hub repository; "
+                "write hf://org/name or hf://org/name@revision, each of the two of letters, digits and _.-"
             )
         wanted = revision if revision is not None else tail if at else None
         if wanted is not None and not _is_revision(wanted):
             raise AdapterPathNotFoundError(
-                f"adapter {shown(given)}: {shown(wanted)} is no revision; give a branch, a tag, a commit hash or refs/pr/N: "
-                f"letters, digits and _.- with single slashes between, no '..', at most {MAX_REVISION_CHARS} characters"
+                f"adapter {shown(given)}: {shown(wanted)} is no revision; give a branch, a tag, a commit hash or "
+                "refs/pr/N: letters, digits and _.- with single slashes between, no '..', "
+                f"at most {MAX_REVISION_CHARS} characters"
             )
         return cls(repo, wanted, is_explicit)
 
@@ -92,7 +103,10 @@ def _is_revision(text: str) -> bool:
 
 
 def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) -> Path:
-    """The snapshot's directory, named by commit: its content never changes. Only adapter files are downloaded, `.bin` only if need be."""
+    """The snapshot's directory, named by commit: its content never changes.
+
+    Only adapter files are downloaded, `.bin` only if need be.
+    """
     result: list[Path | AdapterLoadError] = []
 
     def work() -> None:
@@ -101,7 +115,7 @@ def fetch_from_hub(adapter: HubAdapter, cache: Path | None, timeout_s: float) ->
         except Exception as error:
             result.append(_as_adapter_error(error, adapter))
 
-    # huggingface_hub cannot be cancelled: past the deadline the thread is left to end by huggingface_hub's own timeouts.
+    # huggingface_hub cannot be cancelled: past the deadline the thread is left to end by its own timeouts.
     thread = threading.Thread(target=work, name=f"fetch {adapter.repo}", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -135,6 +149,8 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
             super().__init__(*args, **{**kwargs, "disable": True})
 
     root = Path(cache or HF_HUB_CACHE)
+    folder = (root.expanduser() / f"{CACHE_PREFIX}{adapter.repo.replace('/', '--')}").resolve()
+    _check_reference(folder, adapter)
     path = snapshot_download(
         adapter.repo,
         revision=adapter.revision,
@@ -143,12 +159,38 @@ def _snapshot(adapter: HubAdapter, cache: Path | None, timeout_s: float, pattern
         etag_timeout=min(REQUEST_TIMEOUT_S, timeout_s),
         tqdm_class=NoProgressBar,
     )
-    return _inside(Path(path), root, adapter)
+    return _inside(Path(path), folder, adapter)
 
 
-def _inside(snapshot: Path, cache: Path, adapter: HubAdapter) -> Path:
-    """The snapshot, resolved. It and the files that a load reads (links to blobs) must lie in the repository's part of the cache."""
-    real, root = snapshot.resolve(), (cache.expanduser() / f"models--{adapter.repo.replace('/', '--')}").resolve()
+def hub_folder_of(snapshot: Path) -> Path | None:
+    """The repository's part of the cache, with the blobs that a snapshot's files link to; None: it is no snapshot."""
+    folder = snapshot.parent.parent
+    return folder if snapshot.parent.name == "snapshots" and folder.name.startswith(CACHE_PREFIX) else None
+
+
+def _check_reference(folder: Path, adapter: HubAdapter) -> None:
+    """The library reads refs/REVISION as it is: a FIFO would block it, an endless file would fill the memory."""
+    reference = folder / "refs" / (adapter.revision or "main")
+    try:
+        with RegularFile.open(reference, adapter.repo, frozenset((folder,))) as file:
+            problem = f"has {file.size} bytes" if file.size > MAX_REFERENCE_BYTES else None
+    except AdapterWeightsMissingError:
+        return
+    except AdapterLoadError as error:
+        problem = str(error)
+    if problem is not None:
+        _log.warning("%s: %s must be a file of at most %d bytes: %s", adapter, reference, MAX_REFERENCE_BYTES, problem)
+        raise AdapterFetchError(
+            f"{adapter} is not read: its reference in the hub's cache is no small file (see the log)"
+        )
+
+
+def _inside(snapshot: Path, root: Path, adapter: HubAdapter) -> Path:
+    """The snapshot, resolved.
+
+    It and the files that a load reads (links to blobs) must lie in the repository's part of the cache.
+    """
+    real = snapshot.resolve()
     for file in (real, *read_files(real)):
         if real == root or not file.resolve().is_relative_to(root):
             _log.warning("%s: %s leads outside the hub's cache of it, %s", adapter, file, root)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
-from loraplex.adapters.files import TensorEntry
+from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
@@ -22,7 +22,8 @@ from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValid
 class AdapterReport:
     """All that can be said of an adapter. `reasons` empty: it would be loaded (by this base, if targets were given).
 
-    ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if unreadable.
+    ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if
+    unreadable.
     """
 
     path: str
@@ -45,7 +46,7 @@ class AdapterReport:
         return not self.reasons
 
     def describe(self) -> str:
-        """The report as text for a person: the verdict, its reasons, what the files hold, the fields that are set."""
+        """The report as text: the verdict, its reasons, what the files hold, the fields that are set."""
         lines = [f"{self.path}: {'would be loaded' if self.is_honoured else 'is refused'}{self._base_note()}"]
         lines += [f"  refused: {reason}" for reason in self.reasons]
         lines += [f"  warning: {warning}" for warning in self.warnings]
@@ -87,7 +88,7 @@ def inspect_adapter(
     limits = lora_config or LoRAConfig()
     helper = PEFTHelper.from_local_dir(path)
     try:
-        file = WeightFile.open(Path(path), helper.adapter, limits.host_memory_bytes)
+        file = WeightFile.open(AdapterFolder(Path(path), helper.adapter), limits.host_memory_bytes)
         file.check_size(limits.host_memory_bytes)
     except AdapterError as error:
         return _report(path, helper, [*helper.reasons(limits), error.message])
@@ -103,7 +104,7 @@ def inspect_adapter(
         dtypes=dict(Counter(entry.dtype for entry in names.values())),
         nbytes=file.nbytes,
         num_tensors=len(file.entries),
-        weight_file=file.path.name,
+        weight_file=file.name,
         adapter_digest=digest,
         is_checked_against_base=targets is not None,
     )
@@ -149,12 +150,13 @@ def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str
     """What can be checked without a base: A with B, and the ranks."""
     try:
         modules = _modules(names)
-        ranks, reasons = helper.ranks(modules), helper.unusable_scalings(modules)
+        numbers = helper.numbers(modules)
     except AdapterValidationError as error:
         return list(error.reasons)
+    reasons = helper.unusable_scalings(numbers)
     if not modules:
         reasons.append("the file has no lora_A.weight: there is no LoRA in it")
-    for module, rank in ranks.items():
+    for module, rank in numbers.ranks.items():
         for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
             entry = names.get(TensorName(module, part))
             if entry is None:
@@ -178,10 +180,10 @@ class _ModuleFacts:
 def _module_facts(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> _ModuleFacts:
     modules = _modules(names)
     try:
-        ranks, scalings = helper.ranks(modules), helper.scalings(modules)
+        numbers = helper.numbers(modules)
     except AdapterValidationError:  # a pattern that cannot be matched: it is among the reasons
         return _ModuleFacts(modules)
-    return _ModuleFacts(modules, dict(Counter(ranks.values())), dict(Counter(scalings.values())))
+    return _ModuleFacts(modules, dict(Counter(numbers.ranks.values())), dict(Counter(numbers.scalings.values())))
 
 
 def _report(

@@ -25,18 +25,20 @@ class AdapterOpener:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
         directory, config = str(self.source.fetch(path_or_id)), self.reader.lora_config
         name = shortened(path_or_id)
-        content = read_adapter(directory, name, self.reader)
+        content = read_adapter(directory, name, self.source, self.reader)
         nbytes = content.nbytes
         if is_converted(config):  # whose values must fit
             nbytes = LoRAModel.from_content(content, config, name).nbytes
         return OpenedAdapter(directory, content.adapter_digest, nbytes, content.rank)
 
 
-def read_adapter(path: str, adapter_name: str, reader: CheckedReader) -> AdapterContent:
-    return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name))
+def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader) -> AdapterContent:
+    """Of a directory that was fetched: its files must lie where the source allows it when they are opened, too."""
+    roots = source.roots_of(Path(path))
+    return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name, roots), roots)
 
 
-def read_spec(spec: AdapterSpec, reader: CheckedReader) -> LoRAModel:
+def read_spec(spec: AdapterSpec, source: AdapterSource, reader: CheckedReader) -> LoRAModel:
     """The weights of a registered version, read from its local directory."""
-    content = read_adapter(spec.path, spec.adapter_name, reader)
+    content = read_adapter(spec.path, spec.adapter_name, source, reader)
     return LoRAModel.from_content(content, reader.lora_config, spec.adapter_name, spec.adapter_id)

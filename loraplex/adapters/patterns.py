@@ -1,14 +1,17 @@
-"""Which modules a pattern of adapter_config.json names, by PEFT's own rules (peft 0.21, `check_target_module_exists`, `get_pattern_key`).
+"""Which modules a pattern of adapter_config.json names.
+
+By the rules of peft 0.21, `check_target_module_exists` and `get_pattern_key`:
 
     regex in target_modules, exclude_modules:  re.fullmatch(pattern, name)
-    key of rank_pattern, alpha_pattern:        re.match(rf"(.*\\.)?({key})$", name), the first key in the order of the file
+    key of rank_pattern, alpha_pattern:        re.match(rf"(.*\\.)?({key})$", name), the first key in the file's order
     layers_pattern:                            re.match(rf"(?:^|.*?\\.){pattern}\\.(?P<idx>\\d+)\\.", name)
 
-Patterns come from tenants, and Python's regex engine backtracks while it holds the interpreter lock: one pattern could stop a server.
-So patterns are matched here only when they are short and their text bounds the steps: with q quantifiers, none on a group, and g
-alternatives in the groups (multiplied), a name of n characters takes at most C(n + q, q) * g. Beyond MAX_STEPS or MAX_CHARS_HERE, or where
-the text bounds nothing, they are matched in a child process with a deadline, and a limit on its processor time and memory, which is the
-same answer 20 ms later. At most MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for its turn is to come again.
+Patterns come from tenants, and Python's regex engine backtracks while it holds the interpreter lock: one pattern could
+stop a server. So patterns are matched here only when they are short and their text bounds the steps: with q
+quantifiers, none on a group, and g alternatives in the groups (multiplied), a name of n characters takes at most
+C(n + q, q) * g. Beyond MAX_STEPS or MAX_CHARS_HERE, or where the text bounds nothing, they are matched in a child
+process with a deadline, and a limit on its processor time and memory, which is the same answer 20 ms later. At most
+MAX_CHILDREN of them run at a time; an adapter that waits CHILD_WAIT_S for one is to be loaded again.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ def fullmatches(pattern: str, names: Sequence[str]) -> Matches:
 
 
 def layer_indices(layers_pattern: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    """name -> its layer index by the first pattern that matches; without patterns, the first number that follows two components."""
+    """name -> its layer index by the first pattern that matches; by default the first number after two components."""
     regexes = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in layers_pattern]
     matched = _match("match", regexes, names) if regexes else [_match_here("match", _ANY_LAYER, names)]
     found: dict[str, int] = {}
@@ -89,7 +92,10 @@ def layer_indices(layers_pattern: Sequence[str], names: Sequence[str]) -> dict[s
 
 
 def pattern_values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[str, tuple[Value, ...]]:
-    """name -> the values of the keys that name it, in their order: peft takes the first. Names that no key names are left out."""
+    """name -> the values of the keys that name it, in their order: peft takes the first.
+
+    Names that no key names are left out.
+    """
     if not patterns:  # most adapters; a load asks three times
         return {}
     keys = list(patterns)
@@ -109,8 +115,8 @@ def pattern_values(patterns: Mapping[str, Value], names: Sequence[str]) -> dict[
 class _PlainKeys:
     """Keys of letters, digits, `_` and `.`, hundreds of them where each module has its own rank (EVA): found by hash.
 
-    As a regex such a key matches a dotted suffix of its own length with any character where it has a dot. So keys with dots at the
-    same places are in one table, by the characters that are left.
+    As a regex such a key matches a dotted suffix of its own length with any character where it has a dot. So keys with
+    dots at the same places are in one table, by the characters that are left.
     """
 
     def __init__(self, keys: Mapping[int, str]) -> None:
@@ -155,20 +161,20 @@ def check_patterns(patterns: Sequence[str]) -> None:
 def _match(mode: str, regexes: Sequence[str], names: Sequence[str]) -> Sequence[Matches]:
     num_chars = sum(map(len, regexes))
     if num_chars > MAX_PATTERN_CHARS or len(regexes) > MAX_REGEXES:
-        raise PatternError(
-            f"at most {MAX_REGEXES} patterns of {MAX_PATTERN_CHARS} characters in all are read; list the modules by name"
-        )
-    if num_chars > MAX_CHARS_HERE or sum(regex.count("[") for regex in regexes) > MAX_SETS_HERE:
-        return _match_in_child(mode, tuple(regexes), tuple(names))
-    longest = max(map(len, names), default=0)
-    if sum(min(_max_steps(regex, longest), MAX_STEPS + 1) for regex in regexes) * max(1, len(names)) > MAX_STEPS:
-        return _match_in_child(mode, tuple(regexes), tuple(names))
-    return [_match_here(mode, regex, names) for regex in regexes]
+        text = f"at most {MAX_REGEXES} patterns of {MAX_PATTERN_CHARS} characters in all are read"
+        raise PatternError(f"{text}; list the modules by name")
+    is_short = num_chars <= MAX_CHARS_HERE and sum(regex.count("[") for regex in regexes) <= MAX_SETS_HERE
+    longest, num_names = max(map(len, names), default=0), max(1, len(names))  # without names it is compiled
+    if is_short and sum(min(_max_steps(each, longest), MAX_STEPS + 1) for each in regexes) * num_names <= MAX_STEPS:
+        return [_match_here(mode, regex, names) for regex in regexes]
+    return _match_in_child(mode, tuple(regexes), tuple(names))
 
 
 def _max_steps(regex: str, name_length: int) -> float:
-    """A bound on the steps of matching one name, from the text alone; infinite where the text shows none. A sum of these
-    takes the least of each and MAX_STEPS first: Python refuses to add a very large int to infinity."""
+    """A bound on the steps of matching one name, from the text alone; infinite where the text shows none.
+
+    A sum of these takes the least of each and MAX_STEPS first: Python refuses to add a very large int to infinity.
+    """
     text = re.sub(r"\\.", "_", regex.replace("(?:", "(").replace("(?P<idx>", "(").replace(r"(.*\.)?", "(.*)"))
     if "(?" in text or _QUANTIFIED_GROUP.search(text):
         return math.inf

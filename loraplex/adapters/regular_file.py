@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from loraplex.errors import (
     AdapterFileFormatError,
     AdapterLoadError,
+    AdapterPathForbiddenError,
     AdapterPermissionError,
     AdapterTooLargeError,
     AdapterWeightsMissingError,
@@ -23,6 +25,11 @@ MAX_BUFFERS = 512
 
 Stamp = tuple[int, int, int, int]
 """(device, inode, size, time of modification in ns): equal stamps, equal content."""
+
+Roots = frozenset[Path] | None
+"""Directories, links resolved, in one of which a file must lie; None: it may be anywhere."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +43,35 @@ class RegularFile:
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, adapter: str) -> Iterator[RegularFile]:
-        """Raises AdapterWeightsMissingError, AdapterPermissionError, AdapterFileFormatError (no regular file), AdapterLoadError."""
-        fd = -1
+    def open(cls, path: Path, adapter: str, roots: Roots) -> Iterator[RegularFile]:
+        """Raises AdapterPathForbiddenError when what was opened is outside the roots, whatever `path` led to before.
+
+        Also AdapterWeightsMissingError, AdapterPermissionError, AdapterFileFormatError (no regular file),
+        AdapterLoadError.
+        """
+        fd, where = -1, f"adapter {adapter!r}: {path.name}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
+            file = cls(path, adapter, fd, _stamp_of(fd))
+            if roots is not None:
+                file._check_inside(roots)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise AdapterFileFormatError(f"adapter {adapter!r}: {path.name} is not a regular file")
-            yield cls(path, adapter, fd, _stamp_of(fd))
+                raise AdapterFileFormatError(f"{where} is not a regular file")
+            yield file
         except FileNotFoundError as error:
-            raise AdapterWeightsMissingError(f"adapter {adapter!r}: {path.name} is missing") from error
+            raise AdapterWeightsMissingError(f"{where} is missing") from error
         except PermissionError as error:
-            raise AdapterPermissionError(
-                f"adapter {adapter!r}: {path.name} may not be read: {error.strerror}"
-            ) from error
+            raise AdapterPermissionError(f"{where} may not be read: {error.strerror}") from error
         except OSError as error:
-            raise AdapterLoadError(f"adapter {adapter!r}: {path.name} cannot be read: {error.strerror}") from error
+            raise AdapterLoadError(f"{where} cannot be read: {error.strerror}") from error
         finally:
             if fd >= 0:
                 os.close(fd)
+
+    @property
+    def where(self) -> str:
+        """How messages about this file begin."""
+        return f"adapter {self.adapter!r}: {self.path.name}"
 
     @property
     def size(self) -> int:
@@ -69,7 +86,7 @@ class RegularFile:
         try:
             return transfer(lambda some, at: os.preadv(self.fd, some, at), pieces, offset)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise AdapterLoadError(f"{self.where} cannot be read: {error.strerror}") from error
 
     def read_all(self) -> bytearray:
         """The whole file, of one moment."""
@@ -78,15 +95,35 @@ class RegularFile:
         self.check_unchanged(self.stamp)
         return data
 
-    def _unreadable(self, error: OSError) -> AdapterLoadError:
-        return AdapterLoadError(f"adapter {self.adapter!r}: {self.path.name} cannot be read: {error.strerror}")
-
     def check_unchanged(self, stamp: Stamp) -> None:
         """Raise AdapterLoadError if the file is not as it was when `stamp` was taken."""
         if _stamp_of(self.fd) != stamp:
-            raise AdapterLoadError(
-                f"adapter {self.adapter!r}: {self.path.name} changed while it was read; load it again when it is complete"
+            raise AdapterLoadError(f"{self.where} changed while it was read; load it again when it is complete")
+
+    def _check_inside(self, roots: Roots) -> None:
+        """Of the descriptor: between a check of a path and its opening, a directory can become a link."""
+        real = self._real_path()
+        if not is_inside(real, roots):
+            text = "adapter %.200r is refused: %s was opened as %r, outside its roots"
+            _log.warning(text, self.adapter, self.path.name, str(real))
+            raise AdapterPathForbiddenError(
+                f"{self.where} is outside the directories that adapters may be loaded from; "
+                "move it there or start the server with --adapter-root DIR"
             )
+
+    def _real_path(self) -> Path:
+        try:
+            return Path(os.readlink(f"/proc/self/fd/{self.fd}"))
+        except FileNotFoundError:  # no Linux, or no /proc
+            real = Path(os.path.realpath(self.path))
+        if not os.path.samestat(os.fstat(self.fd), os.stat(real, follow_symlinks=False)):
+            raise AdapterLoadError(f"{self.where} changed while it was opened; load it again")
+        return real
+
+
+def is_inside(real: Path, roots: Roots) -> bool:
+    """Whether a path without links is one of the roots or lies below one."""
+    return roots is None or not roots.isdisjoint((real, *real.parents))
 
 
 def transfer(move: Callable[[list[memoryview], int], int], pieces: Sequence[memoryview], offset: int) -> int:

@@ -1,6 +1,6 @@
 """Where adapters come from: a local directory, or a repository of the Hugging Face hub.
 
-/path/to/adapter, ./adapter, ~/adapter      a directory, symbolic links resolved, inside the allowed roots if there are any
+/path/to/adapter, ./adapter, ~/adapter      a directory, links resolved, inside the allowed roots if there are any
 hf://org/name, hf://org/name@revision       the hub
 org/name, org/name@revision                 the hub, when no such local directory exists
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from loraplex.adapters.files import check_directory, read_files
-from loraplex.adapters.hub import HubAdapter, fetch_from_hub
+from loraplex.adapters.files import AdapterFolder, read_files
+from loraplex.adapters.hub import HubAdapter, fetch_from_hub, hub_folder_of
+from loraplex.adapters.regular_file import Roots, is_inside
 from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError, shortened, shown
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """`allowed_roots` None allows every local path, () none. `hub_cache` None is huggingface_hub's own. `timeout_s` bounds a fetch."""
+    """`allowed_roots`, without links: None allows every local path, () none. `hub_cache` None is huggingface_hub's own.
+
+    timeout_s: bounds a fetch.
+    """
 
     allowed_roots: tuple[Path, ...] | None = None
     hub_cache: Path | None = None
@@ -43,13 +48,26 @@ class AdapterSource:
             return self._from_hub(hub)
         return self._from_disk(path, path_or_id)
 
+    def roots_of(self, directory: Path) -> Roots:
+        """Where the files of a directory that was fetched must lie each time they are opened.
+
+        One inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
+        """
+        if self._roots is None or is_inside(directory, self._roots):
+            return self._roots
+        return frozenset((hub_folder_of(directory) or directory,))
+
+    @cached_property
+    def _roots(self) -> Roots:
+        return None if self.allowed_roots is None else frozenset(self.allowed_roots)
+
     def _from_hub(self, hub: HubAdapter) -> Path:
         return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
 
     def _path(self, given: str) -> Path:
         try:
             path = Path(given).expanduser() if given else None
-        except RuntimeError:  # ~name of nobody
+        except RuntimeError:  # ~name of an unknown user
             path = None
         if path is None:
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory; give a directory or a hub id")
@@ -57,7 +75,7 @@ class AdapterSource:
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
-        check_directory(directory, shortened(given))
+        AdapterFolder(directory, shortened(given)).check()
         for file in read_files(directory):
             self._resolved(file, given)
         return directory
@@ -67,7 +85,7 @@ class AdapterSource:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
-        if not self._is_allowed(real):
+        if not is_inside(real, self._roots):
             _log.info("adapter %.200r is refused: it leads outside %s", given, self.allowed_roots)
             none = "" if self.allowed_roots else " (none is allowed)"
             raise AdapterPathForbiddenError(
@@ -76,11 +94,8 @@ class AdapterSource:
             )
         return real
 
-    def _is_allowed(self, real: Path) -> bool:
-        return self.allowed_roots is None or any(real.is_relative_to(root.resolve()) for root in self.allowed_roots)
-
     def _is_visible_directory(self, path: Path) -> bool:
         try:
-            return self._is_allowed(path.resolve()) and path.is_dir()
+            return is_inside(path.resolve(), self._roots) and path.is_dir()
         except (OSError, RuntimeError, ValueError):
             return False

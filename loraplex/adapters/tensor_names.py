@@ -15,14 +15,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PREFIX = "base_model.model."
-PARTS = ("lora_A.weight", "lora_B.weight", "lora_B.bias", "bias")
+PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_bias": "lora_B.bias", "bias": "bias"}
+"""Fields of a layer -> parts of a module."""
 
 _LORA = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(?:\.default)?\.(?P<kind>weight|bias)")
+_EMBEDDINGS = "adapters on embeddings are not supported yet; train without embed_tokens and lm_head in target_modules"
 _REFUSED = (
-    (
-        "lora_embedding_",
-        "adapters on embeddings are not supported yet; train without embed_tokens and lm_head in target_modules",
-    ),
+    ("lora_embedding_", _EMBEDDINGS),
     ("lora_magnitude_vector", "DoRA is not supported yet; train a plain LoRA"),
     ("modules_to_save", "fully trained modules are not supported yet; train without modules_to_save"),
     ("trainable_tokens", "trained token embeddings are not supported yet; train without trainable_token_indices"),
@@ -50,7 +49,7 @@ def parse_tensor_name(name: str) -> TensorName | None:
     match = _LORA.fullmatch(bare)
     if match is not None:
         part = f"{match['part']}.{match['kind']}"
-        return TensorName(match["module"], part) if part in PARTS else None
+        return TensorName(match["module"], part) if part in PARTS.values() else None
     if bare.endswith(".bias") and ".lora_" not in bare:
         return TensorName(bare.removesuffix(".bias").removesuffix(".base_layer"), "bias")
     return None
@@ -58,18 +57,17 @@ def parse_tensor_name(name: str) -> TensorName | None:
 
 def why_unknown(name: str) -> str:
     """What to say about a name that `parse_tensor_name` does not know."""
-    for part, reason in _REFUSED:
-        if part in name:
-            return reason
-    return "it is no part of a LoRA (lora_A.weight, lora_B.weight, lora_B.bias, bias); is this a PEFT adapter?"
+    unknown = "it is no part of a LoRA (lora_A.weight, lora_B.weight, lora_B.bias, bias); is this a PEFT adapter?"
+    return next((reason for part, reason in _REFUSED if part in name), unknown)
 
 
 def unused_reasons(names: Iterable[str]) -> list[str]:
-    """A reason for each kind of names that `parse_tensor_name` does not know, with their number: DoRA has one in every module."""
+    """A reason for each kind of names that `parse_tensor_name` does not know: DoRA has one in every module."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(why_unknown(name), []).append(name)
-    return [
-        f"{f'tensor {found[0]!r} is' if len(found) == 1 else f'{len(found)} tensors such as {found[0]!r} are'} not used: {why}"
-        for why, found in kinds.items()
-    ]
+    return [f"{_counted(found)} not used: {why}" for why, found in kinds.items()]
+
+
+def _counted(names: list[str]) -> str:
+    return f"{len(names)} tensors such as {names[0]!r} are" if names[1:] else f"tensor {names[0]!r} is"

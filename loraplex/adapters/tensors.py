@@ -1,13 +1,15 @@
-"""Reading of an adapter's tensors: where each lies is worked out once for equal headers, then all are read, hashed and looked at for NaN
-and Inf in a few calls, none of which holds the interpreter's lock while it goes over the bytes."""
+"""Reading of an adapter's tensors: where each lies is worked out once for equal headers.
+
+Then all are read, hashed and looked at for NaN and Inf in a few calls, none of which holds the interpreter's lock while
+it goes over the bytes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,10 +18,11 @@ from loraplex.adapters.bin_file import read_bin
 from loraplex.adapters.digest import adapter_digest, digest_line
 from loraplex.adapters.files import (
     BIN_NAME,
+    LIMITS,
+    AdapterFolder,
     Limits,
     Shard,
     TensorEntry,
-    find_weight_file,
     parse_shards,
     read_shards,
 )
@@ -38,28 +41,31 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class WeightFile:
-    """The weights of an adapter directory: of safetensors the headers, as they were read; of .bin all tensors, `loaded`."""
+    """The weights of an adapter directory: of safetensors the headers as they were read, of .bin all tensors."""
 
-    path: Path
-    adapter: str
+    folder: AdapterFolder
+    name: str
+    limits: Limits
     shards: tuple[Shard, ...] = ()
     loaded: Mapping[str, torch.Tensor] | None = None
-    limits: Limits = field(default_factory=Limits)
 
     @classmethod
-    def open(cls, directory: Path, adapter: str, max_bytes: int, limits: Limits | None = None) -> WeightFile:
+    def open(cls, folder: AdapterFolder, max_bytes: int, limits: Limits = LIMITS) -> WeightFile:
         """Find the file and read its headers. Raises AdapterTooLargeError for a .bin beyond `max_bytes`."""
-        path, limits = find_weight_file(directory, adapter), limits or Limits()
-        if path.name == BIN_NAME:
-            return cls(path, adapter, loaded=read_bin(path, adapter, max_bytes, limits), limits=limits)
-        return cls(path, adapter, read_shards(path, adapter, limits), limits=limits)
+        name = folder.weight_name()
+        if name == BIN_NAME:
+            return cls(folder, name, limits, loaded=read_bin(folder, max_bytes, limits))
+        return cls(folder, name, limits, read_shards(folder, name, limits))
 
     @cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors, by the names in the file; headers are parsed now. Raises AdapterFileFormatError, AdapterTruncatedError."""
+        """The tensors, by the names in the file; headers are parsed now.
+
+        Raises AdapterFileFormatError, AdapterTruncatedError.
+        """
         if self.loaded is not None:
             return tuple(_entry_of(name, tensor) for name, tensor in self.loaded.items())
-        return parse_shards(self.shards, self.adapter, self.limits)
+        return parse_shards(self.folder, self.shards, self.limits)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +74,7 @@ class WeightFile:
     def check_size(self, max_bytes: int) -> None:
         """Raises AdapterTooLargeError beyond `max_bytes` of tensors, and what parsing the headers raises."""
         if self.loaded is None:
-            check_size(self.nbytes, max_bytes, self.adapter)
+            check_size(self.nbytes, max_bytes, self.folder.adapter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,10 +109,10 @@ class ReadPlan:
     @cached_property
     def views(self) -> tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], ...]:
         """Of each tensor: dtype, shape, strides, and its first element, counted in elements from the block's start."""
-        shapes = [
-            (DTYPES[entry.dtype], entry.shape, start) for entry, start in zip(self.entries, self.starts, strict=True)
-        ]
-        return tuple((dtype, shape, _strides(shape), start // dtype.itemsize) for dtype, shape, start in shapes)
+        return tuple(
+            (dtype := DTYPES[entry.dtype], entry.shape, _strides(entry.shape), start // dtype.itemsize)
+            for entry, start in zip(self.entries, self.starts, strict=True)
+        )
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
@@ -156,20 +162,18 @@ def _read_shards_into(parts: Sequence[memoryview], file: WeightFile, plan: ReadP
         for run in plan.runs:
             number = plan.entries[run[0]].shard
             if number not in opened:
-                opened[number] = stack.enter_context(_unchanged(file.shards[number], file.adapter))
+                opened[number] = stack.enter_context(_unchanged(file.shards[number], file.folder))
             done = opened[number].read_pieces([parts[index] for index in run], plan.entries[run[0]].offset)
             for index in run:
                 done -= plan.entries[index].nbytes
                 if done < 0:
-                    raise AdapterTruncatedError(
-                        f"adapter {file.adapter!r}: {file.shards[number].path.name} ended within "
-                        f"{plan.entries[index].name!r} while it was read; copy the file again"
-                    )
+                    text = f"ended within {plan.entries[index].name!r} while it was read; copy the file again"
+                    raise AdapterTruncatedError(f"{opened[number].where} {text}")
 
 
 @contextlib.contextmanager
-def _unchanged(shard: Shard, adapter: str) -> Iterator[RegularFile]:
-    with RegularFile.open(shard.path, adapter) as file:
+def _unchanged(shard: Shard, folder: AdapterFolder) -> Iterator[RegularFile]:
+    with folder.open(shard.name) as file:
         file.check_unchanged(shard.stamp)
         yield file
         file.check_unchanged(shard.stamp)
@@ -181,17 +185,16 @@ def _tensors(plan: ReadPlan, block: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _not_finite(plan: ReadPlan, block: torch.Tensor) -> tuple[str, ...]:
-    """Names of the tensors with NaN or Inf. The whole block is looked at first, which is quicker than hundreds of tensors."""
+    """Names of the tensors with NaN or Inf. To look at the whole block first is quicker than at hundreds of tensors."""
     dtypes = {entry.dtype for entry in plan.entries}
     if len(dtypes) == 1 and is_finite(block.view(DTYPES[dtypes.pop()])):
         return ()
-    return tuple(
-        entry.name for entry, tensor in zip(plan.entries, _tensors(plan, block), strict=True) if not is_finite(tensor)
-    )
+    found = zip(plan.entries, _tensors(plan, block), strict=True)
+    return tuple(entry.name for entry, tensor in found if not is_finite(tensor))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """No NaN, no Inf: no exponent is all ones. In numpy, because torch would start a pool of threads for each loader thread."""
+    """No NaN, no Inf: no exponent is all ones. In numpy: torch would start a pool of threads for each loader thread."""
     mask = EXPONENTS[tensor.dtype]
     bits = tensor.contiguous().view(-1).view(INT_OF_SIZE[tensor.element_size()]).numpy()
     pieces = (bits[start : start + FINITE_PIECE] for start in range(0, bits.size, FINITE_PIECE))

@@ -1,11 +1,12 @@
 """Whether the tensors of a file are exactly what the configuration and the base model call for.
 
-    wanted: lora_A.weight [rank, in] and lora_B.weight [out, rank] of every module that the configuration names and the base has,
+    wanted: lora_A.weight [rank, in] and lora_B.weight [out, rank] of every module that the configuration names and the
+    base has,
             lora_B.bias [out] of the same with lora_bias,
             bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all")
 
-Every difference is a reason. When all differences are those between two base models (widths, number of layers), the adapter is made
-for another base, which is an error of its own.
+Every difference is a reason. When all differences are those between two base models (widths, number of layers), the
+adapter is made for another base, which is an error of its own.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
 
 @dataclass
 class TensorCheck:
-    """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest; `reasons` are faults
-    of the adapter itself, `differences` those that another base model would explain, `widths` what they say: width ->
-    {(the file's, the base's)}; `agreed` are the widths that a tensor of the file has as the base has them.
+    """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest.
+
+    reasons: faults of the adapter itself; differences: those that another base model would explain; widths: what these
+    say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them.
     """
 
     helper: PEFTHelper
@@ -71,7 +73,7 @@ class TensorCheck:
     agreed: set[str] = field(default_factory=set)
 
     def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
-        """AdapterBaseMismatchError when another base explains everything, else AdapterValidationError with all reasons."""
+        """AdapterBaseMismatchError when another base explains all, else AdapterValidationError with all reasons."""
         reasons = [*more_reasons, *self.reasons]
         if reasons:
             raise self._refusal([*reasons, *self.differences])
@@ -95,13 +97,10 @@ class TensorCheck:
         facts = ", ".join(
             f"{width} {theirs} against {ours}" for width, ((theirs, ours),) in sorted(self.widths.items())
         )
-        base = (
-            f" (its adapter_config.json names {shown(self.helper.base_model_name)})"
-            if self.helper.base_model_name
-            else ""
-        )
-        example = self.differences[0] if not facts else f"{facts}; for example {self.differences[0]}"
-        return f"adapter {self.helper.adapter!r} is made for another base model{base}: {example}"
+        named = self.helper.base_model_name
+        base = f" (its adapter_config.json names {shown(named)})" if named else ""
+        example = f"{facts}; for example " if facts else ""
+        return f"adapter {self.helper.adapter!r} is made for another base model{base}: {example}{self.differences[0]}"
 
     # ------------------------------------------------------------------------------------------------------ one by one
 
@@ -110,18 +109,14 @@ class TensorCheck:
         name = parse_tensor_name(entry.name)
         if name is None:
             self.unknown.append(entry.name)
-        elif name in self.names:
-            self.reasons.append(
-                f"tensors {self.names[name].name!r} and {entry.name!r} are the same part of the adapter; keep one"
-            )
-        elif entry.dtype not in SUPPORTED_DTYPES:
+            return
+        if entry.dtype not in SUPPORTED_DTYPES and name not in self.names:
             kind = "float8 " if entry.dtype.upper().startswith(("F8", "FLOAT8")) else ""
-            self.reasons.append(
-                f"tensor {entry.name!r} has {kind}dtype {entry.dtype}; supported are {', '.join(SUPPORTED_DTYPES)}: convert it"
-            )
-            self.names[name] = entry
-        else:
-            self.names[name] = entry
+            supported = f"supported are {', '.join(SUPPORTED_DTYPES)}: convert it"
+            self.reasons.append(f"tensor {entry.name!r} has {kind}dtype {entry.dtype}; {supported}")
+        first = self.names.setdefault(name, entry)
+        if first is not entry:
+            self.reasons.append(f"tensors {first.name!r} and {entry.name!r} are the same part of the adapter; keep one")
 
     def check(self) -> None:
         """Compare what was added with what is wanted."""
@@ -137,15 +132,14 @@ class TensorCheck:
         matched = self.helper.match_modules((*modules, *UNSUPPORTED_BASE_MODULES))
         self._check_targets(matched)
         matched &= self.base.keys()
-        ranks = self.helper.ranks(sorted(matched))
-        self.warnings.extend(self.helper.ambiguous_patterns(sorted(matched)))
-        self.reasons.extend(self.helper.unusable_scalings(sorted(matched)))
-        in_file = {name.module for name in self.names if name.part != "bias"}
+        numbers = self.helper.numbers(sorted(matched))
+        self.warnings.extend(numbers.warnings)
+        self.reasons.extend(self.helper.unusable_scalings(numbers))
         for module in sorted(matched):
-            if module in in_file:
-                self._check_module(module, ranks[module])
+            if module in self._modules_in_file:
+                self._check_module(module, numbers.ranks[module])
             else:
-                self._missing_module(module, in_file)
+                self._missing_module(module)
         for name, entry in self.names.items():
             if name.part == "bias":
                 self._check_bias(name, entry, matched)
@@ -154,9 +148,13 @@ class TensorCheck:
         self._check_missing_biases(matched)
 
     @cached_property
+    def _modules_in_file(self) -> frozenset[str]:
+        """Once for all tensors, as their number of layers: there may be thousands."""
+        return frozenset(name.module for name in self.names if name.part != "bias")
+
+    @cached_property
     def _layers_in_file(self) -> int:
-        """Once for all tensors: there may be thousands."""
-        return _num_layers(name.module for name in self.names if name.part != "bias")
+        return _num_layers(self._modules_in_file)
 
     @cached_property
     def _layers_in_base(self) -> int:
@@ -164,11 +162,11 @@ class TensorCheck:
 
     def _is_foreign(self) -> bool:
         """Whether the base has none of the file's modules, not even in another number of layers."""
-        modules = sorted({name.module for name in self.names if name.part != "bias"})
+        modules = self._modules_in_file
         known = {_layer_like(module, 0) for module in self.base} | set(UNSUPPORTED_BASE_MODULES)
         if not modules or any(_layer_like(module, 0) in known for module in modules):
             return False
-        self.differences.append(f"none of its {len(modules)} modules is there, not {modules[0]!r}")
+        self.differences.append(f"none of its {len(modules)} modules is there, not {min(modules)!r}")
         return True
 
     def _check_targets(self, matched: frozenset[str]) -> None:
@@ -176,11 +174,9 @@ class TensorCheck:
             self.reasons.append(f"target_modules={shown(self.helper.target_modules)} names no module of the base model")
         for entry in self.helper.unmatched_targets((*self.base, *UNSUPPORTED_BASE_MODULES)):
             self.reasons.append(f"target_modules: {shown(entry)} names no module of the base model; remove it")
-        for module in UNSUPPORTED_BASE_MODULES:
-            if module in matched:
-                self.reasons.append(
-                    f"target_modules names {module!r}: adapters on embeddings and the output layer are not supported yet"
-                )
+        text = "adapters on embeddings and the output layer are not supported yet"
+        unsupported = [module for module in UNSUPPORTED_BASE_MODULES if module in matched]
+        self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported)
 
     def _check_module(self, module: str, rank: int) -> None:
         base = self.base[module]
@@ -191,25 +187,23 @@ class TensorCheck:
         if self.helper.lora_bias:
             wanted["lora_B.bias"] = (base.out_features,)
         for part, shape in wanted.items():
-            entry = self.names.get(TensorName(module, part))
-            if entry is None:
-                self.reasons.append(f"{module}: the file has no {part}; save the adapter again")
+            name = TensorName(module, part)
+            if name in self.names:
+                self._check_shape(name, self.names[name], shape)
             else:
-                self._check_shape(TensorName(module, part), entry, shape)
+                self.reasons.append(f"{module}: the file has no {part}; save the adapter again")
         if not self.helper.lora_bias and TensorName(module, "lora_B.bias") in self.names:
             self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
 
-    def _missing_module(self, module: str, in_file: set[str]) -> None:
-        layer, layers = _layer_of(module), self._layers_in_file
+    def _missing_module(self, module: str) -> None:
+        """Without any tensor, or with chosen layers, missing layers do not speak for another base."""
+        layer, layers, helper = _layer_of(module), self._layers_in_file, self.helper
         text = f"{module}: adapter_config.json names it, but the file has no tensors for it"
-        if layer is None or layer < layers or self._is_foreign_rest(in_file):
+        is_chosen = bool(helper.layers_to_transform) or bool(helper.exclude_modules)
+        if layer is None or layer < layers or not self._modules_in_file or is_chosen:
             self.reasons.append(f"{text}; save the adapter again")
         else:
             self._differs(LAYERS, layers, self._layers_in_base, text)
-
-    def _is_foreign_rest(self, in_file: set[str]) -> bool:
-        """Without any tensor, or with layers chosen in the configuration, missing layers do not speak for another base."""
-        return not in_file or bool(self.helper.layers_to_transform) or bool(self.helper.exclude_modules)
 
     def _check_shape(self, name: TensorName, entry: TensorEntry, wanted: tuple[int, ...]) -> None:
         """A wrong rank or number of axes is the adapter's fault, a wrong width may be another base's."""
@@ -218,69 +212,54 @@ class TensorCheck:
             self.agreed.add(width)
             return
         text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
-        if len(entry.shape) == len(wanted) and entry.shape == _with(wanted, axis, entry.shape[axis]) != _with(
-            wanted, axis, 0
-        ):
+        is_same_else = len(entry.shape) == len(wanted) and _without(entry.shape, axis) == _without(wanted, axis)
+        if is_same_else and entry.shape[axis]:
             self._differs(width, entry.shape[axis], wanted[axis], text)
         else:
-            self.reasons.append(
-                text + (" (was it saved from shards that were not gathered?)" if 0 in entry.shape else "")
-            )
+            hint = " (was it saved from shards that were not gathered?)" if 0 in entry.shape else ""
+            self.reasons.append(text + hint)
 
     def _unwanted(self, name: TensorName, entry: TensorEntry) -> None:
-        if name.module in self.base:
-            self.reasons.append(f"tensor {entry.name!r} is not used: adapter_config.json does not name {name.module!r}")
-            return
         layer, layers = _layer_of(name.module), self._layers_in_base
-        if layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
-            self._differs(
-                LAYERS,
-                self._layers_in_file,
-                layers,
-                f"tensor {entry.name!r} is of layer {layer}, the base has {layers}",
-            )
+        if name.module in self.base:
+            self._unused(entry, f"adapter_config.json does not name {name.module!r}")
+        elif layer is not None and layer >= layers and _layer_like(name.module, 0) in self.base:
+            text = f"tensor {entry.name!r} is of layer {layer}, the base has {layers}"
+            self._differs(LAYERS, self._layers_in_file, layers, text)
         else:
-            self.reasons.append(
-                f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r}; {why_not_linear(name)}"
-            )
+            is_embedding = name.module.endswith(("embed_tokens", "lm_head"))
+            why = why_unknown(name.canonical) if is_embedding else "is the adapter for another model?"
+            self._unused(entry, f"the base model has no linear {name.module!r}; {why}")
+
+    def _unused(self, entry: TensorEntry, why: str) -> None:
+        self.reasons.append(f"tensor {entry.name!r} is not used: {why}")
 
     # ---------------------------------------------------------------------------------------------------------- biases
 
     def _check_bias(self, name: TensorName, entry: TensorEntry, matched: frozenset[str]) -> None:
         base = self.base.get(name.module)
         if self.helper.bias == "none":
-            self.reasons.append(f"tensor {entry.name!r} is not used: bias is 'none' in adapter_config.json")
+            self._unused(entry, "bias is 'none' in adapter_config.json")
         elif base is None:
             self._unwanted(name, entry)
         elif not base.has_bias:
-            self.reasons.append(
-                f"tensor {entry.name!r} is not used: the base model has no linear {name.module!r} with a bias"
-            )
+            self._unused(entry, f"the base model has no linear {name.module!r} with a bias")
         elif self.helper.bias == "lora_only" and name.module not in matched:
-            self.reasons.append(
-                f"tensor {entry.name!r} is not used: bias is 'lora_only' and {name.module!r} is no target"
-            )
+            self._unused(entry, f"bias is 'lora_only' and {name.module!r} is no target")
         else:
             self._check_shape(name, entry, (base.out_features,))
 
     def _check_missing_biases(self, matched: frozenset[str]) -> None:
-        if self.helper.bias == "none":
-            return
+        bias = self.helper.bias
+        text = f"bias is {bias!r}, but the file has no bias for it; set bias to 'none' if it was not trained"
         for module, base in self.base.items():
-            is_wanted = base.has_bias and (self.helper.bias == "all" or module in matched)
+            is_wanted = base.has_bias and (bias == "all" or (bias == "lora_only" and module in matched))
             if is_wanted and TensorName(module, "bias") not in self.names:
-                self.reasons.append(
-                    f"{module}: bias is {self.helper.bias!r}, but the file has no bias for it; set bias to 'none' if it was not trained"
-                )
+                self.reasons.append(f"{module}: {text}")
 
     def _differs(self, width: str, theirs: int, ours: int, text: str) -> None:
         self.differences.append(text)
         self.widths.setdefault(width, set()).add((theirs, ours))
-
-
-def why_not_linear(name: TensorName) -> str:
-    reason = why_unknown(name.canonical)
-    return reason if name.module.endswith(("embed_tokens", "lm_head")) else "is the adapter for another model?"
 
 
 def _layer_of(module: str) -> int | None:
@@ -305,8 +284,8 @@ def _width_of(name: TensorName) -> tuple[str, int]:
     return ("hidden size" if leaf in _HIDDEN_OUT else _WIDTHS.get(leaf, f"outputs of {leaf}")), 0
 
 
-def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
-    return (*shape[:axis], size, *shape[axis + 1 :])
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 def _shortened(reasons: Sequence[str]) -> list[str]:

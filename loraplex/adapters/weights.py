@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.checked_reader import PARTS, AdapterContent, Blueprint, CheckedReader
+from loraplex.adapters.checked_reader import AdapterContent, Blueprint, CheckedReader
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensors import WeightFile, is_finite, pack_aligned
-from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
+from loraplex.adapters.tensor_names import PARTS
+from loraplex.adapters.tensors import is_finite, pack_aligned
+from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterValidationError
 
@@ -60,7 +61,7 @@ class LoRALayerWeights:
         )
 
     def compute_delta_weight(self, cache: DeltaCache | None = None) -> torch.Tensor:
-        """scaling * B @ A, [out, in], in the dtype of B; computed in float32, as peft's get_delta_weight does on a CPU."""
+        """scaling * B @ A, [out, in], in the dtype of B; computed in float32, as peft does on a CPU."""
         if self.lora_a is None or self.lora_b is None:
             raise ValueError(f"{self.module_name}: this adapter only replaces the bias here; there is no delta weight")
         found = None if cache is None else cache.get(self)
@@ -72,7 +73,10 @@ class LoRALayerWeights:
 
 
 class DeltaCache:
-    """Deltas of layers, least recently used dropped beyond `max_bytes`; `clear()` under memory pressure. Not thread-safe."""
+    """Deltas of layers, least recently used dropped beyond `max_bytes`; `clear()` under memory pressure.
+
+    Not thread-safe.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -99,7 +103,7 @@ class DeltaCache:
 
 @dataclass(frozen=True, eq=False)
 class LoRAModel:
-    """All layers of one adapter. `adapter_id` is 0 until somebody gives it one with `clone`; `adapter_digest` identifies the content.
+    """All layers of one adapter. `adapter_digest` identifies the content; `adapter_id` is 0 until `clone` gives one.
 
     blueprint: models that have the same one differ in nothing but their numbers.
     """
@@ -151,8 +155,9 @@ class LoRAModel:
     ) -> LoRAModel:
         """Read and validate the adapter in `directory` against the base model that publishes `targets`.
 
-        Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN), AdapterBaseMismatchError,
-        AdapterTooLargeError, and the errors of the files (missing, permission, truncated, format).
+        Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN),
+        AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, truncated,
+        format).
         """
         content = CheckedReader(targets, lora_config).read(Path(directory), peft_helper)
         return cls.from_content(content, lora_config, peft_helper.adapter, adapter_id)
@@ -162,20 +167,12 @@ class LoRAModel:
         cls, content: AdapterContent, lora_config: LoRAConfig, adapter: str, adapter_id: int = 0
     ) -> LoRAModel:
         """Cut what was read into layers, in `lora_dtype`. Raises AdapterValidationError for values that do not fit."""
-        layers = _convert(_layers(content), lora_config, adapter)
-        warnings, blueprint = content.warnings, content.blueprint
-        return cls(content.adapter_digest, content.rank, layers, adapter_id, warnings, blueprint)
-
-
-def header_nbytes(directory: str | Path, adapter: str = "adapter", max_bytes: int = DEFAULT_HOST_BYTES) -> int:
-    """Bytes of the adapter's tensors in the file's dtypes; of safetensors only headers are read."""
-    file = WeightFile.open(Path(directory), adapter, max_bytes)
-    file.check_size(max_bytes)
-    return file.nbytes
+        layers, digest = _convert(_layers(content), lora_config, adapter), content.adapter_digest
+        return cls(digest, content.rank, layers, adapter_id, content.warnings, content.blueprint)
 
 
 def _layers(content: AdapterContent) -> dict[str, LoRALayerWeights]:
-    tensors = content.tensors()
+    tensors = content.read.tensors()
     layers = {}
     for plan in content.blueprint.layers:
         a, b, lora_bias, bias = (None if part is None else tensors[part] for part in plan.parts)

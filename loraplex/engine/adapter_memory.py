@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.adapters.opener import read_spec
+from loraplex.adapters.source import AdapterSource
 from loraplex.config import LoRAConfig
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
@@ -24,6 +25,7 @@ from loraplex.private_folder import private_folder
 
 def build_manager(
     lora: LoRAConfig,
+    source: AdapterSource,
     model: Decoder,
     backend: KernelBackend,
     arena: Arena,
@@ -40,7 +42,7 @@ def build_manager(
         backend,
         model.activation_dtype,
         arena,
-        open_weights=partial(read_spec, reader=CheckedReader(targets, lora)),
+        open_weights=partial(read_spec, source=source, reader=CheckedReader(targets, lora)),
         base_bias=model.base_bias,
         host_arena=host_arena,
         copies=copies,

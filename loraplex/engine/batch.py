@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,10 @@ from loraplex.core import BASE_SLOT, BlockAllocator
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.engine.step_buffers import StepArrays, StepBuffers, StepShape, StepTensors
 from loraplex.errors import InvalidRequestError
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, StepBatch
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SlotTable, StepBatch
+
+DEBUG_VARIABLE = "LORAPLEX_DEBUG"
+"""Environment variable that makes an engine check each step's mapping against the slot table, for tests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +61,6 @@ class LoRAMapping:
         absent = sorted(slot for slot in used - {BASE_SLOT} if is_resident is not None and not is_resident(slot))
         if absent:
             raise InvalidRequestError(f"lora slot {absent[0]} holds no adapter")
-
-    def get_lora_id_for_index(self, index: int) -> int:
-        """The lora_slot of one token. Raises InvalidRequestError outside the batch."""
-        if not 0 <= index < len(self.index_mapping):
-            raise InvalidRequestError(f"token {index} is not in the batch of {len(self.index_mapping)} tokens")
-        return int(self.index_mapping[index])
-
-    def create_batch_indices(self) -> dict[int, NDArray[np.int64]]:
-        """lora_slot -> the tokens that go through it, ascending; base rows under -1."""
-        slots = np.unique(self.index_mapping)
-        return {int(slot): np.flatnonzero(self.index_mapping == slot) for slot in slots}
 
     def to_segments(self) -> list[LoraSegment]:
         """Maximal runs of tokens of one adapter; base rows are in none."""
@@ -110,13 +103,22 @@ class BatchBuilder:
     """Builds the tensors of one step after the other, in buffers that are reused: only the last step's are valid.
 
     A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request.
+    `table`: where the adapters are; with LORAPLEX_DEBUG a step that names a slot without one raises InvalidRequestError.
     """
 
-    def __init__(self, blocks: BlockAllocator, buffers: StepBuffers, lora_plan: LoraPlan, table_width: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockAllocator,
+        buffers: StepBuffers,
+        lora_plan: LoraPlan,
+        table_width: int,
+        table: SlotTable | None = None,
+    ) -> None:
         self._blocks = blocks
         self._buffers = buffers
         self._lora_plan = lora_plan
         self._table_width = table_width
+        self._checked_table = table if os.environ.get(DEBUG_VARIABLE) else None
 
     def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
         """With `padded_size`, which only steps of sampled sequences with one token each may have, rows of padding follow.
@@ -215,6 +217,11 @@ class BatchBuilder:
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
+        if self._checked_table is not None:
+            table = self._checked_table
+            mapping.validate(
+                int(query_lens.sum()), len(sequences), table.capacity, lambda slot: not table.is_clear(slot)
+            )
         self._lora_plan.write(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
         return self._lora_plan
 

@@ -4,7 +4,7 @@ At start, for each of some batch sizes, a step of that many rows is captured twi
 padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers (engine/step_buffers.py), the KV
 memory and the slot table, all at fixed addresses, and writes logits to one tensor that all graphs share. So adapters that come, go and
 move, and KV blocks that change hands, are no reason to capture anew. One thing is: kernels are made for ranks up to some bound
-(KernelBackend.rank_capacity), and a step with an adapter of a larger rank has its graph captured again for larger ones.
+(StepCapture.rank_capacity), and a step with an adapter of a larger rank has its graph captured again for larger ones.
 
 Everything else runs kernel by kernel, and is counted by reason:
 
@@ -42,8 +42,8 @@ from loraplex.engine.graph_sizes import graph_sizes
 from loraplex.engine.memory_plan import MemoryPlan
 from loraplex.engine.schedule_plan import SchedulePlan
 from loraplex.engine.step_buffers import StepShape, make_step_buffers
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import LoraPlan, SlotTable, StepBatch
+from loraplex.kernels.protocols import KernelBackend, StepCapture
 from loraplex.memory.weights.loading import is_device_lost
 from loraplex.models.decoder import Decoder
 
@@ -79,7 +79,7 @@ def build_steps(
     largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
     lora_plan = LoraPlan(config.max_num_seqs, device, num_tokens)
     buffers = make_step_buffers(device, largest, lora_plan, graph_device is not None)
-    builder = BatchBuilder(blocks, buffers, lora_plan, table_width)
+    builder = BatchBuilder(blocks, buffers, lora_plan, table_width, table)
     if graph_device is None:
         return builder, None
     return builder, DecodeGraphs(graph_device, backend, model, memory.kv, builder, table, graph_sizes(config))
@@ -107,7 +107,7 @@ class DecodeGraphs:
     def __init__(
         self,
         device: GraphDevice,
-        backend: KernelBackend,
+        backend: StepCapture,
         model: Decoder,
         kv: Tensor,
         builder: BatchBuilder,

@@ -6,12 +6,13 @@ Nothing here knows of names, files or sockets: requests are token ids, adapters 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, FinishReason, Request, TokenOutput
 from loraplex.cpu import chosen_threads
@@ -79,6 +80,7 @@ class EngineCore:
         self._adapters = adapters
         self._max_waiting_requests = max_waiting_requests
         self._num_steps = 0
+        self._checked_prompt: Sequence[int] = ()
         self._profiler = profiler
         self._events = events
         self._caretaker = caretaker
@@ -137,7 +139,10 @@ class EngineCore:
 
         Raises InvalidRequestError for one that no front would send: kernels read what it says without another look.
         """
-        request.check(self.info.vocab_size, self.info.max_model_len)
+        request.check(self.info.max_model_len)
+        if request.prompt_token_ids is not self._checked_prompt:
+            request.check_prompt(self.info.vocab_size)
+            self._checked_prompt = request.prompt_token_ids
         if request.adapter_id is not None and self._adapters is None:
             raise LoraDisabledError("LoRA is off in this engine")
         if self._scheduler.has(request.request_id):
@@ -291,7 +296,8 @@ def build_engine(
     backend.choose_attention(heads, model.activation_dtype, memory.kv, windows)
     blocks = _build_blocks(config, memory)
     events = EventLog()
-    adapters = None if memory.lora is None else build_manager(memory.lora, model, backend, memory.arena, blocks, events)
+    source, lora = AdapterSource(config.root_paths), memory.lora
+    adapters = None if lora is None else build_manager(lora, source, model, backend, memory.arena, blocks, events)
     scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
     profiler = profiler or Profiler()
@@ -313,6 +319,7 @@ def build_engine(
         block_size=config.block_size,
         backend=backend.name,
         backend_description=backend.description,
+        device=str(device),
     )
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests

@@ -67,7 +67,7 @@ class EngineMemory:
                 used_bytes[name] = tier.used_bytes
                 if name == "device" or not self._adapters.is_shared:
                     pressure[name] = tier.pressure
-            fragmentation = report.fragmentation
+            fragmentation = report.most_fragmentation
         return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:

@@ -43,7 +43,7 @@ from loraplex.engine.token_logprobs import RankedTokens, token_logprobs
 from loraplex.errors import InvalidRequestError
 from loraplex.kernels import device_ranking
 from loraplex.kernels.device_copies import Download, upload
-from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.protocols import SamplingOps
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.kernels.torch_ops import TorchBackend
 
@@ -121,7 +121,7 @@ class Sampler:
     vocabulary only for rows that need it); on another device nothing waits: `launch` returns when everything is queued.
     """
 
-    def __init__(self, vocab_size: int, ops: KernelBackend | None = None) -> None:
+    def __init__(self, vocab_size: int, ops: SamplingOps | None = None) -> None:
         assert 0 < vocab_size < 2**29, f"vocab_size {vocab_size}"
         self.vocab_size = vocab_size
         self.ops = ops or TorchBackend()

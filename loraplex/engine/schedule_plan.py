@@ -28,6 +28,7 @@ class TokenCounts(Protocol):
 class RequestState:
     """A request inside the engine: what it has, how far it is computed, what it waits for.
 
+    token_ids: the prompt's, shared with its other completions until `append`.
     num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
     num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not known yet.
     num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run: counted by the scheduler.
@@ -36,7 +37,7 @@ class RequestState:
 
     request: Request
     arrival_index: int
-    token_ids: list[int]
+    token_ids: tuple[int, ...] | list[int]
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0
@@ -54,6 +55,11 @@ class RequestState:
     preempted_at_step: int = -1
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_state: TokenCounts | None = None
+
+    def append(self, token_id: int) -> None:
+        if isinstance(self.token_ids, tuple):
+            self.token_ids = list(self.token_ids)
+        self.token_ids.append(token_id)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -76,9 +76,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
-        state = RequestState(
-            request, self._num_arrivals, list(request.prompt_token_ids), arrival_step=self._turns.step_id
-        )
+        state = RequestState(request, self._num_arrivals, request.prompt_token_ids, arrival_step=self._turns.step_id)
         self._num_arrivals += 1
         self._states[request.request_id] = state
         self._waiting.append(state)
@@ -368,7 +366,7 @@ class Scheduler:
             self._blocks.withdraw(state.request.request_id)
         if token.error is not None:
             return self._finish(state, FinishReason.ERROR, error=token.error)
-        state.token_ids.append(token.token_id)
+        state.append(token.token_id)
         self.num_generated_tokens += 1
         if state.sampling_state is not None:
             state.sampling_state.commit((token.token_id,))

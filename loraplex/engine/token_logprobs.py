@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from loraplex.core import Logprob, TokenLogprobs
-from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.protocols import SamplingOps
 
 
 def token_logprobs(
-    ops: KernelBackend, logits: Tensor, token_ids: Tensor, num_best: Sequence[int]
+    ops: SamplingOps, logits: Tensor, token_ids: Tensor, num_best: Sequence[int]
 ) -> list[dict[int, Logprob]]:
     """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and of `token_ids` [m] in any case.
 
@@ -53,7 +53,7 @@ class RankedTokens:
     chosen_ranks: Tensor
 
     @classmethod
-    def of(cls, ops: KernelBackend, logits: Tensor, token_ids: Tensor, k: int) -> RankedTokens:
+    def of(cls, ops: SamplingOps, logits: Tensor, token_ids: Tensor, k: int) -> RankedTokens:
         """The k best tokens of logits [m, V] and `token_ids` [m]; nothing waits for the device."""
         log_mass = ops.log_sum_exp(logits)
         k = min(k, logits.shape[1])

@@ -138,24 +138,23 @@ class AsyncEngine(AdapterVerbs):
         *,
         served_model_name: str | None = None,
         base_names: Iterable[str] = (),
-        adapter_roots: Sequence[str | Path] | None = None,
         on_progress: ProgressCallback | None = None,
         state_dir: str | Path | None = None,
         supervision: Supervision | None = None,
     ) -> AsyncEngine:
-        """Start the engine process and wait until its model is ready. `adapter_roots` None: adapters may be anywhere.
+        """Start the engine process and wait until its model is ready.
 
         state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when this returns.
         supervision: how the process is watched.
         Raises ConfigError when the state directory cannot be used.
         """
-        fetched = await _with_fetched_model(config)
+        fetched = await _with_fetched_model(config.with_real_roots())
         journal = None if state_dir is None else await asyncio.to_thread(_open_journal, config, state_dir)
         engine = cls(fetched, served_model_name or config.model, on_progress, journal, supervision)
         try:
             importing = asyncio.to_thread(importlib.import_module, "loraplex.adapters.opener")
             await asyncio.gather(engine._supervisor.start(), importing)
-            engine._make_front(base_names, adapter_roots)
+            engine._make_front(base_names)
             if journal is not None and engine.registry is not None:
                 await asyncio.to_thread(engine.registry.resume, journal.names, journal.last_adapter_id)
         except BaseException:
@@ -163,7 +162,7 @@ class AsyncEngine(AdapterVerbs):
             raise
         return engine
 
-    def _make_front(self, base_names: Iterable[str], adapter_roots: Sequence[str | Path] | None) -> None:
+    def _make_front(self, base_names: Iterable[str]) -> None:
         info = self.info
         self.model_info = ModelInfo(
             self._served_model_name,
@@ -180,7 +179,6 @@ class AsyncEngine(AdapterVerbs):
             start_thread,
             served_model_name=self._served_model_name,
             base_names=base_names,
-            adapter_roots=adapter_roots,
             journal=self._journal,
             on_change=self._on_registry_change,
         )
@@ -237,8 +235,7 @@ class AsyncEngine(AdapterVerbs):
             raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
         self._front.outputs.add(prepared)
         try:
-            for request in prepared.children:
-                self._engine.send(msg.AddRequest(request))
+            self._engine.send(msg.AddRequests.of(prepared.children))
         except BaseException:
             self._forget(prepared.request_id)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,11 +57,10 @@ def make_front(
     *,
     served_model_name: str,
     base_names: Iterable[str] = (),
-    adapter_roots: Sequence[str | Path] | None = None,
     journal: Journal | None = None,
     on_change: OnChange = lambda kind, name, text, details: None,
 ) -> Front:
-    """Put a front before a started engine; `store` is None when LoRA is off. `adapter_roots` None: adapters may be anywhere.
+    """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
     journal, on_change: as in `LoRARegistry`.
     """
@@ -72,8 +71,7 @@ def make_front(
     tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
     registry = None
     if config.lora is not None and store is not None:
-        roots = None if adapter_roots is None else tuple(Path(root).resolve() for root in adapter_roots)
-        opener = AdapterOpener(AdapterSource(roots), CheckedReader(info.targets, config.lora))
+        opener = AdapterOpener(AdapterSource(config.root_paths), CheckedReader(info.targets, config.lora))
         names = {served_model_name, *base_names}
         registry = LoRARegistry(
             store,

@@ -68,7 +68,7 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig, progress: Progress | None, profiler: Profiler | None = None) -> None:
-        self.config = config
+        self.config = config = config.with_real_roots()
         self._calls = Calls()
         self._profiler = profiler or Profiler()
         self.engine: EngineCore = build_engine(config, progress, profiler)

@@ -29,7 +29,7 @@ def footprints_of(infos: Iterable[AdapterInfo]) -> list[AdapterFootprint]:
 
 
 def kernels_of(info: EngineInfo) -> Kernels:
-    return Kernels(info.backend, info.backend_description)
+    return Kernels(info.backend, info.backend_description, info.device)
 
 
 def check_not_profiling(profile: LoraProfile | None) -> None:

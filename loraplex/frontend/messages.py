@@ -6,6 +6,7 @@ nobody handles is answered with an error, never dropped.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +27,29 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
     config: EngineConfig
 
 
-class AddRequest(msgspec.Struct, tag=True, frozen=True):
-    request: Request
+class AddRequests(msgspec.Struct, tag=True, frozen=True):
+    """The completions of one prompt, whose ids come once (as 32-bit numbers) and not with each of `requests`."""
+
+    prompt: bytes
+    requests: tuple[Request, ...]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> AddRequests:
+        try:
+            prompt = array("i", requests[0].prompt_token_ids).tobytes()
+        except OverflowError as error:
+            raise UnknownMessageError(f"a prompt cannot be sent: {error}") from error
+        return cls(prompt, tuple(replace(each, prompt_token_ids=()) for each in requests))
+
+    def with_prompt(self) -> Iterator[Request]:
+        """They share its ids. Raises UnknownMessageError when these are none."""
+        prompt = array("i")
+        try:
+            prompt.frombytes(self.prompt)
+        except ValueError as error:
+            raise UnknownMessageError(f"a prompt of {len(self.prompt)} bytes: {error}") from error
+        token_ids = tuple(prompt)
+        return (replace(each, prompt_token_ids=token_ids) for each in self.requests)
 
 
 class AbortRequests(msgspec.Struct, tag=True, frozen=True):
@@ -76,6 +98,7 @@ class AbortAdapter(msgspec.Struct, tag=True, frozen=True):
 
 class ListAdapters(msgspec.Struct, tag=True, frozen=True):
     call_id: int
+    adapter_ids: tuple[int, ...] | None
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
@@ -104,7 +127,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = (
     StartEngine
-    | AddRequest
+    | AddRequests
     | AbortRequests
     | AddAdapter
     | AttachAdapters
@@ -248,11 +271,11 @@ def call_id_of(data: bytes) -> int | None:
     return call_id if isinstance(call_id, int) else None
 
 
-def request_id_of(data: bytes) -> str | None:
-    """The `request_id` of an AddRequest that could not be understood, so that its client gets an error."""
-    request = _fields_of(data).get("request")
-    request_id = request.get("request_id") if isinstance(request, dict) else None
-    return request_id if isinstance(request_id, str) else None
+def request_ids_of(data: bytes) -> list[str]:
+    """Those of an AddRequests that could not be understood, so that its client gets an error."""
+    requests = _fields_of(data).get("requests")
+    ids = [each.get("request_id") for each in requests if isinstance(each, dict)] if isinstance(requests, list) else []
+    return [each for each in ids if isinstance(each, str)]
 
 
 def _fields_of(data: bytes) -> dict[str, Any]:

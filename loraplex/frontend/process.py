@@ -17,19 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from loraplex import logs
-from loraplex.core import FinishReason, Request, TokenOutput
+from loraplex.core import FinishReason, TokenOutput
 from loraplex.engine.engine import EngineCore, build_engine
 from loraplex.errors import EngineError, LoraplexError
 from loraplex.frontend import messages as msg
-from loraplex.kernels.native.library import open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.memory.weights.loading import LoaderThreads
 
 logger = logging.getLogger("loraplex.frontend.process")
 
@@ -37,12 +37,15 @@ IDLE_POLL_MS = 1000
 LOADING_POLL_MS = 1
 CARE_POLL_MS = 10
 BEAT_S = 0.5
-NUM_VERB_THREADS = 8
+NUM_LOAD_THREADS = 8
+NUM_QUICK_VERB_THREADS = 2
+"""For verbs that wait for no load: not behind those that do."""
+
 MAX_MESSAGES_A_STEP = 256
 """Read between two steps: however many come, requests that run go on."""
 
 MAX_BYTES_A_STEP = 2**20
-"""The same for long ones: a prompt of 131,000 ids takes 8 ms to read, and each of its `n` completions brings it."""
+"""The same for long ones: a prompt of 131,000 ids takes 5 ms to read and to check."""
 
 
 class EngineProcess:
@@ -55,29 +58,38 @@ class EngineProcess:
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
-        self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="verb")
+        self._loads, self._quick_verbs = LoaderThreads(NUM_LOAD_THREADS), LoaderThreads(NUM_QUICK_VERB_THREADS)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._ended: list[TokenOutput] = []
-        self._last_prompt: tuple[int, ...] = ()
         self._sent_s = time.monotonic()
         self._dispatch = msg.TypeBasedDispatcher(self._handlers())
 
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
         engine = self._engine
         return {
-            msg.AddRequest: lambda m: self._ended.extend(engine.add_request(self._with_known_prompt(m.request))),
+            msg.AddRequests: self._add_requests,
             msg.AbortRequests: lambda m: self._ended.extend(engine.abort(m.request_ids)),
-            msg.AddAdapter: lambda m: self._in_background(m, lambda: engine.adapters.add_adapter(m.spec)),
+            msg.AddAdapter: lambda m: self._in_background(m, self._loads, lambda: engine.adapters.add_adapter(m.spec)),
             msg.AttachAdapters: lambda m: self._now(m, lambda: engine.adapters.attach_adapters(m.specs)),
-            msg.DropAdapter: lambda m: self._in_background(m, lambda: engine.adapters.drop_adapter(m.adapter_id)),
-            msg.PromoteAdapter: lambda m: self._in_background(m, lambda: engine.adapters.promote_adapter(m.adapter_id)),
-            msg.EvictAdapter: lambda m: self._in_background(m, lambda: engine.adapters.evict_adapter(m.adapter_id)),
-            msg.PinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.pin_adapter(m.adapter_id)),
-            msg.UnpinAdapter: lambda m: self._in_background(m, lambda: engine.adapters.unpin_adapter(m.adapter_id)),
+            msg.DropAdapter: lambda m: self._in_background(
+                m, self._quick_verbs, lambda: engine.adapters.drop_adapter(m.adapter_id)
+            ),
+            msg.PromoteAdapter: lambda m: self._in_background(
+                m, self._loads, lambda: engine.adapters.promote_adapter(m.adapter_id)
+            ),
+            msg.EvictAdapter: lambda m: self._in_background(
+                m, self._quick_verbs, lambda: engine.adapters.evict_adapter(m.adapter_id)
+            ),
+            msg.PinAdapter: lambda m: self._in_background(
+                m, self._loads, lambda: engine.adapters.pin_adapter(m.adapter_id)
+            ),
+            msg.UnpinAdapter: lambda m: self._in_background(
+                m, self._quick_verbs, lambda: engine.adapters.unpin_adapter(m.adapter_id)
+            ),
             msg.AbortAdapter: self._abort_adapter,
-            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters())),
+            msg.ListAdapters: lambda m: self._now(m, lambda: tuple(engine.adapters.list_adapters(m.adapter_ids))),
             msg.GetMemory: lambda m: self._now(m, engine.memory_report),
             msg.GetStats: lambda m: self._now(m, engine.stats),
             msg.StartProfile: lambda m: self._now(m, engine.start_profile),
@@ -95,7 +107,8 @@ class EngineProcess:
                 self._send_events()
                 self._beat()
         finally:
-            self._verbs.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._loads, self._quick_verbs):
+                threads.close(timeout_s=0)
             self._engine.close()
 
     def _patience_ms(self) -> int:
@@ -118,12 +131,15 @@ class EngineProcess:
                     num_messages, num_bytes = num_messages + 1, num_bytes + len(data)
                     self._handle(data)
 
-    def _with_known_prompt(self, request: Request) -> Request:
-        """Completions of one prompt share its ids: those of 131,000 tokens are 5 MB, and 128 completions may wait."""
-        if request.prompt_token_ids == self._last_prompt:
-            return replace(request, prompt_token_ids=self._last_prompt)
-        self._last_prompt = request.prompt_token_ids
-        return request
+    def _add_requests(self, message: msg.AddRequests) -> None:
+        for request in message.with_prompt():
+            try:
+                self._ended.extend(self._engine.add_request(request))
+            except LoraplexError as error:
+                self._fail(request.request_id, error)
+
+    def _fail(self, request_id: str, error: LoraplexError) -> None:
+        self._ended.append(TokenOutput(request_id, finish_reason=FinishReason.ERROR, error=error.to_payload()))
 
     def _handle(self, data: bytes) -> None:
         """Nothing that one message says may end the engine."""
@@ -138,11 +154,11 @@ class EngineProcess:
 
     def _refuse(self, data: bytes, error: LoraplexError) -> None:
         """Tell who waits for an answer to a message that he will get none."""
-        call_id, request_id = msg.call_id_of(data), msg.request_id_of(data)
+        call_id = msg.call_id_of(data)
         if call_id is not None:
             self._send(msg.reply_error(call_id, error))
-        if request_id is not None:
-            self._ended.append(TokenOutput(request_id, finish_reason=FinishReason.ERROR, error=error.to_payload()))
+        for request_id in msg.request_ids_of(data):
+            self._fail(request_id, error)
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         ended, self._ended = self._ended, []
@@ -163,8 +179,8 @@ class EngineProcess:
         self._socket.send(msg.encode(message))
         self._sent_s = time.monotonic()
 
-    def _in_background(self, message: Any, verb: Callable[[], Any]) -> None:
-        self._verbs.submit(self._answer, message.call_id, verb)
+    def _in_background(self, message: Any, threads: LoaderThreads, verb: Callable[[], Any]) -> None:
+        threads.submit(partial(self._answer, message.call_id, verb))
 
     def _answer(self, call_id: int, verb: Callable[[], Any]) -> None:
         self._replies.put(msg.encode(_call(call_id, verb)))

@@ -60,6 +60,7 @@ class RemoteStore:
     def abort_adapter(self, adapter_id: int) -> int:
         return int(self._call(msg.AbortAdapter, adapter_id))
 
-    def list_adapters(self) -> Sequence[AdapterResidency]:
-        residencies: tuple[AdapterResidency, ...] = self._call(msg.ListAdapters)
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]:
+        asked = None if adapter_ids is None else tuple(adapter_ids)
+        residencies: tuple[AdapterResidency, ...] = self._call(msg.ListAdapters, asked)
         return residencies

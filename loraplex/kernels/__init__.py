@@ -2,9 +2,10 @@
 
 plan.py       what a LoRA or attention kernel reads: LoraPlan, SlotTable, AttentionPlan
 tiles.py      the rows of a step cut into tiles, for GPU kernels
-ops.py        KernelBackend and get_backend, the only dispatch point
+protocols.py  KernelBackend = LayerOps + AdapterPacking + SamplingOps + StepCapture
+ops.py        get_backend, the only dispatch point
+fallbacks.py  what stock torch runs for a kernel, counted; speedup.py times both
 reference.py  the specification of every operator, in plain torch
 torch_ops.py  the same operators in few calls of stock torch, on any device; torch_attention.py is its paged attention
 checksum.py   of packed bytes, the same number wherever they are summed
-operators.py  Punica's and vLLM's sgmv_* and bgmv_*, which every backend has
 """

@@ -1,359 +1,24 @@
-"""The operators of a step, as every backend has them, and the one place where a backend is chosen."""
+"""The one place where a backend is chosen."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 import torch
 
-from loraplex.core import LoraSlice
-from loraplex.cpu import CpuUse
 from loraplex.errors import ConfigError
-from loraplex.kernels.missing_triton import TorchWithoutTriton
+from loraplex.kernels.fallbacks import NATIVE_OPERATORS, TRITON_OPERATORS, TorchInstead
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.library import NativeLibrary, open_library
-from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
+from loraplex.kernels.protocols import KernelBackend as KernelBackend
 from loraplex.kernels.reference import ReferenceBackend
-from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.metrics import KernelFallback as KernelFallback  # the profile's report reads it without torch
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "native", "triton", "torch", "reference")
-
-LinearWeight = Any
-"""A weight as `prepare_linear` gave it: a tensor, or a backend's own packed form."""
-
-
-class KernelBackend(Protocol):
-    """Pure functions on tensors. `reference.py` says what each computes; T is token rows, dtypes are the model's.
-
-    Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor
-    [num_blocks, num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D]. Its dtype is float32,
-    float16 or bfloat16, whatever the model's is. How a head's block_size * D numbers lie in a block is the backend's own.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def description(self) -> str:
-        """What runs, for people: the instruction set and threads, or why there are no native kernels."""
-        ...
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """Calls that stock torch ran because a kernel of this backend did not cover them, by operator and reason."""
-        ...
-
-    # ------------------------------------------------------------------------------------------------------- adapters
-
-    def adapter_dtype(self, compute_dtype: torch.dtype) -> torch.dtype | None:
-        """The one dtype that adapters' tensors are cast to when they are packed; None: no such rule."""
-        ...
-
-    def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
-        """Bytes of the packed block of one target, a multiple of 64 (0 when every slice is None)."""
-        ...
-
-    def pack(
-        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
-    ) -> tuple[SliceLayout | None, ...]:
-        """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`); any thread may call it."""
-        ...
-
-    @property
-    def adapter_format(self) -> str:
-        """Names the layout of packed blocks, for copies of them on disk: equal names, equal bytes."""
-        ...
-
-    def packed_layouts(
-        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
-    ) -> tuple[SliceLayout | None, ...]:
-        """What `pack` returns, from shapes and dtypes alone: the tensors may be on the meta device."""
-        ...
-
-    def unpack(
-        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
-    ) -> tuple[SliceWeights | None, ...]:
-        """The inverse of `pack`, in the block's dtype: packing the result gives the same layouts and bytes. `out_features` by slice.
-
-        The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
-        """
-        ...
-
-    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The checksum (checksum.py) of packed bytes on the host, for each piece; any thread may call it."""
-        ...
-
-    def add_lora(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        plan: LoraPlan,
-        table: SlotTable,
-        first_row: int,
-        slices: tuple[LoraSlice, ...],
-    ) -> None:
-        """In place, for each segment and slice: y[s:e, o:o+n] += weight * (scale * (x[s:e] A^T) B^T + bias)."""
-        ...
-
-    # ---------------------------------------------------------------------------------------------------------- layers
-
-    def cpu_use(self, use: CpuUse) -> CpuUse:
-        """`use` with what kernels that run on threads of their own know of them."""
-        ...
-
-    def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
-        """`forward`, or the same run with less overhead: captured at first, replayed later. It may use only these operators and views.
-
-        on_seconds(operator, seconds) is told how long each took, where they are not called from Python.
-        """
-        ...
-
-    def reserve_workspace(self, num_rows: int) -> None:
-        """Steps will have up to `num_rows` rows: scratch memory of captured steps is made for so many at once. More rows make it grow."""
-        ...
-
-    @property
-    def workspace_nbytes(self) -> int:
-        """Scratch memory that captured steps keep between steps (address space; pages come with their first use)."""
-        ...
-
-    def release_workspace(self) -> int:
-        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between steps only.
-
-        Never while CUDA graphs are held: they have its addresses.
-        """
-        ...
-
-    def reset_workspace(self) -> None:
-        """After a step that failed on its way, with the device idle: what the next one expects there is there again."""
-        ...
-
-    def choose_attention(
-        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
-    ) -> None:
-        """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where there are several.
-
-        dtype: of q; kv: the KV memory; windows: of the layers. `description` says it. Raises ConfigError where what the setting
-        attention_backend asks for cannot run.
-        """
-        ...
-
-    @property
-    def is_capturable(self) -> bool:
-        """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan on the host."""
-        ...
-
-    def capturing(self) -> AbstractContextManager[None]:
-        """Within it a step is captured: a call that has to read the host, or to wait for the device, raises EngineError."""
-        ...
-
-    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
-        """Adapters will be in this table, which is empty: captures cover them up to `max_rank`, or what is usual when it is 0."""
-        ...
-
-    def rank_capacity(self, table: SlotTable) -> int:
-        """Ranks up to which a capture made now covers adapters in this table."""
-        ...
-
-    def may_replay(self, table: SlotTable) -> bool:
-        """Whether what is in this table can be in a captured step at all, ranks apart."""
-        ...
-
-    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of x, y, biases, norms and angles in a model whose weights have `weight_dtype`."""
-        ...
-
-    @property
-    def quantizations(self) -> tuple[str, ...]:
-        """What `prepare_linear` can make of a weight beside keeping its dtype."""
-        ...
-
-    @property
-    def packed_format(self) -> str | None:
-        """Names the layout of prepared weights, for a cache of them on disk; None: they cannot be kept."""
-        ...
-
-    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> LinearWeight:
-        """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
-        ...
-
-    def linear_tensors(self, weight: LinearWeight) -> dict[str, torch.Tensor]:
-        """A prepared weight as named tensors."""
-        ...
-
-    def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> LinearWeight:
-        """The prepared weight of `shape` (out, in) over tensors that `linear_tensors` gave; they are not copied."""
-        ...
-
-    def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + bias; weight [out, in], prepared or not."""
-        ...
-
-    def embeds_prepared(self, quantization: str | None) -> bool:
-        """Whether `embedding` reads what `prepare_linear` makes for this quantization: a tied head and its embedding are one then."""
-        ...
-
-    def embedding(self, token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """Rows [T, in] of a weight [out, in], bit for bit those that it was made of; token_ids int64 [T], each below `out`."""
-        ...
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
-        ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual); the inputs may be overwritten."""
-        ...
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, gate_up [T, 2 I] -> [T, I]."""
-        ...
-
-    def rotary_write_kv(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        kv_layer: torch.Tensor,
-        kv_slot_mapping: torch.Tensor,
-    ) -> torch.Tensor:
-        """q with rotary positions (Hugging Face's rotate_half; cos and sin [T, D]); q, k and v may be overwritten.
-
-        k, rotated too, and v of each token go to block * block_size + offset = kv_slot_mapping[t], in the dtype of the cache.
-        """
-        ...
-
-    def paged_attention(
-        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
-    ) -> torch.Tensor:
-        """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D] in the dtype of q.
-
-        With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
-        """
-        ...
-
-    # -------------------------------------------------------------------------------------- sampling (token_ranking.py)
-
-    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest."""
-        ...
-
-    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first k tokens of each row of x [m, V] in the order (value, descending; id, ascending): values and ids [m, k]."""
-        ...
-
-    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the weights [m, V] of all tokens, a new tensor; their sums float64 [m, 1])"""
-        ...
-
-    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
-        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count as 0.
-
-        weights [m, V] are whole numbers and may be overwritten; u float64 [m, 1].
-        """
-        ...
-
-    def keep_nucleus(
-        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
-    ) -> torch.Tensor:
-        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place.
-
-        Where `wanted` is 0, nobody reads the row.
-        """
-        ...
-
-    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
-        """log(sum(exp(logits))) of each row, float64 [m, 1]."""
-        ...
-
-    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """1 + the number of tokens before `token_ids` [m] in the order, int64 [m]."""
-        ...
-
-    # ------------------------------------------------------------------------- the field's operators (operators.py)
-
-    def sgmv_shrink(
-        self,
-        inputs: torch.Tensor,
-        lora_a_weights: torch.Tensor,
-        output_tensor: torch.Tensor,
-        b_seq_start_loc: torch.Tensor,
-        seq_len_tensor: torch.Tensor,
-        lora_indices_tensor: torch.Tensor,
-        batches: int,
-        max_seq_length: int,
-        token_nums: int,
-        scaling: float,
-    ) -> None: ...
-
-    def sgmv_expand(
-        self,
-        inputs: torch.Tensor,
-        lora_b_weights: torch.Tensor,
-        output_tensor: torch.Tensor,
-        b_seq_start_loc: torch.Tensor,
-        seq_len_tensor: torch.Tensor,
-        lora_indices_tensor: torch.Tensor,
-        batches: int,
-        max_seq_length: int,
-        token_nums: int,
-        add_inputs: bool = False,
-    ) -> None: ...
-
-    def sgmv_expand_slice(
-        self,
-        inputs: torch.Tensor,
-        lora_b_weights: torch.Tensor,
-        output_tensor: torch.Tensor,
-        b_seq_start_loc: torch.Tensor,
-        seq_len_tensor: torch.Tensor,
-        lora_indices_tensor: torch.Tensor,
-        batches: int,
-        max_seq_length: int,
-        token_nums: int,
-        slice_offset: int,
-        slice_size: int,
-        add_inputs: bool = False,
-    ) -> None: ...
-
-    def bgmv_shrink(
-        self,
-        inputs: torch.Tensor,
-        lora_a_weights: torch.Tensor,
-        output_tensor: torch.Tensor,
-        lora_indices_tensor: torch.Tensor,
-        scaling: float = 1.0,
-    ) -> None: ...
-
-    def bgmv_expand(
-        self,
-        inputs: torch.Tensor,
-        lora_b_weights: torch.Tensor,
-        output_tensor: torch.Tensor,
-        lora_indices_tensor: torch.Tensor,
-        add_inputs: bool = True,
-    ) -> None: ...
-
-    def bgmv_expand_slice(
-        self,
-        inputs: torch.Tensor,
-        lora_b_weights: torch.Tensor,
-        output_tensor: torch.Tensor,
-        lora_indices_tensor: torch.Tensor,
-        slice_offset: int,
-        slice_size: int,
-        add_inputs: bool = True,
-    ) -> None: ...
 
 
 def get_backend(name: str, device: torch.device, lora_dtype: str = "auto", attention: str = "auto") -> KernelBackend:
@@ -388,9 +53,10 @@ def _find_backend(name: str, device: torch.device, lora_dtype: str, attention: s
         return NativeBackend(library, torch.get_num_threads())
     if name == "native":
         raise ConfigError(f"there are no native kernels here: {library.reason}")
-    if not library.is_wanted:
-        logger.warning("no native kernels, stock torch runs: %s", library.reason)
-    return TorchBackend(library.reason)
+    if library.is_wanted:
+        return TorchBackend(library.reason)
+    logger.warning("no native kernels, stock torch runs, and loraplex:kernel_fallbacks counts it: %s", library.reason)
+    return TorchInstead("native", NATIVE_OPERATORS, library.reason)
 
 
 def _triton_backend(device: torch.device, lora_dtype: str, attention: str, is_wanted: bool) -> KernelBackend:
@@ -402,6 +68,6 @@ def _triton_backend(device: torch.device, lora_dtype: str, attention: str, is_wa
             raise ConfigError(f"lora_backend is triton, which is not installed here: {error}") from error
         reason = f"Triton is not installed: {error}"
         logger.warning("%s; stock torch runs on the GPU, and loraplex:kernel_fallbacks counts it", reason)
-        return TorchWithoutTriton(reason)
+        return TorchInstead("triton", TRITON_OPERATORS, reason)
     block_dtype = None if lora_dtype == "auto" else getattr(torch, lora_dtype)
     return TritonBackend(device, block_dtype=block_dtype, attention=attention)

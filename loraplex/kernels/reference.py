@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from loraplex.core import LoraSlice
 from loraplex.cpu import CpuUse
 from loraplex.kernels.checksum import checksums
-from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import (
     ABSENT,
     AttentionPlan,
@@ -33,6 +32,7 @@ from loraplex.kernels.plan import (
     align,
 )
 from loraplex.kernels.token_ranking import WeightRule, target_mass
+from loraplex.metrics import KernelFallback
 
 
 def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:
@@ -143,9 +143,8 @@ class StockWeights:
     quantizations: tuple[str, ...] = ()
     packed_format: str | None = None
 
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        return {}
+    def fallbacks(self) -> tuple[KernelFallback, ...]:
+        return ()
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         return weight_dtype
@@ -282,7 +281,7 @@ SPECIFICATIONS: dict[str, type[Int8Weight] | type[Int4Weight] | type[Fp8Weight]]
 }
 
 
-class ReferenceBackend(StockPacking, StockWeights, LoraOperators):
+class ReferenceBackend(StockPacking, StockWeights):
     """Every operator as its formula."""
 
     name = description = "reference"

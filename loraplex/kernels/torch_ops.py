@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.operators import LoraOperators
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.reference import StockPacking, StockWeights, check_rows
 from loraplex.kernels.token_ranking import StockSampling
@@ -25,7 +24,7 @@ USUAL_ROWS = 16
 """Rows of a usual decode step, for which oneDNN chooses a layout; other numbers of rows work with it."""
 
 
-class TorchBackend(StockPacking, StockWeights, StockSampling, LoraOperators):
+class TorchBackend(StockPacking, StockWeights, StockSampling):
     """Stock torch, as few calls as its operators allow."""
 
     name = "torch"

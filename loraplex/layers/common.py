@@ -15,8 +15,8 @@ from torch import Tensor
 
 from loraplex.core import Shard
 from loraplex.errors import ModelWeightError
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.protocols import LayerOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LayerSetup:
     quantization: None, "fp8", "int8" or "int4": how linears keep their weights once they are loaded.
     """
 
-    ops: KernelBackend
+    ops: LayerOps
     dtype: torch.dtype
     device: torch.device
     shard: Shard = field(default_factory=Shard)
@@ -266,7 +266,7 @@ class Attention:
 
     head_dim: int
     sliding_window: int | None
-    ops: KernelBackend
+    ops: LayerOps
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
         """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Gives q and k their positions; k and v go to the cache.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.distributed import shard_bias, shard_columns, shard_rows
-from loraplex.kernels.ops import LinearWeight
 from loraplex.kernels.plan import LoraPlan
+from loraplex.kernels.protocols import LinearWeight
 from loraplex.layers.common import LayerSetup, WeightPart
 
 META = torch.device("meta")

@@ -15,16 +15,13 @@ A model of one's own: give each linear a `target` and a `forward(x)`, wrap it in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar, Protocol, overload
+from typing import ClassVar, Protocol
 
 import torch
 
-from loraplex.core import LoraTarget, Shard, ShardKind
-from loraplex.distributed import shard_lora_a, shard_lora_b
-from loraplex.kernels.ops import KernelBackend
+from loraplex.core import LoraTarget, ShardKind
 from loraplex.kernels.plan import LoraPlan, SlotTable
+from loraplex.kernels.protocols import LayerOps
 
 
 class LinearBase(Protocol):
@@ -37,7 +34,7 @@ class LinearBase(Protocol):
 
 
 class BaseLayerWithLoRA:
-    """A linear and the adapters that act on it. Before `set_lora` it is the base layer."""
+    """A linear and the adapters that act on it. Before `set_lora_info` it is the base layer."""
 
     kind: ClassVar[ShardKind]
 
@@ -46,7 +43,7 @@ class BaseLayerWithLoRA:
         if target.kind is not self.kind:
             raise ValueError(f"{type(self).__name__} takes {self.kind} layers, {target.name} is {target.kind}")
         self.base_layer = base_layer
-        self.lora_backend: KernelBackend | None = None
+        self.lora_backend: LayerOps | None = None
         self._table: SlotTable | None = None
         self._first_row = -1
 
@@ -54,14 +51,15 @@ class BaseLayerWithLoRA:
     def target(self) -> LoraTarget:
         return self.base_layer.target
 
-    def set_lora(self, table: SlotTable, backend: KernelBackend) -> None:
+    @property
+    def set_lora(self) -> bool:
+        """Whether `set_lora_info` was called."""
+        return self._table is not None
+
+    def set_lora_info(self, table: SlotTable, backend: LayerOps) -> None:
         """Read adapters from `table` with the kernels of `backend` from now on. KeyError: the table lacks this target."""
         self._first_row = table.first_row(self.target.name)
         self._table, self.lora_backend = table, backend
-
-    def set_lora_info(self, table: SlotTable, backend: KernelBackend) -> None:
-        """SGLang's name for `set_lora`."""
-        self.set_lora(table, backend)
 
     def forward(self, x: torch.Tensor, plan: LoraPlan | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out]; rows in no segment of the plan are the base layer's, bit for bit."""
@@ -73,56 +71,11 @@ class BaseLayerWithLoRA:
         if plan.num_segments:
             if self._table is None or self.lora_backend is None:
                 raise RuntimeError(
-                    f"{self.target.name} has a plan with adapters but no slot table: call set_lora first"
+                    f"{self.target.name} has a plan with adapters but no slot table: call set_lora_info first"
                 )
             target = self.target
             self.lora_backend.add_lora(base_output, x, plan, self._table, self._first_row, target.slices)
         return base_output
-
-    @overload
-    def slice_lora_a_weights(self, a: torch.Tensor, tp_rank: int) -> torch.Tensor: ...
-
-    @overload
-    def slice_lora_a_weights(self, a: Sequence[torch.Tensor | None], tp_rank: int) -> list[torch.Tensor | None]: ...
-
-    def slice_lora_a_weights(
-        self, a: torch.Tensor | Sequence[torch.Tensor | None], tp_rank: int
-    ) -> torch.Tensor | list[torch.Tensor | None]:
-        """The part of A [rank, full_in] that tensor-parallel rank `tp_rank` holds; a list, one per slice, gives a list."""
-        target = self._target_of(tp_rank)
-        if isinstance(a, torch.Tensor):
-            return shard_lora_a(target, self._only_slice(), a)
-        return [None if t is None else shard_lora_a(target, i, t) for i, t in enumerate(self._per_slice(a))]
-
-    @overload
-    def slice_lora_b_weights(self, b: torch.Tensor, tp_rank: int) -> torch.Tensor: ...
-
-    @overload
-    def slice_lora_b_weights(self, b: Sequence[torch.Tensor | None], tp_rank: int) -> list[torch.Tensor | None]: ...
-
-    def slice_lora_b_weights(
-        self, b: torch.Tensor | Sequence[torch.Tensor | None], tp_rank: int
-    ) -> torch.Tensor | list[torch.Tensor | None]:
-        """The part of B [full_out, rank] that tensor-parallel rank `tp_rank` holds; a list, one per slice, gives a list."""
-        target = self._target_of(tp_rank)
-        if isinstance(b, torch.Tensor):
-            return shard_lora_b(target, self._only_slice(), b)
-        return [None if t is None else shard_lora_b(target, i, t) for i, t in enumerate(self._per_slice(b))]
-
-    def _target_of(self, tp_rank: int) -> LoraTarget:
-        return replace(self.target, shard=Shard(tp_rank, self.target.shard.size))
-
-    def _only_slice(self) -> int:
-        if len(self.target.slices) != 1:
-            raise ValueError(
-                f"{self.target.name} has {len(self.target.slices)} slices: give a list, one tensor per slice"
-            )
-        return 0
-
-    def _per_slice(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        if len(tensors) != len(self.target.slices):
-            raise ValueError(f"{self.target.name} has {len(self.target.slices)} slices, got {len(tensors)} tensors")
-        return tensors
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):

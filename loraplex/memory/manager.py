@@ -426,16 +426,18 @@ class LoRAModelManager:
         """Give the pages of free memory back to the system; returns the bytes."""
         return self._tiers.host.pool.arena.release_pages()
 
-    def list_adapters(self) -> list[AdapterResidency]:
-        """All adapters that resolve, in the order in which they were added."""
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> list[AdapterResidency]:
+        """Of these adapters those that resolve; by default all, in the order in which they were added."""
         with self._residency.held():
+            known = self._residency.known_locked()
+            asked = known if adapter_ids is None else adapter_ids
             return [
                 residency_of(
                     each,
                     self._residency.resting_tier_locked(each.weights),
                     self.health.state_of_locked(each.weights.digest),
                 )
-                for each in self._residency.known_locked().values()
+                for each in filter(None, map(known.get, asked))
             ]
 
     def report(self) -> MemoryReport:
@@ -444,7 +446,7 @@ class LoRAModelManager:
         return replace(
             report,
             tiers=(*report.tiers, *resting_tiers(compressed, self._disk)),
-            chunks=chunk_runs(self._tiers.host.pool.arena),
+            chunks=chunk_runs(self._tiers.pool_of(Tier.DEVICE).arena),
             quarantined=self.health.quarantined(),
             counters={**report.counters, "compression_max_error": 0.0 if compressed is None else compressed.max_error},
         )

@@ -98,7 +98,8 @@ class MemoryLog:
         What is in use or pinned cannot leave the device or, where they are one memory, the host; of another host's memory, what is
         under way to it.
         """
-        counters, ledger = self.counters, self.ledger
+        counters, ledger, pool = self.counters, self.ledger, tiers.pool_of(Tier.DEVICE)
+        fragmentation = pool.stats().fragmentation
         committed_bytes = sum(each.nbytes for each in contents if each.num_running or each.num_pinned)
         loading_bytes = sum(each.nbytes for each in contents if each.job is not None and each.layout is not None)
         return MemoryReport(
@@ -112,8 +113,9 @@ class MemoryLog:
             num_adapters=num_adapters,
             num_loading=sum(each.job is not None for each in contents),
             num_waiting={cause: sum(room.is_waiting(each, cause) for each in contents) for cause in WaitsFor},
-            chunk_bytes=tiers.host.pool.arena.chunk_bytes,
-            fragmentation=tiers.host.pool.stats().fragmentation,
+            chunk_bytes=pool.arena.chunk_bytes,
+            fragmentation=fragmentation,
+            most_fragmentation=max(fragmentation, tiers.host.pool.stats().fragmentation),
             found=dict(counters.found),
             counters={
                 **{f"loads_{cause}": count for cause, count in counters.loads.items()},

@@ -17,8 +17,8 @@ from torch import Tensor
 from loraplex.core import LoraTarget, Shard
 from loraplex.cpu import CpuUse
 from loraplex.errors import ModelConfigError
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
+from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.linear import (
     MergedColumnParallelLinear,
@@ -193,7 +193,7 @@ class Decoder:
     @property
     def kernel_fallbacks(self) -> Mapping[str, int]:
         """Calls of operators that stock torch ran because no kernel covered them, by operator and reason."""
-        return dict(self._ops.fallbacks)
+        return {each.label: each.calls for each in self._ops.fallbacks()}
 
     def cpu_use(self, use: CpuUse) -> CpuUse:
         """`use` with what the kernels know of their threads."""
@@ -220,14 +220,14 @@ class Decoder:
         """Every linear that an adapter may act on, layer by layer."""
         return tuple(linear.target for linear in self._linears.bare)
 
-    def bind_lora(self, table: SlotTable, backend: KernelBackend) -> None:
+    def bind_lora(self, table: SlotTable, backend: LayerOps) -> None:
         """Read adapters from `table` from now on. ModelConfigError when the model was built without LoRA."""
         if not self._linears.wrapped:
             raise ModelConfigError(
                 "the model was built without LoRA (enable_lora=False): no adapters can be bound to it"
             )
         for layer in self._linears.wrapped:
-            layer.set_lora(table, backend)
+            layer.set_lora_info(table, backend)
         self._run_layers = self._ops.captured(self._forward_layers)
 
     def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:

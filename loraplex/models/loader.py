@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from loraplex.errors import ConfigError, ModelWeightError
-from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.protocols import KernelBackend
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder

@@ -129,14 +129,12 @@ def _memory(report: LoraPerformanceReport) -> Iterator[Finding]:
     if memory.mode != "normal":
         text = "The engine ended in low-memory mode: admission is throttled."
         yield Finding("low_memory", "warning", text, "Give it more memory, or fewer adapters that are pinned.")
-    if memory.fragmentation > NOTABLE_FRAGMENTATION and memory.chunks_by_owner.get("adapters", 0) > 1:
+    if memory.fragmentation > NOTABLE_FRAGMENTATION:
         text = (
-            f"{_percent(memory.fragmentation)} of the adapters' chunks lie in holes "
+            f"{_percent(memory.fragmentation)} of the adapters' chunks could be given back "
             f"(at the start {_percent(report.fragmentation_before)})."
         )
-        yield Finding(
-            "fragmentation", "advice", text, "Compaction gives them back when the monitor runs; see GET /v1/memory."
-        )
+        yield Finding("fragmentation", "advice", text, "Compaction does it when the monitor runs; see GET /v1/memory.")
     share = report.num_preemptions / max(1, report.requests.num_requests)
     if share > NOTABLE_PREEMPTIONS:
         text = f"{report.num_preemptions} requests gave way to others and were computed again ({_percent(share)} of requests)."
@@ -145,7 +143,7 @@ def _memory(report: LoraPerformanceReport) -> Iterator[Finding]:
 
 def _kernels(report: LoraPerformanceReport) -> Iterator[Finding]:
     text = f"Kernels: {report.backend_description or report.backend}."
-    if report.backend == "native":
+    if report.backend == "native" or report.device != "cpu":
         yield Finding("kernels", "info", text)
     else:
         remedy = "`loraplex doctor` says what is missing; the native kernels need a C++ compiler at installation."

@@ -46,6 +46,7 @@ class Kernels:
 
     backend: str
     description: str
+    device: str = "cpu"
 
 
 class LoraProfile:
@@ -91,6 +92,7 @@ class LoraProfile:
             seconds=self.elapsed_s,
             backend=kernels.backend,
             backend_description=kernels.description,
+            device=kernels.device,
             targets=self.targets,
             requests=self._all(),
             adapters=self._adapters(footprints),

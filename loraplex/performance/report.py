@@ -88,6 +88,7 @@ class LoraPerformanceReport:
     seconds: float
     backend: str
     backend_description: str
+    device: str = "cpu"
     targets: ServiceTargets = field(default_factory=ServiceTargets)
     requests: AdapterPerformance = field(default_factory=lambda: AdapterPerformance("(all)"))
     adapters: tuple[AdapterPerformance, ...] = ()

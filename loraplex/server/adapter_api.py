@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -14,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry, check_clients_name
 from loraplex.errors import LoraplexError
+from loraplex.frontend.adapter_verbs import NUM_VERB_THREADS
 from loraplex.server.access import Access, requires
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
-    AdapterList,
     BriefAdapterCard,
     LoadAdapterRequest,
     LoadLoraAdapterRequest,
@@ -34,13 +36,24 @@ from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.audit import name_adapters
 from loraplex.server.auth import caller_of
 from loraplex.server.context import ServerContext
+from loraplex.server.listing import AdapterQuery, encode_list
 from loraplex.server.model_names import has_adapter, lora_is_off
+from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
-from loraplex.server.responses import encode
+from loraplex.server.responses import ListReply, encode
 from loraplex.server.strict_route import StrictRoute
+from loraplex.server.verb_turns import VerbTurns
+
+T = TypeVar("T")
 
 STATUS_HEADER = "X-Loraplex-Load-Status"
 """vLLM's route answers in plain words; this header says whether it was loaded, reloaded or loaded_with_eviction."""
+
+MAX_LOADS, MAX_LOADS_OF_A_CLIENT = 96, 64
+"""At a time. They read files, and may hang with a file system; all other verbs have places of their own."""
+
+MAX_VERBS, MAX_VERBS_OF_A_CLIENT = 32, 24
+assert MAX_LOADS + MAX_VERBS <= NUM_VERB_THREADS
 
 
 class UnloadQuery(BaseModel):
@@ -57,6 +70,9 @@ class AdapterRoutes:
         self._context = context
         self._engine = context.engine
         self._roots = AdapterRoots(context.config)
+        self._loads = VerbTurns("loads", MAX_LOADS, MAX_LOADS_OF_A_CLIENT)
+        self._verbs = VerbTurns("verbs", MAX_VERBS, MAX_VERBS_OF_A_CLIENT)
+        self._path_checks = ThreadPoolExecutor(MAX_LOADS, thread_name_prefix="path-check")
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["adapters"], route_class=StrictRoute)
@@ -78,7 +94,7 @@ class AdapterRoutes:
         add("POST", "/v1/adapters/{name:path}/rollback", self.rollback, None, LoadReply)
         extra = operation(PutAdapterRequest, replies=(LoadReply,), statuses=(200, 201), errors=OF_ADAPTERS)
         router.add_api_route("/v1/adapters/{name:path}", self.put, methods=["PUT"], openapi_extra=extra)
-        add("GET", "/v1/adapters", self.list_all, None, AdapterList[AdapterCard], AdapterList[BriefAdapterCard])
+        add("GET", "/v1/adapters", self.list_all, None, ListReply[AdapterCard], ListReply[BriefAdapterCard])
         add("GET", "/v1/adapters/{name:path}", self.show, None, AdapterCard, BriefAdapterCard)
         add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
         return router
@@ -104,8 +120,9 @@ class AdapterRoutes:
             raise duplicate
         with _vllm_names():
             check_clients_name(body.lora_name, registry.names())
-            await self._check_path(body.lora_path)
-            result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
+            async with self._loads.of(client_of(request)):
+                await self._check_path(body.lora_path)
+                result = await self._engine.load_adapter(body.lora_name, body.lora_path, load_inplace=body.load_inplace)
         if result.status is LoadStatus.ALREADY_LOADED:
             raise duplicate
         headers = {STATUS_HEADER: result.status.value}
@@ -123,7 +140,7 @@ class AdapterRoutes:
         registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be unloaded")
         ref = registry.refs().get(body.lora_name)
         if ref is None and has_adapter(registry, body.lora_name):  # a version by its address: refused, and told how
-            await self._engine.unload_adapter(body.lora_name)
+            await self._verb(request, self._engine.unload_adapter(body.lora_name))
         if ref is None:
             raise ApiError(
                 f"The lora adapter '{clipped(body.lora_name)}' cannot be found.",
@@ -137,21 +154,40 @@ class AdapterRoutes:
                 f"The lora adapter '{clipped(body.lora_name)}' does not have lora_int_id {body.lora_int_id}.",
                 "lora_int_id",
             )
-        await self._engine.unload_adapter(body.lora_name)
+        await self._verb(request, self._engine.unload_adapter(body.lora_name))
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
     # --------------------------------------------------------------------------------------------------------- own routes
 
     @requires(Access.KEY)
-    async def list_all(self, request: Request) -> Response:
-        """Every adapter: where it is, its bytes, rank, references, version and last use."""
-        card = _card_for(request)
-        return _json(AdapterList([card(info) for info in await self._engine.list_adapters()]))
+    async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
+        """Every adapter, or those that are asked for: where it is, its bytes, rank, references, version and last use."""
+        card, registry = _card_for(request), self._engine.registry
+        if query.operators_field is not None and not caller_of(request).is_admin:
+            raise ApiError(
+                f"{query.operators_field}: where adapters are is for admin keys of this server (--admin-api-key)",
+                status=403,
+                kind="permission_error",
+                code="admin_key_required",
+                param=query.operators_field,
+            )
+
+        def listed() -> bytes:
+            infos = () if registry is None else filter(query.has, registry.infos(query.names))
+            return encode_list(((info.ref.adapter_name, card(info)) for info in infos), query)
+
+        return await self._view(request, listed)
 
     @requires(Access.KEY)
     async def show(self, name: str, request: Request) -> Response:
-        self._registry(f"adapter {clipped(name)!r} was asked for")
-        return _json(_card_for(request)(await self._engine.describe_adapter(name)))
+        registry = self._registry(f"adapter {clipped(name)!r} was asked for")
+        card = _card_for(request)
+        return await self._view(request, lambda: encode(card(registry.describe(name))))
+
+    async def _view(self, request: Request, view: Callable[[], bytes]) -> Response:
+        """It asks the engine and may be long: in a thread, and in the client's turn."""
+        self._engine.check_can_serve()
+        return Response(await self._context.views.run(client_of(request), view, 0), media_type="application/json")
 
     @requires(Access.LOADING)
     async def load(self, request: Request) -> Response:
@@ -160,10 +196,15 @@ class AdapterRoutes:
         name_adapters(request, body.name)
         registry = self._registry(f"adapter {clipped(body.name)!r} was to be loaded")
         check_clients_name(body.name, registry.names())
-        await self._check_path(body.path)
-        result = await self._engine.load_adapter(
-            body.name, body.path, lora_int_id=body.lora_int_id, load_inplace=body.load_inplace, is_pinned=body.is_pinned
-        )
+        async with self._loads.of(client_of(request)):
+            await self._check_path(body.path)
+            result = await self._engine.load_adapter(
+                body.name,
+                body.path,
+                lora_int_id=body.lora_int_id,
+                load_inplace=body.load_inplace,
+                is_pinned=body.is_pinned,
+            )
         return _json(LoadReply.of(result))
 
     @requires(Access.LOADING)
@@ -173,10 +214,12 @@ class AdapterRoutes:
         registry = self._registry(f"adapter {clipped(name)!r} was to be changed")
         if body.path is not None:
             check_clients_name(name, registry.names())
-            await self._check_path(body.path)
-        result = await self._put(name, body)
-        if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
-            await (self._engine.pin_adapter if body.is_pinned else self._engine.unpin_adapter)(name)
+        async with (self._verbs if body.path is None else self._loads).of(client_of(request)):
+            if body.path is not None:
+                await self._check_path(body.path)
+            result = await self._put(name, body)
+            if body.is_pinned is not None and not (body.is_pinned and body.path is not None):
+                await (self._engine.pin_adapter if body.is_pinned else self._engine.unpin_adapter)(name)
         is_new = result.status in (LoadStatus.LOADED, LoadStatus.LOADED_WITH_EVICTION)
         return _json(LoadReply.of(result), 201 if is_new else 200)
 
@@ -198,16 +241,17 @@ class AdapterRoutes:
         return adopted if result is None else replace(result, ref=adopted.ref)
 
     @requires(Access.LOADING)
-    async def rollback(self, name: str) -> Response:
+    async def rollback(self, name: str, request: Request) -> Response:
         """What answered before answers again, a version or another adapter; a second rollback goes forward."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        return _json(LoadReply.of(await self._engine.move_adapter(name)))
+        return _json(LoadReply.of(await self._verb(request, self._engine.move_adapter(name))))
 
     @requires(Access.LOADING)
-    async def unload(self, name: str, query: Annotated[UnloadQuery, Query()]) -> Response:
+    async def unload(self, name: str, request: Request, query: Annotated[UnloadQuery, Query()]) -> Response:
         """The name resolves to nothing at once; requests that run on it finish, or are aborted with `force`."""
         self._registry(f"adapter {clipped(name)!r} was to be unloaded")
-        return _json(UnloadReply.of(await self._engine.unload_adapter(name, query.deadline_s, query.force)))
+        unload = self._engine.unload_adapter(name, query.deadline_s, query.force)
+        return _json(UnloadReply.of(await self._verb(request, unload)))
 
     @requires(Access.LOADING)
     async def switch(self, request: Request) -> Response:
@@ -217,37 +261,49 @@ class AdapterRoutes:
         registry = self._registry(f"adapter {clipped(body.old)!r} was to be switched")
         if body.new_path is not None:
             check_clients_name(body.new, registry.names(), param="new")
-            await self._check_path(body.new_path, "new_path")
-        result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
+        async with (self._verbs if body.new_path is None else self._loads).of(client_of(request)):
+            if body.new_path is not None:
+                await self._check_path(body.new_path, "new_path")
+            result = await self._engine.switch_adapter(body.old, body.new, body.new_path, body.deadline_s, body.force)
         return _json(SwitchReply.of(result))
 
     @requires(Access.VERB)
-    async def pin(self, name: str) -> Response:
+    async def pin(self, name: str, request: Request) -> Response:
         """Promote, and exempt from eviction."""
-        return await self._change(name, self._engine.pin_adapter)
+        return await self._change(request, name, self._engine.pin_adapter)
 
     @requires(Access.VERB)
-    async def unpin(self, name: str) -> Response:
-        return await self._change(name, self._engine.unpin_adapter)
+    async def unpin(self, name: str, request: Request) -> Response:
+        return await self._change(request, name, self._engine.unpin_adapter)
 
     @requires(Access.VERB)
-    async def evict(self, name: str) -> Response:
+    async def evict(self, name: str, request: Request) -> Response:
         """One tier down. The name still resolves."""
-        return await self._change(name, self._engine.evict_adapter)
+        return await self._change(request, name, self._engine.evict_adapter)
 
     @requires(Access.VERB)
-    async def preload(self, name: str) -> Response:
+    async def preload(self, name: str, request: Request) -> Response:
         """Promote now rather than with the first request."""
         self._registry(f"adapter {clipped(name)!r} was named")
-        outcome = await self._engine.preload_adapter(name)
+        outcome = await self._verb(request, self._engine.preload_adapter(name))
         return _json(ResidencyReply(name, outcome.is_new, outcome.evicted))
 
-    async def _change(self, name: str, verb: Callable[[str], Awaitable[bool]]) -> Response:
+    async def _change(self, request: Request, name: str, verb: Callable[[str], Coroutine[Any, Any, bool]]) -> Response:
         self._registry(f"adapter {clipped(name)!r} was named")
-        return _json(ResidencyReply(name, await verb(name)))
+        return _json(ResidencyReply(name, await self._verb(request, verb(name))))
+
+    async def _verb(self, request: Request, verb: Coroutine[Any, Any, T]) -> T:
+        """A verb that reads no file, in its client's turn."""
+        try:
+            async with self._verbs.of(client_of(request)):
+                return await verb
+        finally:
+            verb.close()  # one that had no turn was never begun
 
     async def _check_path(self, path: str, field: str = "path") -> None:
-        await asyncio.to_thread(self._roots.check, path, field)
+        """In threads of its own: to resolve a link may hang, too."""
+        check = partial(self._roots.check, path, field)
+        await asyncio.get_running_loop().run_in_executor(self._path_checks, check)
 
     def _registry(self, what: str) -> LoRARegistry:
         if self._engine.registry is None:

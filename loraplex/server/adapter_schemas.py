@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 from pydantic import Field, model_validator
@@ -21,7 +21,6 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.request_model import RequestModel, any_of, has, lacks
 
 MAX_PATH_CHARS = 4096
-Card = TypeVar("Card")
 TEXT = {"type": "string", "minLength": 1}
 NUMBER = {"type": "integer"}
 
@@ -216,11 +215,6 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
         return cls(
             card.name, card.version, card.digest, card.rank, card.lora_int_id, card.alias_of, card.aliases, versions
         )
-
-
-class AdapterList(msgspec.Struct, Generic[Card], frozen=True):
-    data: list[Card]
-    object: str = "list"
 
 
 class LoadReply(msgspec.Struct, frozen=True):

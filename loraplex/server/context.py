@@ -18,6 +18,9 @@ from loraplex.server.model_names import ModelNames
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.prompts import PromptEncoder
 
+NUM_VIEW_THREADS = 2
+"""For lists of adapters, which wait for the engine: apart from the threads that read requests."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
@@ -33,6 +36,7 @@ class ServerContext:
     event_streams: EventStreams
     audit: Audit
     connections: Connections
+    views: OffLoop
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
@@ -60,4 +64,5 @@ class ServerContext:
             event_streams=EventStreams(config.max_event_streams),
             audit=Audit(engine.events),
             connections=connections,
+            views=OffLoop(NUM_VIEW_THREADS),
         )

@@ -226,9 +226,9 @@ class Cursor:
         return len(output.token_ids) > self._num_tokens or len(output.text) > self._num_chars
 
     def advance(self, output: CompletionOutput) -> Delta:
-        logprobs = None if output.logprobs is None else output.logprobs[self._num_tokens :]
+        logprobs = None if output.logprobs is None else tuple(output.logprobs[self._num_tokens :])
         delta = Delta(
-            output.text[self._num_chars :], output.token_ids[self._num_tokens :], logprobs, not self.has_started
+            output.text[self._num_chars :], tuple(output.token_ids[self._num_tokens :]), logprobs, not self.has_started
         )
         self._num_chars = len(output.text)
         self._num_tokens = len(output.token_ids)

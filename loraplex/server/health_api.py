@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from loraplex import __version__
 from loraplex.core import SamplingParams
-from loraplex.errors import LoraplexError
+from loraplex.errors import EngineOverloadedError, LoraplexError
 from loraplex.server.access import Access, GuardedRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
@@ -28,12 +28,16 @@ T = TypeVar("T")
 STATS_TIMEOUT_S = 5.0
 """An engine answers between two steps. Prometheus gives a page 10 s."""
 
-PROBE_KEPT_S = 0.5
-"""A probe's outcome answers those that ask so soon after it."""
+KEPT_S = 0.5
+"""The outcome of a probe, and a page of metrics, answer those that ask so soon after them."""
+
+
+STEP_POLL_S = 0.05
+"""How often an engine that has no place for a probe is asked whether it steps."""
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """probe_ms: how long the token of a probe took."""
+    """`status`: ok; busy for a probe that had no turn while the engine worked for others. probe_ms: how long its token took."""
 
     status: str
     probe_ms: float | None = None
@@ -44,42 +48,79 @@ class Version(msgspec.Struct, frozen=True):
     backend: str
 
 
+class Shared(Generic[T]):
+    """`work` for all that ask: one run at a time, whose outcome is kept for KEPT_S. For routes that need no key."""
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+        self._run: asyncio.Task[T] | None = None
+        self._ended_s = 0.0
+
+    async def __call__(self) -> T:
+        """Raises what `work` raises."""
+        if self._run is None or (self._run.done() and time.monotonic() - self._ended_s > KEPT_S):
+            self._run = asyncio.ensure_future(self._work())
+            self._run.add_done_callback(self._note_end)
+        return await asyncio.shield(self._run)  # a client that goes away ends nothing that others wait for
+
+    def _note_end(self, run: asyncio.Task[T]) -> None:
+        self._ended_s = time.monotonic()
+        if not run.cancelled():
+            run.exception()  # perhaps nothing waits
+
+
 class GenerateProbe:
-    """One token of the base model through the scheduler. One probe runs at a time, whoever asks: the route needs no key."""
+    """One token of the base model through the scheduler.
+
+    A probe that is refused, or still waits at its deadline, says nothing of an engine with a long queue. Then the engine's steps do.
+    """
 
     def __init__(self, engine: EngineSurface, timeout_s: float) -> None:
         self._engine = engine
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)
-        self._probe: asyncio.Task[float] | None = None
-        self._ended_s = 0.0
 
-    async def __call__(self) -> float:
-        """Milliseconds that the token took. Raises LoraplexError, or TimeoutError."""
-        if self._probe is None or (self._probe.done() and time.monotonic() - self._ended_s > PROBE_KEPT_S):
-            self._probe = asyncio.ensure_future(self._generate())
-            self._probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())  # perhaps nothing waits
-        return await asyncio.shield(self._probe)  # a client that goes away ends nothing that others wait for
+    async def run(self) -> float | None:
+        """Milliseconds that the token took, None when the engine stepped for others instead. Raises LoraplexError, or TimeoutError."""
+        first = asyncio.ensure_future(self._num_steps())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                try:
+                    return await self._generate()
+                except EngineOverloadedError:
+                    while await self._num_steps() <= await first:
+                        await asyncio.sleep(STEP_POLL_S)
+                    return None
+        except TimeoutError:
+            if not first.done() or await self._num_steps() <= await first:
+                raise
+            return None
+        finally:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    async def _num_steps(self) -> int:
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            return (await self._engine.stats()).step_times.num_steps
 
     async def _generate(self) -> float:
         began_s = time.monotonic()
         params = SamplingParams(max_tokens=1, temperature=0.0)
         outputs = self._engine.generate((0,), params, f"health-probe-{next(self._numbers)}")
         try:
-            async with asyncio.timeout(self._timeout_s):
-                async for _ in outputs:
-                    pass
+            async for _ in outputs:
+                pass
         finally:
             if isinstance(outputs, AsyncGenerator):
                 await outputs.aclose()
-            self._ended_s = time.monotonic()
-        return (self._ended_s - began_s) * 1e3
+        return (time.monotonic() - began_s) * 1e3
 
 
 class HealthRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._probe = GenerateProbe(context.engine, context.config.probe_timeout_s)
+        self._probe = Shared(GenerateProbe(context.engine, context.config.probe_timeout_s).run)
+        self._page = Shared(self._render_page)
 
     def router(self) -> APIRouter:
         router = APIRouter(tags=["health"], route_class=GuardedRoute)
@@ -109,7 +150,8 @@ class HealthRoutes:
 
     @requires(Access.OPEN)
     async def health(self, probe: Literal["generate"] | None = None) -> Response:
-        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the base model."""
+        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the base model, or
+        steps of the engine for others."""
         health = self._context.engine.health()
         if self._context.in_flight.is_closing or not health.is_alive:
             raise _unhealthy(health.message or "shutting down")
@@ -121,7 +163,8 @@ class HealthRoutes:
             raise _unhealthy(f"a probe got no token within {self._context.config.probe_timeout_s:g} s") from None
         except LoraplexError as error:
             raise _unhealthy(str(error)) from None
-        return Response(encode(Health("ok", round(probe_ms, 3))), media_type="application/json")
+        health_now = Health("busy") if probe_ms is None else Health("ok", round(probe_ms, 3))
+        return Response(encode(health_now), media_type="application/json")
 
     @requires(Access.OPEN)
     async def version(self) -> Response:
@@ -132,13 +175,15 @@ class HealthRoutes:
     @requires(Access.OPEN)
     async def metrics(self) -> Response:
         """Prometheus' text. It is there while the engine is not, and says so."""
+        return Response(await self._page(), media_type=CONTENT_TYPE)
+
+    async def _render_page(self) -> bytes:
         context = self._context
         registry = context.engine.registry
         refs = {} if registry is None else registry.refs()
         engine = context.engine
         stats, memory = await asyncio.gather(self._answer(engine.stats), self._answer(engine.memory_report))
-        page = context.metrics_page.render(stats, refs, memory, engine.events.counts)
-        return Response(page, media_type=CONTENT_TYPE)
+        return context.metrics_page.render(stats, refs, memory, engine.events.counts)
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:

@@ -180,8 +180,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._disconnect(incoming)  # refused before this task began: there is no way back to the client
         try:
             await app(scope, receive, send)
+        except asyncio.CancelledError:
+            self._cut(incoming)
         finally:
             self._release(incoming)
+
+    def _cut(self, incoming: _Incoming) -> None:
+        """The server ends and waits no longer: an answer that has not begun says so, another one breaks off."""
+        if incoming.cycle is not None and not incoming.cycle.response_started and not self.transport.is_closing():
+            text = "the server is shutting down, and the request did not end in time"
+            error = ApiError(text, status=503, kind="server_error", code="engine_shutdown")
+            self.transport.write(closing_answer(error))
+        self._disconnect(incoming)
+        self.transport.close()
 
     def _release(self, incoming: _Incoming) -> None:
         self.server_connections.release_body(incoming.num_held)

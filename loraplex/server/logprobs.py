@@ -13,6 +13,7 @@ from loraplex.server.responses import (
     PromptLogprobs,
     TokenLogprob,
     TopLogprob,
+    written,
 )
 
 LOWEST_LOGPROB = -9999.0
@@ -49,7 +50,7 @@ def completion_logprobs(
         tokens.append(text)
         offsets.append(offset)
         chosen.append(None if logprob is None else finite(logprob.logprob))
-        tops.append(None if candidates is None else _top_by_text(candidates, texts))
+        tops.append(None if candidates is None else written(_top_by_text(candidates, texts)))
         offset += len(text)
     return CompletionLogprobs(text_offset=offsets, token_logprobs=chosen, tokens=tokens, top_logprobs=tops)
 
@@ -70,7 +71,7 @@ def chat_logprobs(
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         tops = [_top(key, value, texts) for key, value in _by_rank(candidates)[:num_top]]
         own = _top(token_id, candidates[token_id], texts)
-        content.append(TokenLogprob(own.token, own.logprob, own.bytes, tops))
+        content.append(written(TokenLogprob(own.token, own.logprob, own.bytes, tops)))
     return ChatLogprobs(content=content)
 
 
@@ -78,10 +79,12 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
     return [
         None
         if candidates is None
-        else {
-            str(token_id): PromptLogprob(finite(item.logprob), item.rank, item.decoded_token)
-            for token_id, item in candidates.items()
-        }
+        else written(
+            {
+                str(token_id): PromptLogprob(finite(item.logprob), item.rank, item.decoded_token)
+                for token_id, item in candidates.items()
+            }
+        )
         for candidates in logprobs
     ]
 

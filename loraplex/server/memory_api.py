@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from loraplex.adapters.registry import AdapterInfo
+from loraplex.adapters.registry import AdapterInfo, LoRARegistry, NameQuery
 from loraplex.metrics import MemoryReport, MemorySample, TierReport
 from loraplex.server.access import Access, requires
 from loraplex.server.adapter_schemas import AdapterCard
 from loraplex.server.context import ServerContext
+from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 from loraplex.server.strict_route import StrictRoute
@@ -129,6 +132,7 @@ class MemoryReply(msgspec.Struct, frozen=True):
 
 class MemoryRoutes:
     def __init__(self, context: ServerContext) -> None:
+        self._context = context
         self._engine = context.engine
 
     def router(self) -> APIRouter:
@@ -139,22 +143,23 @@ class MemoryRoutes:
         return router
 
     @requires(Access.ADMIN)
-    async def memory(self, query: Annotated[MemoryQuery, Query()]) -> Response:
+    async def memory(self, request: Request, query: Annotated[MemoryQuery, Query()]) -> Response:
         """Tiers, chunks and their owners, pressure, mode, history."""
         report = await self._engine.memory_report()
-        adapters = await self._top_adapters(query) if query.adapters else None
         registry = self._engine.registry
+        adapters: list[AdapterInfo] | None = [] if query.adapters else None
+        if query.adapters and registry is not None:
+            adapters = await self._context.views.run(client_of(request), partial(_top_adapters, registry, query), 0)
         refs = {} if registry is None else registry.refs()
         names: dict[int, str] = {ref.adapter_id: ref.adapter_name for ref in refs.values()}
         return Response(encode(MemoryReply.of(report, names, adapters)), media_type="application/json")
 
-    async def _top_adapters(self, query: MemoryQuery) -> list[AdapterInfo]:
-        infos = await self._engine.list_adapters()
 
-        def key(info: AdapterInfo) -> tuple[float, str]:
-            return (-info.nbytes if query.order == "bytes" else -info.last_used_time, info.ref.adapter_name)
+def _top_adapters(registry: LoRARegistry, query: MemoryQuery) -> list[AdapterInfo]:
+    def key(info: AdapterInfo) -> tuple[float, str]:
+        return (-info.nbytes if query.order == "bytes" else -info.last_used_time, info.ref.adapter_name)
 
-        return sorted(infos, key=key)[: query.top]
+    return heapq.nsmallest(query.top, registry.infos(NameQuery()), key)
 
 
 def _kv(report: MemoryReport) -> KVCard:

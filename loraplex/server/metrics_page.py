@@ -40,11 +40,20 @@ class MetricsPage:
         num_events: Mapping[str, int] | None = None,
     ) -> bytes:
         """The page. `stats` and `memory` are None when the engine does not answer; `refs` are the adapters by name."""
-        families = [*self._registry.collect(), *self._families(stats, refs, memory)]
-        text = "What happened to adapters and memory, by kind (GET /v1/events)."
-        families.append(self._counters("loraplex:events", text, "kind", num_events or {}))
-        page: bytes = generate_latest(_Page(families))
+        page: bytes = generate_latest(_Page(self.families(stats, refs, memory, num_events)))
         return page
+
+    def families(
+        self,
+        stats: EngineStats | None,
+        refs: Mapping[str, LoRARef],
+        memory: MemoryReport | None = None,
+        num_events: Mapping[str, int] | None = None,
+    ) -> list[Metric]:
+        """What the page has, in its order."""
+        text = "What happened to adapters and memory, by kind (GET /v1/events)."
+        events = self._counters("loraplex:events", text, "kind", num_events or {})
+        return [*self._registry.collect(), *self._families(stats, refs, memory), events]
 
     def _families(
         self, stats: EngineStats | None, refs: Mapping[str, LoRARef], memory: MemoryReport | None
@@ -133,7 +142,7 @@ class MetricsPage:
         yield self._gauges("loraplex:memory_pressure", text, "tier", pressure)
         modes = {mode.value: float(mode is memory.mode) for mode in MemoryMode}
         yield self._gauges("loraplex:memory_mode", "1 for the mode that the memory is in.", "mode", modes)
-        text = "Share of the adapters' chunks that lies in holes, 0 to 1."
+        text = "Share of the adapters' chunks that perfect packing would give back, 0 to 1."
         yield self._gauge("loraplex:memory_fragmentation", text, memory.fragmentation)
         text = "Chunks of the arena, by owner."
         yield self._gauges("loraplex:memory_chunks", text, "owner", memory.chunks_by_owner)

@@ -9,9 +9,10 @@ lora_path="sql"  the same beside model="base" (SGLang)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from loraplex.adapters.registry import LoRARef, LoRARegistry
+from loraplex.adapters.registry import LoRARef, LoRARegistry, NameQuery
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.engine_surface import EngineSurface
@@ -64,15 +65,25 @@ class ModelNames:
             raise unknown_model(model, param)
         return adapter_name
 
-    def cards(self, *, has_paths: bool = True) -> list[ModelCard]:
-        """Without paths, `root` is the name again: where models lie is the operator's business."""
-        info = self._engine.model_info
-        base = [
-            ModelCard(name, self._created, info.root if has_paths else name, None, info.max_model_len)
-            for name in self.served
-        ]
+    def cards(self, query: NameQuery, *, has_paths: bool = True) -> Iterator[tuple[str, ModelCard]]:
+        """Of the base model under each of its names, then of adapters. Without paths, `root` is the name again: where models lie is the
+        operator's business. `query.after` may be a name of either kind.
+        """
+        served = self.served
+        if query.after in served:
+            served = served[served.index(query.after) + 1 :]
+            query = replace(query, after="")
+        elif query.after:
+            served = ()
+        for name in replace(query, is_sorted=False).of(served):
+            yield name, self._base_card(name, has_paths)
         refs = {} if self._engine.registry is None else self._engine.registry.refs()
-        return base + [self._adapter_card(name, ref, has_paths) for name, ref in refs.items()]
+        for name in query.of(refs):
+            yield name, self._adapter_card(name, refs[name], has_paths)
+
+    def _base_card(self, name: str, has_paths: bool) -> ModelCard:
+        info = self._engine.model_info
+        return ModelCard(name, self._created, info.root if has_paths else name, None, info.max_model_len)
 
     def _adapter_card(self, name: str, ref: LoRARef, has_paths: bool) -> ModelCard:
         root = ref.lora_path if has_paths else name
@@ -81,7 +92,7 @@ class ModelNames:
     def card(self, model: str, *, has_paths: bool = True) -> ModelCard:
         adapter_name, registry = self.adapter_of(model), self._engine.registry
         if adapter_name is None or registry is None:
-            return next(card for card in self.cards(has_paths=has_paths) if card.id == model)
+            return self._base_card(model, has_paths)
         return self._adapter_card(adapter_name, registry.resolve(adapter_name), has_paths)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, MutableMapping, Sequence
+from typing import Annotated, Protocol
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
@@ -19,10 +19,11 @@ from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
 from loraplex.server.generation import Deadline, Generation, GenerationItem, Prompt
+from loraplex.server.listing import PageQuery, encode_list
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
-from loraplex.server.responses import ChatCompletion, Completion, ModelCard, ModelList, encode
+from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, EventStream, sse, until_disconnect
 from loraplex.server.strict_route import StrictRoute
@@ -61,7 +62,7 @@ class OpenAIRoutes:
             ChatCompletionRequest, replies=(ChatCompletion,), text_type=EVENT_STREAM, errors=OF_GENERATION
         )
         router.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], openapi_extra=extra)
-        extra = operation(replies=(ModelList,))
+        extra = operation(replies=(ListReply[ModelCard],), errors=(429,))
         router.add_api_route("/v1/models", self.list_models, methods=["GET"], openapi_extra=extra)
         extra = operation(replies=(ModelCard,), errors=(404,))
         router.add_api_route("/v1/models/{model:path}", self.show_model, methods=["GET"], openapi_extra=extra)
@@ -79,9 +80,7 @@ class OpenAIRoutes:
         params.check_logprobs(num_prompts * body.n)
         adapter_names = self._adapters_of(body, num_prompts)
         client = client_of(request)
-        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, client)
-        for prompt in prompts:
-            context.prompts.check(prompt, params.max_tokens)
+        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, params.max_tokens, client)
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
         params.check_prompt_logprobs(num_written)
         if body.n > 1 and (body.echo or body.return_token_ids) and num_written > MAX_REPEATED_TOKENS:
@@ -108,9 +107,11 @@ class OpenAIRoutes:
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
     @requires(Access.KEY)
-    async def list_models(self, request: Request) -> Response:
-        """The base model under each of its names, then every adapter."""
-        return _json(encode(ModelList(self._context.names.cards(has_paths=caller_of(request).is_admin))))
+    async def list_models(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+        """The base model under each of its names, then every adapter; or those that are asked for."""
+        names, has_paths = self._context.names, caller_of(request).is_admin
+        cards = names.cards(query.names, has_paths=has_paths)
+        return _json(await self._context.views.run(client_of(request), lambda: encode_list(cards, query), 0))
 
     @requires(Access.KEY)
     async def show_model(self, model: str, request: Request) -> Response:
@@ -204,10 +205,11 @@ async def _events(
     first: tuple[int, RequestOutput], stream: AsyncGenerator[tuple[int, RequestOutput], None], renderer: Renderer
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
+    num_seen: dict[int, int] = {}
     try:
-        yield await _chunks(renderer, *first)
+        yield await _chunks(renderer, *first, num_seen)
         async for prompt_index, output in stream:
-            if chunks := await _chunks(renderer, prompt_index, output):
+            if chunks := await _chunks(renderer, prompt_index, output, num_seen):
                 yield chunks
         yield renderer.last_chunk()
     except LoraplexError as error:
@@ -218,9 +220,15 @@ async def _events(
     yield DONE
 
 
-async def _chunks(renderer: Renderer, prompt_index: int, output: RequestOutput) -> bytes:
-    """Those with a prompt's log probabilities are written in a thread: they may be as long as the whole answer."""
-    if len(output.prompt_logprobs or ()) <= MANY_LOGPROBS:
+async def _chunks(
+    renderer: Renderer, prompt_index: int, output: RequestOutput, num_seen: MutableMapping[int, int]
+) -> bytes:
+    """Those with many log probabilities are written in a thread: a slow reader gets all at once that it has missed. `num_seen`: those
+    of each prompt that are written.
+    """
+    num_logprobs = _num_logprobs(output)
+    num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs
+    if num_new <= MANY_LOGPROBS:
         await asyncio.sleep(0)  # many outputs may be there already
         return renderer.chunks(prompt_index, output)
     return await asyncio.to_thread(renderer.chunks, prompt_index, output)

@@ -40,21 +40,26 @@ class PromptEncoder:
         self._model_info = model_info
         self._off_loop = off_loop
 
-    async def from_field(self, field: str | Sequence[Any], add_special_tokens: bool, client: str) -> list[Prompt]:
-        """The prompts of /v1/completions: a text, token ids, or a list of either. Raises ApiError for an empty list."""
+    async def from_field(
+        self, field: str | Sequence[Any], add_special_tokens: bool, max_tokens: int | None, client: str
+    ) -> list[Prompt]:
+        """The prompts of /v1/completions: a text, token ids, or a list of either, checked. Raises ApiError for an empty list."""
         if isinstance(field, str) or (field and isinstance(field[0], int)):
             field = [field]
         if not field:
             raise ApiError("prompt is an empty list: send at least one prompt", param="prompt")
-        num_chars = sum(len(item) for item in field if isinstance(item, str))
-        return await self._run(lambda: self._prompts(field, add_special_tokens), num_chars, client)
+        encode = functools.partial(self._prompts, field, add_special_tokens, max_tokens)
+        return await self._run(encode, sum(map(len, field)), client)
 
-    def _prompts(self, field: Sequence[Any], add_special_tokens: bool) -> list[Prompt]:
+    def _prompts(self, field: Sequence[Any], add_special_tokens: bool, max_tokens: int | None) -> list[Prompt]:
         max_ids = self._model_info.max_model_len
-        return [
+        prompts = [
             self._prompt(item, add_special_tokens, "prompt", max_ids) if isinstance(item, str) else Prompt(tuple(item))
             for item in field
         ]
+        for prompt in prompts:
+            self.check(prompt, max_tokens)
+        return prompts
 
     async def from_text(self, text: str, add_special_tokens: bool, client: str) -> Prompt:
         """One text of any length that may be counted."""

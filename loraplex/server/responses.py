@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+Card = TypeVar("Card")
 _ENCODER = msgspec.json.Encoder()
 
 
 def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
+
+
+def written(value: Card) -> Card:
+    """As its JSON, in the place of `value` in an answer. To encode all positions of a long answer in one call would keep the event
+    loop waiting for tens of milliseconds: the interpreter's lock is held that long.
+    """
+    return cast("Card", msgspec.Raw(encode(value)))
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -150,9 +158,14 @@ class ModelCard(msgspec.Struct, frozen=True):
     owned_by: str = "loraplex"
 
 
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[ModelCard]
+class ListReply(msgspec.Struct, Generic[Card], frozen=True):
+    """`first_id`, `last_id` and `has_more` when a page or a part was asked for; `after=last_id` is the next page."""
+
+    data: list[Card]
     object: str = "list"
+    first_id: str | UnsetType | None = UNSET
+    last_id: str | UnsetType | None = UNSET
+    has_more: bool | UnsetType = UNSET
 
 
 class Tokenized(msgspec.Struct, frozen=True):

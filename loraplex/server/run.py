@@ -45,11 +45,14 @@ seconds in which nobody is answered. With these a young collection takes some 10
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""
 
+FORCED_WORDS_S = 0.5
+"""The same after a second signal, and when these are over."""
+
 StartEngine = Callable[[], Awaitable[EngineSurface]]
 
 
-def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
-    """Serve until a signal.
+def run_server(start_engine: StartEngine, config: ServerConfig, say: Callable[[LoraplexError], str] = str) -> int:
+    """Serve until a signal. `say` puts an error that ends the start into words.
 
     Returns the exit code: 0, 1 when the port or the engine cannot be had or kept, 128 + n on signal n before that.
     """
@@ -66,7 +69,7 @@ def run_server(start_engine: StartEngine, config: ServerConfig) -> int:
         with contextlib.closing(sock), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_start_and_serve(start_engine, config, sock))
     except LoraplexError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {say(error)}", file=sys.stderr, flush=True)
         return 1
 
 
@@ -154,11 +157,28 @@ class DrainingServer(uvicorn.Server):
             _log.info("the server shuts down: no request runs")
         self._context.event_streams.close()
         reaper = asyncio.ensure_future(self._abort_after_grace())
+        patience = asyncio.get_running_loop().call_later(grace_s + LAST_WORDS_S, self._stop_waiting)
         try:
             await super().shutdown(sockets)
         finally:
+            patience.cancel()
             reaper.cancel()
             await asyncio.gather(reaper, *filter(None, [self._abort]), return_exceptions=True)
+            await self._cut_requests()
+
+    def _stop_waiting(self) -> None:
+        self.force_exit = True
+
+    async def _cut_requests(self) -> None:
+        """What runs after all that: requests that the engine does not know of, or whose clients do not read."""
+        if not (running := set(self.server_state.tasks)):
+            return
+        _, running = await asyncio.wait(running, timeout=FORCED_WORDS_S)
+        for task in running:
+            task.cancel()
+        if running:
+            _log.warning("%s cut: it did not end in time", _requests(len(running)))
+            await asyncio.wait(running, timeout=FORCED_WORDS_S)
 
     async def _abort_after_grace(self) -> None:
         grace_s = self._context.config.shutdown_grace_s
@@ -227,7 +247,6 @@ def _uvicorn_config(app: Callable[..., object], config: ServerConfig, connection
         access_log=config.access_log,
         server_header=False,
         timeout_keep_alive=math.ceil(config.keep_alive_s),
-        timeout_graceful_shutdown=math.ceil(config.shutdown_grace_s + LAST_WORDS_S),
     )
 
 

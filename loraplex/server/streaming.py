@@ -15,9 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-SOURCES_AT_ONCE = 16
-"""So many begin in one turn of the event loop: a thousand would hold it up."""
-
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
@@ -93,8 +90,7 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
     try:
         for index, source in enumerate(sources):
             pumps.append(asyncio.ensure_future(_pump(index, source, queue)))
-            if index % SOURCES_AT_ONCE == SOURCES_AT_ONCE - 1:
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # each begins in a turn of the event loop of its own: its prompt may be long
         while num_running:
             entry = await queue.get()
             if not isinstance(entry, _End):

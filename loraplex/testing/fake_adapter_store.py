@@ -64,9 +64,10 @@ class FakeAdapterStore:
         self.aborted_adapters.append(adapter_id)
         return 0
 
-    def list_adapters(self) -> Sequence[AdapterResidency]:
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]:
         with self._lock:
-            return [residency for _, residency in self._adapters.values()]
+            asked = self._adapters if adapter_ids is None else adapter_ids
+            return [self._adapters[each][1] for each in asked if each in self._adapters]
 
     def _find(self, adapter_id: int) -> AdapterResidency:
         if adapter_id not in self._adapters:

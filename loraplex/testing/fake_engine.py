@@ -31,7 +31,7 @@ from loraplex.errors import (
 from loraplex.events import EngineEvent
 from loraplex.frontend.event_hub import EventHub
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.performance.profile import EngineState, Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
@@ -113,6 +113,7 @@ class FakeAsyncEngine:
         self.aborted: list[str] = []
         self.is_shut_down = False
         self._runs: dict[str, _Run] = {}
+        self._num_steps = 0
         self._hold_after: int | None = None
         self.events = EventHub()
         self.memory = MemoryReport()
@@ -198,6 +199,7 @@ class FakeAsyncEngine:
             completions = self._completions(token_ids, params, ref)
             for num_tokens in itertools.count():
                 await self._pause(run, num_tokens, failure)
+                self._num_steps += 1
                 for completion in completions:
                     completion.grow()
                 is_finished = all(completion.finish_reason is not None for completion in completions)
@@ -338,7 +340,11 @@ class FakeAsyncEngine:
         if self._death is not None:
             raise self._death
         adapter_ids = {run.adapter_id for run in self._runs.values() if run.adapter_id is not None}
-        return EngineStats(num_running=len(self._runs), running_adapter_ids=tuple(sorted(adapter_ids)))
+        return EngineStats(
+            num_running=len(self._runs),
+            running_adapter_ids=tuple(sorted(adapter_ids)),
+            step_times=StepTimes(self._num_steps),
+        )
 
     async def memory_report(self) -> MemoryReport:
         if self._death is not None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from loraplex.core import (
     CompletionOutput,
     FinishReason,
     LoRARequest,
     PackedLogprobs,
+    Prefix,
     Request,
     RequestMetrics,
     RequestOutput,
@@ -137,9 +139,9 @@ class InputProcessor:
                 param="prompt",
             )
         params.check_prompt_logprobs(len(token_ids))
-        wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise InvalidRequestError(f"token id {wrong} is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:  # of 131,000, a loop over them takes 5 ms
+            odd = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise InvalidRequestError(f"token id {odd} is not in the vocabulary, 0..{vocab_size - 1}", param="prompt")
         for name, listed in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             wrong = next((token for token in listed if not 0 <= token < vocab_size), None)
             if wrong is not None:
@@ -170,7 +172,8 @@ class _Completion:
         """Take over new tokens; True when a stop string ended the completion before the engine did."""
         self.token_ids += output.token_ids
         if output.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + list(output.logprobs)
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += output.logprobs
             chosen = zip(output.logprobs, output.token_ids, strict=True)
             self.cumulative_logprob += sum(logprobs[token].logprob for logprobs, token in chosen)
         is_stopped = self._add_text(output)
@@ -197,12 +200,13 @@ class _Completion:
     def to_output(self, lora_request: LoRARequest | None) -> CompletionOutput:
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
+        so_far: Callable[[list[Any]], Sequence[Any]] = Prefix if self.finish_reason is None else tuple
         return CompletionOutput(
             index=self.index,
             text="".join(self.text),
-            token_ids=tuple(self.token_ids),
+            token_ids=so_far(self.token_ids),
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            logprobs=None if self.logprobs is None else so_far(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             lora_request=lora_request,

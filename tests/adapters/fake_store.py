@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ class Gate:
 
     def pass_through(self) -> None:
         self.arrived.set()
-        assert self.opened.wait(60), "nobody opened the gate"
+        assert self.opened.wait(60), "the gate stayed closed"
 
 
 @dataclass
@@ -115,10 +116,11 @@ class FakeStore:
         self.calls.append(("abort", adapter_id))
         return self.abort(adapter_id)
 
-    def list_adapters(self) -> Sequence[AdapterResidency]:
+    def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> Sequence[AdapterResidency]:
         self.faults.meet("list")
         with self._lock:
-            return tuple(self.adapters.values())
+            asked = self.adapters if adapter_ids is None else adapter_ids
+            return tuple(self.adapters[each] for each in asked if each in self.adapters)
 
     def start_again(self) -> None:
         """What is left of an engine that died."""
@@ -148,6 +150,11 @@ class FakeStore:
             return self.adapters[adapter_id] != before
 
 
+def digest_of(path: str) -> str:
+    """Of what `FakeSources` finds under a path, unless a test says otherwise."""
+    return hashlib.blake2b(path.encode(), digest_size=32).hexdigest()
+
+
 class FakeSources:
     """Paths with contents. `open` is the registry's `open_adapter`: it counts and fails like the real one."""
 
@@ -158,7 +165,7 @@ class FakeSources:
 
     def open(self, path: str) -> OpenedAdapter:
         self.num_opened[path] += 1
-        digest = self.digests.get(path, f"digest of {path}")  # read first, as a slow reader would
+        digest = self.digests.get(path, digest_of(path))  # read first, as a slow reader would
         self.faults.meet("open")
         if digest == "missing":
             raise AdapterPathNotFoundError(f"no such path: {path}")

@@ -20,7 +20,7 @@ Files = Mapping[str, bytes]
 
 
 class Hub:
-    """`repos` maps "org/name" to {revision: files}; `delay_s` slows every answer; `status` answers everything with it."""
+    """`repos` maps "org/name" to {revision: files}; `delay_s` slows every answer; `status` is that of every answer."""
 
     def __init__(self, repos: Mapping[str, Mapping[str, Files]]) -> None:
         self.repos = repos

@@ -16,7 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensors import WeightFile
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
@@ -110,7 +112,7 @@ def lora_layers(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def make_adapter(path: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **config: Any) -> PeftAdapter:
-    """Make, fill with random numbers (biases of the base too, where they are trained) and save an adapter with real peft."""
+    """Make, fill with random numbers (trained biases of the base too) and save an adapter with real peft."""
     base = new_base(family)
     targets = targets_of(base)
     config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], **config}
@@ -144,6 +146,11 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 LIMITS = LoRAConfig()
+
+
+def header_nbytes(path: Path) -> int:
+    """Bytes of the adapter's tensors in the file's dtypes, by the headers."""
+    return WeightFile.open(AdapterFolder(path, "adapter"), LIMITS.host_memory_bytes).nbytes
 
 
 def load(path: Path, targets: tuple[LoraTarget, ...], lora_config: LoRAConfig = LIMITS) -> LoRAModel:

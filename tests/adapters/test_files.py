@@ -22,9 +22,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
 from loraplex.adapters import tensors
-from loraplex.adapters.files import Limits
 from loraplex.adapters.regular_file import RegularFile
-from loraplex.adapters.weights import header_nbytes
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterError,
@@ -38,6 +36,7 @@ from loraplex.errors import (
 )
 from tests.adapters.peft_oracle import (
     PeftAdapter,
+    header_nbytes,
     load,
     new_base,
     read_config,
@@ -182,7 +181,7 @@ def test_a_dangling_link_a_directory_and_a_fifo_are_no_weights(adapter: PeftAdap
 
 @contextlib.contextmanager
 def without_privileges() -> Iterator[None]:
-    """Root may read anything: be nobody for a moment."""
+    """Root may read anything: drop its rights for a moment."""
     user = os.geteuid()
     os.seteuid(65534 if user == 0 else user)
     try:
@@ -230,13 +229,13 @@ def test_a_failing_disk_is_an_adapter_error(adapter: PeftAdapter, monkeypatch: p
 def test_a_file_that_is_replaced_while_it_is_read_is_refused(
     adapter: PeftAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The header of one file with the data of another would be a wrong adapter that nobody notices."""
+    """The header of one file with the data of another would be a wrong adapter, unnoticed."""
     file = adapter.path / "adapter_model.safetensors"
     shutil.copy(file, adapter.path / "new")
     shards = tensors.read_shards
 
-    def read_then_replace(path: Path, name: str, limits: Limits) -> Any:
-        found = shards(path, name, limits)
+    def read_then_replace(*arguments: Any) -> Any:
+        found = shards(*arguments)
         os.replace(adapter.path / "new", file)
         return found
 
@@ -264,7 +263,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(
         load(adapter.path, adapter.targets)
 
 
-# ---------------------------------------------------------------------------------------------------------------- shards
+# --------------------------------------------------------------------------------------------------------------- shards
 
 
 def test_a_missing_or_wrong_shard_is_named(adapter: PeftAdapter) -> None:
@@ -295,7 +294,7 @@ def test_a_damaged_index(adapter: PeftAdapter, content: str) -> None:
         load(adapter.path, adapter.targets)
 
 
-# ------------------------------------------------------------------------------------------------------------------- bin
+# ------------------------------------------------------------------------------------------------------------------ bin
 
 
 class Evil:

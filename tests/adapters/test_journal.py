@@ -81,7 +81,7 @@ def furnish(life: Life) -> None:
     life.bench.run_jobs()
 
 
-# ----------------------------------------------------------------------------------------------------------- life and death
+# ------------------------------------------------------------------------------------------------------- life and death
 
 
 def test_a_new_server_has_everything(lives: Callable[[], Life]) -> None:
@@ -224,7 +224,7 @@ def test_a_verb_is_on_disk_when_it_returns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_torn_write_loses_nothing_that_was_acknowledged(tmp_path: Path, seed: int) -> None:
-    """The tail that a crash tore is cut off, or is noise: the last verb is there as a whole or not at all, all before it is."""
+    """The tail that a crash tore is cut off, or is noise: the last verb is whole or absent, all before it is there."""
     chance = random.Random(seed)
     life = Life(tmp_path / "state")
     log = life.directory / "journal.sqlite-wal"
@@ -296,7 +296,7 @@ def test_many_verbs_at_once_are_all_there(lives: Callable[[], Life]) -> None:
     assert lives().picture() == before
 
 
-# --------------------------------------------------------------------------------------------------------- who waits for it
+# ------------------------------------------------------------------------------------------------- waiting for the disk
 
 
 def test_no_request_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +403,7 @@ def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
 def test_a_first_start_that_was_interrupted_is_a_first_start(tmp_path: Path) -> None:
     """The tables are there, and nothing that says whose they are."""
     with sqlite3.connect(tmp_path / "journal.sqlite") as database:
-        database.execute("CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        database.execute("CREATE TABLE about (key TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (key))")
     database.close()
     with SqliteJournal(tmp_path, BASE) as journal:
         assert (journal.names, journal.last_adapter_id) == ({}, 0)

@@ -36,7 +36,7 @@ def reasons(**fields: Any) -> list[str]:
     return helper(**fields).reasons(LIMITS)
 
 
-# ------------------------------------------------------------------------------------- parity with what peft instantiates
+# ----------------------------------------------------------------------------------- parity with what peft instantiates
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GRID: list[dict[str, Any]] = [
@@ -50,7 +50,8 @@ GRID: list[dict[str, Any]] = [
     {"target_modules": r"model\.layers\.[02]\.self_attn\.(q_proj|o_proj)"},
     {"target_modules": r".*(q_proj|gate_proj)$", "exclude_modules": r".*layers\.1\..*"},
     {
-        "target_modules": r"(?:.*?(?:model|text).*?(?:mlp).*?(?:up_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.gate_proj)"
+        "target_modules": r"(?:.*?(?:model|text).*?(?:mlp).*?(?:up_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.mlp\.gate_proj)"
     },
     {"target_modules": ATTENTION, "exclude_modules": ["k_proj"]},
     {"target_modules": ATTENTION, "exclude_modules": ["model.layers.0.self_attn.q_proj", "2.self_attn.v_proj"]},
@@ -94,8 +95,9 @@ def test_peft_puts_lora_where_we_say_with_the_scaling_that_we_say(
     found = PEFTHelper.from_local_dir(tmp_path)
     assert found.reasons(LIMITS) == []
     assert found.match_modules(linears) == layers.keys()
+    numbers = found.numbers(tuple(layers))
     for name, layer in layers.items():
-        facts = (found.rank_of(name), found.alpha_of(name), found.scaling_of(name))
+        facts = (numbers.ranks[name], numbers.alphas[name], found.scaling_of(name))
         assert facts == (layer.r["default"], layer.lora_alpha["default"], layer.scaling["default"]), name
     config.save_pretrained(tmp_path)  # and as a trained adapter has it
     assert PEFTHelper.from_local_dir(tmp_path).match_modules(linears) == layers.keys()
@@ -164,24 +166,24 @@ def test_matching_is_pefts(fields: dict[str, Any]) -> None:
 def test_pattern_keys_are_pefts(pattern: dict[str, int]) -> None:
     usable = {key: value for key, value in pattern.items() if is_regex(key)}
     found = helper(rank_pattern=usable, alpha_pattern=usable)
-    ranks, alphas = found.ranks(NAMES), found.alphas(NAMES)
+    numbers = found.numbers(NAMES)
     for name in NAMES:
         expected = usable.get(get_pattern_key(usable.keys(), name))
-        assert ranks[name] == (expected or 8), name
-        assert alphas[name] == (expected or 16), name
+        assert numbers.ranks[name] == (expected or 8), name
+        assert numbers.alphas[name] == (expected or 16), name
 
 
-# ------------------------------------------------------------------------------------------------------ hostile patterns
+# ----------------------------------------------------------------------------------------------------- hostile patterns
 
 
-def test_an_exponential_regex_is_refused_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exponential_regex_is_refused_and_stops_no_other_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.adapters.patterns.DEADLINE_S", 0.5)
     found = helper(target_modules=r"(\w|.)*X")
     with pytest.raises(AdapterValidationError, match="takes longer"):
         found.match_modules(NAMES)
     found = helper(rank_pattern={r"(\w|.)*X": 4})
     with pytest.raises(AdapterValidationError, match="takes longer"):
-        found.ranks(NAMES)
+        found.numbers(NAMES)
 
 
 MANY_NAMES = [
@@ -210,8 +212,8 @@ def test_usual_patterns_need_no_child(fields: dict[str, Any], monkeypatch: pytes
     monkeypatch.delattr("loraplex.adapters.patterns.subprocess")
     found = helper(**fields)
     assert found.match_modules(MANY_NAMES)
-    assert found.ranks(MANY_NAMES).keys() == set(MANY_NAMES)
-    assert not found.ambiguous_patterns(MANY_NAMES)
+    assert found.numbers(MANY_NAMES).ranks.keys() == set(MANY_NAMES)
+    assert not found.numbers(MANY_NAMES).warnings
 
 
 @pytest.mark.parametrize(

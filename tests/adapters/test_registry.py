@@ -20,7 +20,7 @@ from loraplex.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
-from tests.adapters.fake_store import Bench
+from tests.adapters.fake_store import Bench, digest_of
 
 
 @pytest.fixture
@@ -31,14 +31,14 @@ def bench() -> Iterator[Bench]:
     bench.check_idle()
 
 
-# ------------------------------------------------------------------------------------------------------------------ load
+# ----------------------------------------------------------------------------------------------------------------- load
 
 
 def test_a_loaded_name_resolves_and_the_store_has_its_spec(bench: Bench) -> None:
     result = bench.registry.load("sql", "/sql", lora_int_id=7)
     ref = bench.registry.resolve("sql")
     assert (result.status, result.ref, result.evicted) == (LoadStatus.LOADED, ref, ())
-    assert (ref.adapter_name, ref.adapter_version, ref.adapter_digest) == ("sql", 1, "digest of /sql")
+    assert (ref.adapter_name, ref.adapter_version, ref.adapter_digest) == ("sql", 1, digest_of("/sql"))
     assert (ref.lora_int_id, ref.max_rank, ref.lora_path) == (7, 8, "/sql")
     (spec,) = bench.registry.specs()
     assert (spec.adapter_id, spec.path, spec.nbytes) == (ref.adapter_id, "/cache/sql", 1000)
@@ -127,7 +127,7 @@ def test_fifty_bad_loads_do_not_touch_what_runs(bench: Bench) -> None:
         bench.registry.release(ref)
 
 
-# ------------------------------------------------------------------------------------------------------- names and numbers
+# ---------------------------------------------------------------------------------------------------- names and numbers
 
 
 @pytest.mark.parametrize("name", ["a", "org/model", "sql:v2", "日本語", "x" * 256, "with space", "basement"])
@@ -209,7 +209,7 @@ def test_max_loaded_loras_is_refused_with_numbers() -> None:
     bench.check_idle()
 
 
-# ------------------------------------------------------------------------------------------------- references and unload
+# ------------------------------------------------------------------------------------------------ references and unload
 
 
 def test_unknown_names_are_errors(bench: Bench) -> None:
@@ -608,7 +608,7 @@ def test_a_switched_adapter_that_is_unloaded_in_use_is_dropped_not_evicted(bench
     assert bench.store.count("evict") == 0
 
 
-# --------------------------------------------------------------------------------------------- pins, tiers and the views
+# -------------------------------------------------------------------------------------------- pins, tiers and the views
 
 
 def test_pin_unpin_evict_and_preload(bench: Bench) -> None:
@@ -738,7 +738,7 @@ def test_a_version_that_died_with_the_engine_is_forgotten(bench: Bench) -> None:
     assert bench.registry.specs() == ()
 
 
-# ------------------------------------------------------------------------------------------------------------ the module
+# ----------------------------------------------------------------------------------------------------------- the module
 
 
 def test_it_imports_neither_torch_nor_anything_of_the_server() -> None:
@@ -749,13 +749,13 @@ def test_it_imports_neither_torch_nor_anything_of_the_server() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_by_default_a_farewell_runs_on_its_own_thread() -> None:
+def test_by_default_a_drain_completes_on_its_own_thread() -> None:
     bench = Bench()
     registry = LoRARegistry(bench.store, bench.sources.open)
     registry.load("sql", "/sql")
     ref = registry.acquire("sql")
     registry.unload("sql")
-    (parting,) = registry._table.partings("sql")
+    (drain,) = registry._table.pending_drains("sql")
     registry.release(ref)
-    assert parting.done.result(60)
+    assert drain.done.result(60)
     assert bench.store.adapters == {}

@@ -20,7 +20,7 @@ from loraplex.errors import (
     AdapterNotFoundError,
     AdapterUnloadedError,
 )
-from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate, MemoryJournal
+from tests.adapters.fake_store import Bench, FakeSources, FakeStore, Gate, MemoryJournal, digest_of
 
 NUM_CLIENTS = 10
 WAIT_S = 60
@@ -40,8 +40,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def watch(bench: Bench, method: str, num_calls: int) -> threading.Event:
-    """Set when the table's `method` was called `num_calls` times; the caller is under the lock then, and what it does there is done
-    before anyone else does anything."""
+    """Set when the table's `method` was called `num_calls` times.
+
+    The caller is under the lock then, and what it does there is done before any other thread goes on.
+    """
     original, happened, calls = getattr(bench.registry._table, method), threading.Event(), Counter[str]()
 
     def watched(*args: object) -> object:
@@ -66,7 +68,7 @@ def outcome(future: Future[LoadResult]) -> LoadResult | Exception:
     return future.result() if error is None else error
 
 
-# ------------------------------------------------------------------------------------------------------- one load for all
+# ----------------------------------------------------------------------------------------------------- one load for all
 
 
 def all_load_at_once(
@@ -112,7 +114,7 @@ def test_ten_reloads_are_two_and_none_gets_content_older_than_its_call(bench: Be
     late = [pool.submit(bench.registry.load, "sql", "/sql", load_inplace=True) for _ in range(NUM_CLIENTS)]
     assert all_asked.wait(WAIT_S)
     gate.opened.set()
-    assert early.result(WAIT_S).ref.adapter_digest == "digest of /sql"
+    assert early.result(WAIT_S).ref.adapter_digest == digest_of("/sql")
     results = [future.result(WAIT_S) for future in late]
     assert {result.status for result in results} == {LoadStatus.RELOADED}
     assert {result.ref.adapter_digest for result in results} == {"new content"}
@@ -179,7 +181,7 @@ def test_a_number_that_a_caller_was_granted_outlives_the_reload_that_brought_it(
     assert bench.registry.name_of(7) == "sql"
 
 
-# ------------------------------------------------------------------------------------------- requests never wait for verbs
+# ---------------------------------------------------------------------------------------- requests never wait for verbs
 
 
 VERBS: dict[str, Callable[[LoRARegistry], object]] = {
@@ -214,7 +216,7 @@ def test_requests_go_on_while_a_verb_is_stuck(bench: Bench, pool: ThreadPoolExec
     verb.result(WAIT_S)
 
 
-# ---------------------------------------------------------------------------------------------------- verbs meet each other
+# ------------------------------------------------------------------------------------------------ verbs meet each other
 
 
 @pytest.mark.parametrize("method", ["open", "add", "pin"])
@@ -291,7 +293,7 @@ def test_a_switch_to_what_is_unloaded_meanwhile_leaves_the_old_adapter(bench: Be
 def test_unload_waits_until_its_deadline_for_the_last_request(bench: Bench, pool: ThreadPoolExecutor) -> None:
     bench.registry.load("sql", "/sql")
     held = bench.registry.acquire("sql")
-    is_unnamed = watch(bench, "partings", 1)
+    is_unnamed = watch(bench, "pending_drains", 1)
     unload: Future[UnloadResult] = pool.submit(bench.registry.unload, "sql", deadline_s=WAIT_S)
     assert is_unnamed.wait(WAIT_S)
     assert bench.registry.names() == ()
@@ -306,18 +308,18 @@ def test_unload_waits_until_its_deadline_for_the_last_request(bench: Bench, pool
 def test_a_waiting_unload_hears_that_the_store_failed_to_drop(bench: Bench, pool: ThreadPoolExecutor) -> None:
     held = bench.registry.load("sql", "/sql").ref
     bench.registry.acquire("sql")
-    is_unnamed = watch(bench, "partings", 1)
+    is_unnamed = watch(bench, "pending_drains", 1)
     unload = pool.submit(bench.registry.unload, "sql", deadline_s=WAIT_S)
     assert is_unnamed.wait(WAIT_S)
     bench.store.faults.errors["drop"] = AdapterNoRoomError("the engine is odd")
     bench.registry.release(held)
-    bench.run_jobs()  # whoever released hears nothing of it
+    bench.run_jobs()  # the releaser hears nothing of it
     with pytest.raises(AdapterNoRoomError, match="odd"):
         unload.result(WAIT_S)
     bench.store.drop_adapter(held.adapter_id)
 
 
-# ----------------------------------------------------------------------------------------------------------------- stress
+# --------------------------------------------------------------------------------------------------------------- stress
 
 
 class CarefulStore(FakeStore):

@@ -146,7 +146,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def answers_are_remembered(self) -> None:
         self.model.note_answers()
 
-    # ------------------------------------------------------------------------------------------------------------- verbs
+    # ------------------------------------------------------------------------------------------------------------ verbs
 
     @initialize(names=st.sets(NAMES, max_size=MAX_LOADED))
     def begin(self, names: set[str]) -> None:
@@ -324,7 +324,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for named in self.model.names.values():
             named.is_on_device = named.is_pinned
 
-    # ---------------------------------------------------------------------------------------------------------- requests
+    # --------------------------------------------------------------------------------------------------------- requests
 
     @rule(target=held, name=NAMES)
     def acquire(self, name: str) -> LoRARef | MultipleResults[LoRARef]:
@@ -368,7 +368,7 @@ class RegistryMachine(RuleBasedStateMachine):
         for name in self.model.names:
             self.see_off_if_idle(name)
 
-    # --------------------------------------------------------------------------------------------------------- invariants
+    # ------------------------------------------------------------------------------------------------------- invariants
 
     @invariant()
     def names_and_numbers_mean_what_they_should(self) -> None:
@@ -383,7 +383,7 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_holds_what_is_named_or_in_use(self) -> None:
         if self.bench.jobs:
-            return  # a farewell is under way
+            return  # a drain is under way
         named_ids = {ref.adapter_id for each in self.model.names.values() for ref, _, _ in (each.version, *each.kept)}
         in_use_ids = {ref.adapter_id for ref in self.held_refs}
         assert named_ids <= set(self.bench.store.adapters) <= named_ids | in_use_ids

@@ -120,10 +120,14 @@ def test_a_root_with_a_common_prefix_is_another_directory(root: Path) -> None:
         AdapterSource(allowed_roots=(root,)).fetch(str(twin / "sql"))
 
 
-def test_a_root_may_itself_be_a_link(root: Path) -> None:
-    link = root.with_name("shortcut")
-    link.symlink_to(root)
-    assert AdapterSource(allowed_roots=(link,)).fetch(str(link / "sql")) == (root / "sql").resolve()
+def test_files_must_stay_where_they_were_allowed(root: Path, tmp_path: Path) -> None:
+    """In the roots; of what is in none of them now, in its directory, or in its part of the hub's cache."""
+    source, snapshot = AdapterSource(allowed_roots=(root,)), tmp_path / "models--org--sql" / "snapshots" / "abc"
+    assert source.roots_of(root) == source.roots_of(root / "sql") == {root}
+    assert source.roots_of(tmp_path / "elsewhere" / "sql") == {tmp_path / "elsewhere" / "sql"}
+    assert source.roots_of(snapshot) == {tmp_path / "models--org--sql"}
+    assert source.roots_of(tmp_path / "snapshots" / "abc") == {tmp_path / "snapshots" / "abc"}
+    assert AdapterSource().roots_of(snapshot) is None
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,8 @@ from loraplex.errors import LoraplexError
 
 answers = []
 for job in json.load(sys.stdin):
-    source = AdapterSource(None if job["roots"] is None else tuple(map(Path, job["roots"])), Path(job["cache"]), job["timeout_s"])
+    roots = None if job["roots"] is None else tuple(map(Path, job["roots"]))
+    source = AdapterSource(roots, Path(job["cache"]), job["timeout_s"])
     try:
         path = source.fetch(job["id"], job["revision"])
         answers.append({"path": str(path), "files": {file.name: file.read_text() for file in path.iterdir()}})

@@ -25,7 +25,7 @@ from tests.adapters.peft_oracle import (
     write_tensors,
 )
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 Tensors = dict[str, torch.Tensor]
@@ -198,7 +198,7 @@ def test_dora_is_said_once_with_a_count(adapter: PeftAdapter) -> None:
     assert reason.endswith("are not used: DoRA is not supported yet; train a plain LoRA")
 
 
-# ---------------------------------------------------------------------------------------------------------- another base
+# --------------------------------------------------------------------------------------------------------- another base
 
 
 def resize(tensors: Tensors, sizes: Mapping[int, int]) -> Tensors:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from loraplex.adapters.registry import LoadStatus, VersionState
-from loraplex.adapters.registry.history import MAX_OTHERS
+from loraplex.adapters.registry.name_table import MAX_OTHERS
 from loraplex.core import Tier
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -18,7 +18,7 @@ from loraplex.errors import (
     JournalError,
 )
 from loraplex.events import EventKind
-from tests.adapters.fake_store import Bench, Gate, MemoryJournal
+from tests.adapters.fake_store import Bench, Gate, MemoryJournal, digest_of
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_an_alias_that_is_moved_answers_for_itself(bench: Bench) -> None:
     reload(bench, "one")
     bench.registry.load("chat", "/chat")
     bench.registry.switch("sql", "chat")
-    assert digest(bench, "sql") == "digest of /chat"
+    assert digest(bench, "sql") == digest_of("/chat")
     assert digest(bench, "sql@1") == "one"
     assert bench.registry.move("sql", 1).status is LoadStatus.MOVED
     assert digest(bench, "sql") == "one"
@@ -212,7 +212,7 @@ def test_a_rollback_after_a_switch_undoes_the_switch_and_nothing_else(bench: Ben
     assert bench.registry.describe("sql").alias_of is None
     again = bench.registry.move("sql")
     assert (again.ref.adapter_name, again.previous_version) == ("chat", 1)
-    assert digest(bench, "sql") == "digest of /chat"
+    assert digest(bench, "sql") == digest_of("/chat")
     assert bench.registry.describe("sql").alias_of == "chat"
     assert bench.told[-1] == (EventKind.SWITCH, "sql", "adapter 'sql' was switched back to 'chat'")
     assert bench.registry.move("sql").ref.adapter_version == 1
@@ -243,10 +243,10 @@ def test_a_rollback_after_a_switch_and_its_way_back(bench: Bench) -> None:
     switched(bench, "chat")
     bench.registry.switch("chat", "sql")
     assert bench.registry.move("sql").ref.adapter_name == "chat"
-    assert (digest(bench, "sql"), digest(bench, "chat")) == ("digest of /chat", "digest of /chat")
+    assert (digest(bench, "sql"), digest(bench, "chat")) == (digest_of("/chat"), digest_of("/chat"))
     bench.registry.switch("chat", "sql")
     assert bench.registry.move("chat").ref.adapter_name == "chat"
-    assert (digest(bench, "sql"), digest(bench, "chat")) == ("one", "digest of /chat")
+    assert (digest(bench, "sql"), digest(bench, "chat")) == ("one", digest_of("/chat"))
 
 
 def test_a_rollback_of_a_name_that_followed_another(bench: Bench) -> None:
@@ -256,7 +256,7 @@ def test_a_rollback_of_a_name_that_followed_another(bench: Bench) -> None:
     bench.registry.switch("front", "sql")
     bench.registry.load("chat", "/chat")
     bench.registry.switch("sql", "chat")
-    assert digest(bench, "front") == "digest of /chat"
+    assert digest(bench, "front") == digest_of("/chat")
     assert bench.registry.move("front").ref.adapter_name == "front"
     assert bench.registry.move("front").ref.adapter_name == "chat"
 
@@ -282,7 +282,7 @@ def test_only_so_many_switches_are_remembered(bench: Bench) -> None:
 
 
 def test_a_switch_that_comes_while_a_rollback_promotes(bench: Bench) -> None:
-    """The rollback is of what answers when it takes effect, and the pin that it had passed on is nobody's."""
+    """The rollback is of what answers when it takes effect, and the pin that it had passed on is lifted."""
     switched(bench)
     bench.registry.load("chat", "/chat")
     bench.registry.pin("sql")
@@ -372,7 +372,7 @@ def test_what_cannot_be_written_is_done_and_said(bench: Bench) -> None:
 
 
 def test_a_request_that_is_not_sent_yet_when_its_adapter_is_forced_out(bench: Bench) -> None:
-    """The engine aborts what it knows; who holds a reference and has not sent it must ask before sending."""
+    """The engine aborts what it knows; a request that is not sent yet asks before sending."""
     reload(bench, "one")
     ref = bench.registry.acquire("sql")
     assert not bench.registry.is_forced_out(ref.adapter_id)

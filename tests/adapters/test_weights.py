@@ -14,7 +14,7 @@ import torch
 
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensors import ALIGNMENT
-from loraplex.adapters.weights import DeltaCache, LoRALayerWeights, LoRAModel, header_nbytes
+from loraplex.adapters.weights import DeltaCache, LoRALayerWeights, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterValidationError,
@@ -23,6 +23,7 @@ from tests.adapters.peft_oracle import (
     LINEARS,
     PeftAdapter,
     edit_config,
+    header_nbytes,
     load,
     make_adapter,
     new_base,
@@ -33,7 +34,7 @@ from tests.adapters.peft_oracle import (
     write_tensors,
 )
 
-# ------------------------------------------------------------------------------------------------------ parity with peft
+# ----------------------------------------------------------------------------------------------------- parity with peft
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GRID: list[dict[str, Any]] = [
@@ -73,7 +74,7 @@ def test_every_layer_is_what_peft_makes_of_it(
 @pytest.mark.parametrize("family", ["llama", "qwen2", "llama_bias"])
 @pytest.mark.parametrize("fields", GRID, ids=str)
 def test_every_linear_of_the_model_answers_as_with_peft(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    """y = x W^T + (the adapter's bias, else the base's) + scaling * (x A^T B^T + lora_bias), for targets and all other linears."""
+    """y = x W^T + (the adapter's bias, else the base's) + scaling * (x A^T B^T + lora_bias), for every linear."""
     made = make_adapter(tmp_path / "a", family, **fields)
     model, base = load(made.path, made.targets), new_base(family)
     assert (family == "llama" or fields.get("bias", "none") == "none") or any(layer.bias is not None for layer in model)
@@ -104,7 +105,7 @@ def test_a_bias_that_is_replaced_where_there_is_no_lora(tmp_path: Path) -> None:
 
 
 def test_keys_that_saving_reorders_are_named(tmp_path: Path) -> None:
-    """peft takes the first key in the order of the file, and sorts the keys when it saves: a known trap of peft itself."""
+    """peft takes the first key in the order of the file, and sorts the keys when it saves: a trap of peft itself."""
     pattern = {"q_proj": 3, r"layers\.1\..*": 9}
     made = make_adapter(tmp_path / "a", alpha_pattern=pattern)
     model = load(made.path, made.targets)
@@ -116,7 +117,7 @@ def test_keys_that_saving_reorders_are_named(tmp_path: Path) -> None:
     assert "has shape [3, 32], expected [9, 32]" in refused(made)[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- the nouns
+# ------------------------------------------------------------------------------------------------------------ the nouns
 
 
 def test_the_verbs_of_a_model(saved: PeftAdapter) -> None:
@@ -202,7 +203,7 @@ def test_a_value_that_does_not_fit_in_lora_dtype_is_refused(adapter: PeftAdapter
         load(adapter.path, adapter.targets, LoRAConfig(lora_dtype="float16"))
 
 
-# ------------------------------------------------------------------------------------------------------- names and files
+# ------------------------------------------------------------------------------------------------------ names and files
 
 Rename = Callable[[str], str]
 
@@ -253,7 +254,7 @@ def test_safetensors_comes_before_bin(adapter: PeftAdapter) -> None:
     assert load(adapter.path, adapter.targets).adapter_digest == alone.adapter_digest
 
 
-# ---------------------------------------------------------------------------------------------------------------- digest
+# --------------------------------------------------------------------------------------------------------------- digest
 
 
 def test_the_digest_is_of_content_and_mathematics(saved: PeftAdapter, adapter: PeftAdapter) -> None:
@@ -291,7 +292,7 @@ def test_the_digest_is_what_the_documentation_says(saved: PeftAdapter) -> None:
 
 
 def test_the_digest_is_stable_over_releases(adapter: PeftAdapter) -> None:
-    """Digests are written to disk (registry, caches): changing the definition needs a new tag and a line in the changelog."""
+    """Digests are written to disk (registry, caches): another definition needs a new tag and a changelog."""
     tensors = read_tensors(adapter.path)
     write_tensors(adapter.path, {name: torch.full_like(tensor, 0.5) for name, tensor in tensors.items()})
     assert load(adapter.path, adapter.targets).adapter_digest == DIGEST_OF_HALVES

@@ -31,7 +31,7 @@ from benchmarks.gpu.timing import Ceilings
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.kernels.plan import LoraSegment, SliceWeights
 from loraplex.kernels.torch_ops import TorchBackend
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, KernelFallback
 from loraplex.models.config import ModelConfig
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 
@@ -173,10 +173,13 @@ def test_a_replay_that_differs_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 class Falling(TorchBackend):
     """One that no kernel covers."""
 
-    fallbacks: dict[str, int] = {}  # noqa: RUF012
+    calls = 0
+
+    def fallbacks(self) -> tuple[KernelFallback, ...]:
+        return (KernelFallback("silu_mul", "none", "why", self.calls),) if self.calls else ()
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        self.fallbacks = {"silu_mul: why": self.fallbacks.get("silu_mul: why", 0) + 1}
+        self.calls += 1
         return super().silu_mul(gate_up)
 
 

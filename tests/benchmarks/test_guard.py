@@ -23,7 +23,8 @@ from benchmarks.operators import (
     lora_parameters,
 )
 from benchmarks.timing import best_of, in_turn
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 
 CPU = torch.device("cpu")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.core import Request, SamplingParams
+from loraplex.core import LoraSlice, LoraTarget, Request, SamplingParams
 from loraplex.engine.batch import BatchBuilder, LoRAMapping
 from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
 from loraplex.engine.step_buffers import HostBuffers
 from loraplex.errors import InvalidRequestError
-from loraplex.kernels.plan import LoraPlan, LoraSegment
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceLayout, SlotTable
 from loraplex.kvcache.allocator import KVBlockAllocator
 
 BLOCK_SIZE = 8
@@ -26,12 +27,6 @@ class TestLoRAMapping:
         assert mapping.prompt_mapping.tolist() == [-1, 2, 2, 0]
         assert mapping.is_prefill
         assert mapping.to_segments() == [LoraSegment(3, 6, 2), LoraSegment(6, 7, 0)]
-        assert mapping.get_lora_id_for_index(4) == 2
-        assert {slot: rows.tolist() for slot, rows in mapping.create_batch_indices().items()} == {
-            -1: [0, 1, 2],
-            0: [6],
-            2: [3, 4, 5],
-        }
 
     def test_one_token_each_is_decode(self) -> None:
         assert not LoRAMapping.from_prompts([0, 1], [1, 1]).is_prefill
@@ -61,8 +56,6 @@ class TestLoRAMapping:
     def test_lengths_must_match_and_indices_exist(self) -> None:
         with pytest.raises(InvalidRequestError, match="2 lora slots for 1 prompts"):
             LoRAMapping.from_prompts([0, 1], [1])
-        with pytest.raises(InvalidRequestError, match="token 1 is not in the batch of 1 tokens"):
-            LoRAMapping.from_prompts([0], [1]).get_lora_id_for_index(1)
 
     @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 5)), max_size=12))
     def test_segments_are_the_runs_of_the_mapping(self, prompts: list[tuple[int, int]]) -> None:
@@ -100,6 +93,20 @@ class TestBatchBuilder:
         assert batch.lora.segments == (LoraSegment(12, 15, 0), LoraSegment(15, 20, 1))
         assert [s.state.request.request_id for s in step.sampled] == ["r1", "r0", "r3"]
         assert batch.logits_indices.tolist() == [11, 15, 19]
+
+    def test_a_slot_that_holds_no_adapter_is_refused_in_debug_mode(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, plan, blocks = self.make((1, 10, 9, 1), (None, 12, 0, 12))
+        target = LoraTarget("m", 0, 8, 8, (LoraSlice("m", 0, 8, 8),))
+        table = SlotTable([target], 2, torch.zeros(1024, dtype=torch.uint8))
+        table.set_block("m", 0, 0, [SliceLayout(0, 64, -1, 1, 1.0, torch.float32)])
+        arguments = blocks, HostBuffers(), LoraPlan(8), TABLE_WIDTH, table
+        with pytest.raises(InvalidRequestError, match="lora slot 1 holds no adapter"):
+            BatchBuilder(*arguments).build(plan)
+        table.set_block("m", 1, 128, [SliceLayout(0, 64, -1, 1, 1.0, torch.float32)])
+        assert BatchBuilder(*arguments).build(plan).batch.lora is not None
+        table.clear_slot(1)
+        monkeypatch.delenv("LORAPLEX_DEBUG")
+        assert BatchBuilder(*arguments).build(plan).batch.lora is not None
 
     def test_a_token_that_is_being_drawn_is_0_and_named(self) -> None:
         builder, plan, _ = self.make((1, 10, 10, 1), (None, 12, 0, 12), (0, 9, 9, 1))

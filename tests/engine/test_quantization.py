@@ -8,7 +8,8 @@ import torch
 from loraplex.demo.run import ask, base_path, questions
 from loraplex.errors import ConfigError
 from loraplex.frontend.llm import LLM
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder

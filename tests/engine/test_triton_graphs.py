@@ -66,6 +66,6 @@ def test_replays_equal_eager_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch
         each.check()
     assert counts == {"equal": 3}
     assert driver.stats.graph_steps == {"lora": 2, "base": 1}
-    assert not backend.fallbacks
+    assert not backend.fallbacks()
     driver.check_idle()
     driver.close()

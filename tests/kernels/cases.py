@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from loraplex.core import LoraSlice, LoraTarget
-from loraplex.kernels.native.attention import has_native_layout
+from loraplex.kernels.native.attention import kv_layout_gap
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable
 
@@ -60,7 +61,7 @@ def kv_places(backend: KernelBackend, kv_layer: torch.Tensor) -> tuple[torch.Ten
     """Where a backend has dimension d of the key, and of the value, of token `offset` among a head's numbers: [block_size, D] each."""
     _, _, _, block_size, head_dim = kv_layer.shape
     offset, d = torch.arange(block_size)[:, None], torch.arange(head_dim)
-    if not isinstance(backend, NativeBackend) or not has_native_layout(kv_layer):
+    if not isinstance(backend, NativeBackend) or kv_layout_gap(kv_layer) is not None:
         return offset * head_dim + d, offset * head_dim + d
 
     def place(step: torch.Tensor, lane: torch.Tensor, which: torch.Tensor) -> torch.Tensor:

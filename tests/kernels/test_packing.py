@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, best_isa, load
+from loraplex.kernels.native.choice import best_isa
+from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, load
 from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, POISON, make_table, make_target, make_weights, same_bits
 
 TARGET = make_target(37, (24, 5, 9))

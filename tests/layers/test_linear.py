@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loraplex.core import Shard
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.layers.common import LayerSetup, WeightPart

@@ -67,6 +67,7 @@ def test_with_lora_goes_by_the_targets_kind(kind: ShardKind, full: list[int], cl
     assert layer.base_layer is base
     assert layer.target is base.target
     assert layer.lora_backend is None
+    assert layer.set_lora is False
 
 
 def test_a_layer_of_another_kind_is_refused() -> None:
@@ -81,26 +82,15 @@ def test_forward_adds_each_slices_delta(backend: Any, kind: ShardKind, full: lis
     base = make_base(kind, full)
     adapters = [make_weights(base.target, [rank] * len(full), FP32, True, generator) for rank in (3, 8)]
     layer = with_lora(base)
-    layer.set_lora(make_table(base.target, adapters, FP32, backend), backend)
+    layer.set_lora_info(make_table(base.target, adapters, FP32, backend), backend)
     assert layer.lora_backend is backend
+    assert layer.set_lora is True
     segments = [LoraSegment(1, 3, 1), LoraSegment(3, 6, 0, 0.5)]
     x = torch.randn(TOKENS, IN, generator=generator)
     got = layer.forward(x, LoraPlan.build(segments, TOKENS, 4))
     assert_close(got, expected_lora(base.forward(x), x, segments, adapters, base.target.slices))
     assert same_bits(got[[0, 6]], base.forward(x)[[0, 6]])
     assert same_bits(layer.apply_lora(base.forward(x), x, LoraPlan.build(segments, TOKENS, 4)), got)
-
-
-@each_backend
-def test_set_lora_info_is_set_lora(backend: Any) -> None:
-    base = make_base(ShardKind.ROW, [16])
-    weights = make_weights(base.target, [2], FP32, False, torch.Generator())
-    first, second = with_lora(base), with_lora(base)
-    table, x = make_table(base.target, [weights], FP32, backend), torch.ones(2, IN)
-    first.set_lora(table, backend)
-    second.set_lora_info(table, backend)
-    plan = LoraPlan.build([LoraSegment(0, 2, 0)], 2, 1)
-    assert same_bits(first.forward(x, plan), second.forward(x, plan))
 
 
 def test_without_adapters_it_is_the_base_layer() -> None:
@@ -117,48 +107,4 @@ def test_a_table_of_another_model_is_refused() -> None:
     other = LoraTarget("other", 0, IN, IN, base.target.slices)
     weights: tuple[SliceWeights | None, ...] = make_weights(other, [2], FP32, False, torch.Generator())
     with pytest.raises(KeyError, match="linear"):
-        with_lora(base).set_lora(make_table(other, [weights], FP32, backend), backend)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@each_kind
-def test_slices_of_all_ranks_recombine(kind: ShardKind, full: list[int], cls: type, size: int) -> None:
-    layer = with_lora(make_base(kind, full, size))
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(TOKENS, IN, generator=generator)
-    lora_a = [torch.randn(5, IN, generator=generator) for _ in full]
-    lora_b = [torch.randn(n, 5, generator=generator) for n in full]
-    parts = []
-    for rank in range(size):
-        own_a, own_b = layer.slice_lora_a_weights(lora_a, rank), layer.slice_lora_b_weights(lora_b, rank)
-        own_x = x.chunk(size, dim=1)[rank] if kind is ShardKind.ROW else x
-        deltas = [own_x @ a.T @ b.T for a, b in zip(own_a, own_b, strict=True) if a is not None and b is not None]
-        assert [d.shape[1] for d in deltas] == [s.out_features for s in layer.target.slices]
-        parts.append(deltas)
-    for i, (a, b) in enumerate(zip(lora_a, lora_b, strict=True)):
-        of_slice = [deltas[i] for deltas in parts]
-        if kind is ShardKind.ROW:
-            whole = torch.stack(of_slice).sum(0)
-        else:
-            whole = of_slice[0] if kind is ShardKind.REPLICATED else torch.cat(of_slice, dim=1)
-        torch.testing.assert_close(whole, x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
-
-
-def test_one_tensor_for_one_slice_and_a_list_for_several() -> None:
-    single, merged = (
-        with_lora(make_base(ShardKind.COLUMN, [16], 2)),
-        with_lora(make_base(ShardKind.COLUMN, [16, 16], 2)),
-    )
-    b = torch.arange(16.0)[:, None]
-    assert single.slice_lora_b_weights(b, 1).flatten().tolist() == list(range(8, 16))
-    assert single.slice_lora_a_weights(torch.ones(2, IN), 1).shape == (2, IN)
-    second = merged.slice_lora_b_weights([None, b], 1)
-    assert second[0] is None
-    assert torch.equal(second[1], b[8:])
-    assert merged.slice_lora_a_weights([None, None], 0) == [None, None]
-    with pytest.raises(ValueError, match="give a list"):
-        merged.slice_lora_b_weights(b, 0)
-    with pytest.raises(ValueError, match="give a list"):
-        merged.slice_lora_a_weights(torch.ones(2, IN), 0)
-    with pytest.raises(ValueError, match="2 slices, got 1"):
-        merged.slice_lora_a_weights([None], 0)
+        with_lora(base).set_lora_info(make_table(other, [weights], FP32, backend), backend)

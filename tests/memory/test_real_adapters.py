@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.opener import read_adapter, read_spec
+from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec
@@ -27,6 +28,7 @@ from loraplex.memory.space.arena import Arena
 from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta
 
 CONFIG = LoRAConfig(adapter_memory_bytes=1 << 18, host_memory_bytes=1 << 19)
+SOURCE = AdapterSource()
 READER = CheckedReader(TARGETS, CONFIG)
 
 
@@ -48,7 +50,7 @@ def write_adapter(path: Path, rank: int, seed: int, dtype: torch.dtype = torch.f
 
 
 def spec_of(adapter_id: int, path: Path) -> AdapterSpec:
-    model = read_adapter(str(path), f"a{adapter_id}", READER)
+    model = read_adapter(str(path), f"a{adapter_id}", SOURCE, READER)
     return AdapterSpec(adapter_id, f"a{adapter_id}", 1, model.adapter_digest, str(path), model.nbytes, model.rank)
 
 
@@ -89,7 +91,7 @@ class Served:
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     backend = get_backend(request.param, CPU)
     arena = Arena(CONFIG.host_memory_bytes, 4096, CPU)
-    open_weights = partial(read_spec, reader=READER)
+    open_weights = partial(read_spec, source=SOURCE, reader=READER)
     manager = LoRAModelManager(CONFIG, TARGETS, backend, torch.float32, arena, open_weights, BASE_BIAS.get)
     yield Served(manager, backend)
     manager.close()
@@ -102,7 +104,7 @@ def test_a_mixed_batch_of_real_adapters_of_all_dtypes(served: Served, tmp_path: 
         path = write_adapter(tmp_path / str(adapter_id), rank, adapter_id, dtype)
         spec = spec_of(adapter_id, path)
         assert served.manager.add_adapter(spec).is_new
-        slots[served.acquire(adapter_id)] = read_spec(spec, READER)
+        slots[served.acquire(adapter_id)] = read_spec(spec, SOURCE, READER)
     assert sorted(slots) == [0, 1, 2, 3]
     served.check(slots)
     served.manager.check_integrity()
@@ -110,7 +112,7 @@ def test_a_mixed_batch_of_real_adapters_of_all_dtypes(served: Served, tmp_path: 
 
 def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(served: Served, tmp_path: Path) -> None:
     spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
-    model = read_spec(spec, READER)
+    model = read_spec(spec, SOURCE, READER)
     served.manager.add_adapter(spec)
     shutil.rmtree(tmp_path / "a")
     served.check({served.acquire(1): model})
@@ -127,7 +129,7 @@ def test_a_directory_that_vanished_matters_only_when_the_last_copy_is_gone(serve
 
 def test_files_that_changed_are_noticed_and_the_old_content_is_taken_back(served: Served, tmp_path: Path) -> None:
     spec = spec_of(1, write_adapter(tmp_path / "a", 8, 1))
-    model = read_spec(spec, READER)
+    model = read_spec(spec, SOURCE, READER)
     served.manager.add_adapter(spec)
     served.manager.evict_adapter(1)
     write_adapter(tmp_path / "a", 8, 2)

@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 
 from loraplex.frontend.llm import LLM
-from loraplex.kernels.native.library import NativeLibrary, open_library
+from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 from loraplex.models import packed_cache
 from loraplex.models.config import ModelConfig

@@ -147,9 +147,11 @@ def test_an_idle_engine_is_not_contended() -> None:
     assert "cpu_contention" not in findings(cpu=CpuUse(0.01, 0.02, 0.0, 10, 2, 2))
 
 
-def test_a_chunk_that_is_not_full_is_no_finding() -> None:
-    """Compaction has nothing to give back."""
-    assert "fragmentation" not in findings(memory=MemoryReport(fragmentation=0.95, chunks=(ChunkRun("adapters", 1),)))
+@pytest.mark.parametrize(("backend", "device"), [("triton", "cuda"), ("torch", "cuda:1"), ("native", "cpu")])
+def test_a_compiler_is_advised_only_where_slow_kernels_run_on_a_cpu(backend: str, device: str) -> None:
+    found = findings(backend=backend, device=device)
+    assert "fallback" not in found
+    assert found["kernels"].severity == "info"
 
 
 def test_a_core_that_is_rarely_missed_is_no_finding() -> None:

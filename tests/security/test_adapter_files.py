@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from loraplex.adapters import checked_reader, validation
 from loraplex.adapters.checked_reader import ByteBudget
-from loraplex.adapters.files import MAX_TENSORS, MIN_TENSORS, Limits, read_shards
+from loraplex.adapters.files import LIMITS, MAX_TENSORS, MIN_TENSORS, AdapterFolder, Limits, read_shards
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.regular_file import RegularFile
@@ -486,8 +486,8 @@ def test_a_file_that_is_cut_while_its_bytes_are_read(adapter: Path, monkeypatch:
 
 def test_a_shard_that_becomes_another_between_two_reads(adapter: Path) -> None:
     """The header that was read is the one that is parsed."""
-    shards = read_shards(adapter / WEIGHTS, "sql")
-    file = WeightFile(adapter / WEIGHTS, "sql", shards)
+    folder = AdapterFolder(adapter, "sql")
+    file = WeightFile(folder, WEIGHTS, LIMITS, read_shards(folder, WEIGHTS, LIMITS))
     write_header(adapter / WEIGHTS, b"{}")
     assert file.entries
 

@@ -24,9 +24,7 @@ def refused(**fields: Any) -> str:
     reasons = helper.reasons(LoRAConfig())
     try:
         helper.match_modules(NAMES)
-        helper.ranks(NAMES)
-        helper.alphas(NAMES)
-        helper.ambiguous_patterns(NAMES)
+        helper.numbers(NAMES)
     except AdapterValidationError as error:
         reasons += error.reasons
     return "\n".join(reasons)

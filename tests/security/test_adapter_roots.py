@@ -17,6 +17,7 @@ from loraplex.adapters.opener import AdapterOpener
 from loraplex.adapters.source import AdapterSource
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (
+    AdapterFetchError,
     AdapterFileFormatError,
     AdapterLoadError,
     AdapterPathForbiddenError,
@@ -223,6 +224,35 @@ def test_the_library_itself_offline_with_a_ref_that_leads_outside(cache: Path, m
     (refs / "main").write_text("a" * 40)
     found = AdapterSource(hub_cache=cache).fetch("hf://org/name@main")
     assert found == (cache / "models--org--name" / "snapshots" / ("a" * 40)).resolve()
+
+
+@pytest.mark.parametrize("revision", [None, "feature/x"])
+@pytest.mark.parametrize(
+    "put",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to(__file__),
+        lambda path: (path.touch(), os.truncate(path, 2**40)),
+    ],
+    ids=["FIFO", "directory", "device", "link", "huge"],
+)
+def test_a_reference_that_is_no_small_file_is_not_given_to_the_library(
+    hub: Hub, cache: Path, put: Callable[[Path], Any], revision: str | None
+) -> None:
+    """It would wait for the other end of a FIFO, and hold the load until its timeout."""
+    reference = cache / "models--org--name" / "refs" / (revision or "main")
+    reference.parent.mkdir(parents=True)
+    put(reference)
+    with pytest.raises(AdapterFetchError, match="its reference in the hub's cache is no small file") as caught:
+        AdapterSource(hub_cache=cache).fetch("hf://org/name", revision)
+    assert str(cache.parent) not in caught.value.message
+    assert hub.asked == []
+    reference.rmdir() if reference.is_dir() else reference.unlink()
+    reference.write_text("a" * 40)
+    AdapterSource(hub_cache=cache).fetch("hf://org/name", revision)
+    assert hub.asked == [("org/name", revision)]
 
 
 # ------------------------------------------------------------------------------------------------------------ the routes

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
+import pytest
+
 from loraplex.frontend.adapter_verbs import NUM_VERB_THREADS, AdapterVerbs
 from loraplex.frontend.async_engine import AsyncEngine
+from loraplex.memory.weights.loading import LoaderThreads, ReadSlots
+from loraplex.server import ServerConfig, adapter_api, create_app, verb_turns
+from loraplex.server.adapter_roots import AdapterRoots
+from loraplex.server.api_error import ApiError
+from loraplex.server.verb_turns import VerbTurns
+from loraplex.testing import FakeAsyncEngine
 
 
 async def test_an_engine_gets_its_adapters_again_while_every_verb_thread_waits() -> None:
@@ -23,3 +34,131 @@ async def test_an_engine_gets_its_adapters_again_while_every_verb_thread_waits()
     finally:
         release.set()
     assert restored.is_set()
+
+
+@pytest.fixture
+def hang() -> Iterator[threading.Event]:
+    """What hangs waits for it."""
+    release = threading.Event()
+    yield release
+    release.set()
+
+
+async def test_verbs_of_one_client_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.01)
+    turns = VerbTurns("loads", 3, 2)
+    async with AsyncExitStack() as running:
+        for client in ("a", "a", "b"):
+            await running.enter_async_context(turns.of(client))
+        for client, status in (("a", 429), ("b", 503)):
+            with pytest.raises(ApiError, match="none of them ended for") as error:
+                await running.enter_async_context(turns.of(client))
+            assert error.value.status == status
+    async with turns.of("a"):
+        assert set(turns._clients) == {"a"}
+
+
+async def test_a_verb_that_waits_gets_the_place_of_one_that_ends() -> None:
+    turns, began = VerbTurns("loads", 1, 1), asyncio.Event()
+
+    async def verb() -> None:
+        async with turns.of("b"):
+            began.set()
+
+    async with turns.of("a"):
+        waiting = asyncio.ensure_future(verb())
+        await asyncio.sleep(0)
+        assert not began.is_set()
+    await asyncio.wait_for(waiting, 30)
+
+
+async def test_loads_that_hang_leave_other_verbs_and_other_clients_alone(
+    hang: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took all threads: no adapter could be pinned, or unloaded, and no client was told."""
+    monkeypatch.setattr(verb_turns, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(adapter_api, "MAX_LOADS_OF_A_CLIENT", 1)
+    engine = FakeAsyncEngine({"sql": "/adapters/sql"})
+    open_adapter = engine._open_adapter
+    assert engine.registry is not None
+    engine.registry._loader._open_adapter = lambda path: (
+        hang.wait(60) and open_adapter(path) if path == "/hung" else open_adapter(path)
+    )
+    app = create_app(engine, ServerConfig())
+
+    def client_at(address: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app, client=(address, 1)), base_url="http://localhost")
+
+    async with client_at("10.0.0.1") as client, client_at("10.0.0.2") as other:
+        hung = asyncio.ensure_future(client.post("/v1/adapters", json={"name": "hung", "path": "/hung"}))
+        while engine.registry._table.load_under_way("hung") is None:
+            await asyncio.sleep(0.001)
+        refused = await client.post("/v1/adapters", json={"name": "x", "path": "/x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_verbs")
+        assert "Retry-After" in refused.headers
+        assert (await other.post("/v1/adapters", json={"name": "y", "path": "/y"})).status_code == 200
+        assert (await client.post("/v1/adapters/sql/pin")).status_code == 200
+        assert (await client.delete("/v1/adapters/hung")).status_code == 200, "which calls the load off"
+        hang.set()
+        assert (await hung).json()["error"]["code"] == "adapter_unloaded"
+
+
+async def test_a_path_is_looked_at_in_threads_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In those of long answers, six links on a file system that hangs held all of them up."""
+    threads: list[str] = []
+    monkeypatch.setattr(AdapterRoots, "check", lambda *values: threads.append(threading.current_thread().name))
+    app = create_app(FakeAsyncEngine(), ServerConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        await client.post("/v1/adapters", json={"name": "x", "path": "/x"})
+    assert [name.rpartition("_")[0] for name in threads] == ["path-check"]
+
+
+def test_jobs_that_hang_are_replaced(hang: threading.Event) -> None:
+    """Two sources on a dead disk, and no adapter of any tenant was loaded any more."""
+    loader, done = LoaderThreads(2, stuck_s=0.01), threading.Event()
+    for _ in range(2):
+        loader.submit(lambda: cast(None, hang.wait()))
+    loader.submit(done.set)
+    assert done.wait(60)
+    hang.set()
+    ends = [threading.Event() for _ in range(20)]
+    for end in ends:
+        loader.submit(end.set)
+    assert all(end.wait(60) for end in ends)
+    loader.close()
+    assert len(loader._threads) <= 4
+
+
+def test_reads_that_hang_take_no_place_of_others(hang: threading.Event) -> None:
+    slots, done = ReadSlots(1, stuck_s=0.01), threading.Event()
+    reading = threading.Event()
+
+    def read(began: threading.Event) -> None:
+        with slots:
+            began.set()
+            hang.wait()
+
+    threads = [threading.Thread(target=read, args=(began,)) for began in (reading, done)]
+    for thread in threads:
+        thread.start()
+    assert reading.wait(60)
+    assert done.wait(60)
+    hang.set()
+    for thread in threads:
+        thread.join()
+    assert not slots._began_s
+
+
+def test_reads_wait_for_a_place(hang: threading.Event) -> None:
+    slots, began = ReadSlots(1), threading.Event()
+
+    def read() -> None:
+        with slots:
+            began.set()
+
+    with slots:
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert not began.wait(0.05)
+    assert began.wait(60)
+    thread.join()

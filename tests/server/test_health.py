@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -10,6 +12,9 @@ import pytest
 from fastapi import FastAPI
 
 import loraplex
+from loraplex.core import RequestOutput, SamplingParams
+from loraplex.errors import EngineOverloadedError
+from loraplex.metrics import EngineStats, StepTimes
 from loraplex.server import ServerConfig, create_app, health_api
 from loraplex.server.context import ServerContext
 from loraplex.server.schemas import CompletionRequest
@@ -108,6 +113,56 @@ async def test_a_probe_has_a_deadline(engine: FakeAsyncEngine) -> None:
             assert "a probe got no token within 0.05 s" in response.json()["error"]["message"]
         assert (await client.get("/health")).status_code == 200
     assert (len(engine.requests), engine.num_running) == (1, 0)
+
+
+async def probe_beside(engine: FakeAsyncEngine, is_stepping: bool) -> httpx.Response:
+    """A probe that is refused, while a request of another client runs, or is held."""
+    engine.token_delay_s = 0.001
+    engine.hold(after_tokens=10**6 if is_stepping else 0)
+    other = engine.generate((5,), SamplingParams(max_tokens=400), "other")
+    reading = asyncio.ensure_future(drain(other))
+    while engine.num_running == 0:
+        await asyncio.sleep(0)
+    engine.fail_next(EngineOverloadedError("4096 requests are running or waiting, the limit"))
+    async with client_of(create_app(engine, ServerConfig(probe_timeout_s=0.2 if not is_stepping else 30))) as client:
+        response = await client.get("/health", params={"probe": "generate"})
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    await other.aclose()
+    return response
+
+
+async def drain(outputs: AsyncIterator[RequestOutput]) -> None:
+    async for _ in outputs:
+        pass
+
+
+async def test_a_full_queue_does_not_fail_a_probe_while_the_engine_steps(engine: FakeAsyncEngine) -> None:
+    """An orchestrator would end a healthy server at its busiest."""
+    response = await probe_beside(engine, is_stepping=True)
+    assert (response.status_code, response.json()) == (200, {"status": "busy"})
+
+
+async def test_a_full_queue_before_an_engine_that_does_not_step_fails_a_probe(engine: FakeAsyncEngine) -> None:
+    response = await probe_beside(engine, is_stepping=False)
+    assert response.status_code == 503
+    assert "a probe got no token within 0.2 s" in response.json()["error"]["message"]
+
+
+async def test_a_probe_that_still_waits_at_its_deadline_is_no_failure_while_the_engine_steps(
+    engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = itertools.count()
+
+    async def stats() -> EngineStats:
+        return EngineStats(step_times=StepTimes(next(steps)))
+
+    monkeypatch.setattr(engine, "stats", stats)
+    engine.hold()
+    async with client_of(create_app(engine, ServerConfig(probe_timeout_s=0.05))) as client:
+        response = await client.get("/health", params={"probe": "generate"})
+    assert (response.status_code, response.json()) == (200, {"status": "busy"})
+    assert engine.num_running == 0
 
 
 async def test_what_is_no_probe(client: httpx.AsyncClient) -> None:

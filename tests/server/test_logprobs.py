@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-import httpx
-import pytest
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
 
-from loraplex.core import Logprob
-from loraplex.server.logprobs import LOWEST_LOGPROB, TokenTexts, chat_logprobs, completion_logprobs
-from loraplex.testing import FakeTokenizer
+import httpx
+import msgspec
+import pytest
+from fastapi import FastAPI
+
+from loraplex.core import Logprob, RequestOutput
+from loraplex.server import completions, responses
+from loraplex.server.logprobs import (
+    LOWEST_LOGPROB,
+    TokenTexts,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from loraplex.server.openai_api import MANY_LOGPROBS
+from loraplex.server.responses import encode
+from loraplex.testing import FakeAsyncEngine, FakeTokenizer
+from tests.server.conftest import client_of
 from tests.server.sse import events
 from tests.server.test_completions import complete, stream
 
+T = TypeVar("T")
 TOKENIZER = FakeTokenizer()
 PIECES = TOKENIZER.encode("é", add_special_tokens=False)
 
@@ -96,10 +113,54 @@ async def test_chat_form(client: httpx.AsyncClient) -> None:
     assert plain["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
+def as_client(logprobs: T) -> T:
+    """As it reads them from the answer."""
+    return msgspec.json.decode(encode(logprobs), type=type(logprobs))
+
+
+def test_a_long_answer_is_written_a_position_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call, the lock of the interpreter was held for 40 ms: what is left for the last one does not grow with the candidates."""
+    sizes: list[int] = []
+    num_positions = 100
+    write = responses.encode
+    monkeypatch.setattr(responses, "encode", lambda value: sizes.append(1) or write(value))
+    candidates = {token: Logprob(-1.0, 1) for token in range(20)}
+    ids, scored = [3] * num_positions, [candidates] * num_positions
+    texts = TokenTexts(TOKENIZER)
+    chat, completion = chat_logprobs(ids, scored, 20, texts), completion_logprobs(ids, scored, texts, 0)
+    written = [*chat.content, *completion.top_logprobs, *prompt_logprobs(scored)]
+    assert {type(each) for each in written} == {msgspec.Raw}
+    assert len(sizes) == 3 * num_positions
+
+
+@pytest.mark.parametrize("num_tokens", [MANY_LOGPROBS + 1, 3])
+async def test_what_a_slow_reader_missed_is_written_in_a_thread(
+    app: FastAPI, engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """A stream that was not read for a while: all of its log probabilities come with one output."""
+    threads: list[int] = []
+    make = completions.completion_logprobs
+    monkeypatch.setattr(
+        completions, "completion_logprobs", lambda *values: threads.append(threading.get_ident()) or make(*values)
+    )
+    generate = engine.generate
+
+    async def slowly_read(*values: Any, **fields: Any) -> AsyncIterator[RequestOutput]:
+        outputs = [output async for output in generate(*values, **fields)]
+        yield outputs[0]
+        yield outputs[-1]
+
+    monkeypatch.setattr(engine, "generate", slowly_read)
+    async with client_of(app) as client:
+        await stream(client, prompt="hi", max_tokens=num_tokens + 1, logprobs=1, ignore_eos=True)
+    on_loop = [each == threading.get_ident() for each in threads]
+    assert on_loop == [True, num_tokens <= MANY_LOGPROBS]
+
+
 def test_pieces_of_characters_have_their_own_bytes() -> None:
     first, second = PIECES
     candidates = {first: Logprob(-0.1, 1), second: Logprob(-2.0, 2)}
-    content = chat_logprobs([first, second], [candidates, candidates], 2, TokenTexts(TOKENIZER)).content
+    content = as_client(chat_logprobs([first, second], [candidates, candidates], 2, TokenTexts(TOKENIZER))).content
     assert bytes(content[0].bytes + content[1].bytes).decode() == "é"
     assert content[0].token == content[1].token == "\ufffd"
 
@@ -111,17 +172,18 @@ def test_the_likelier_of_two_tokens_with_one_text_is_kept() -> None:
         {first: Logprob(-3.0, 2), second: Logprob(-0.5, 1)},
         {second: Logprob(-0.5, 1), first: Logprob(-3.0, 2)},
     ):
-        logprobs = completion_logprobs([first], [candidates], TokenTexts(TOKENIZER), 0)
+        logprobs = as_client(completion_logprobs([first], [candidates], TokenTexts(TOKENIZER), 0))
         assert logprobs.top_logprobs == [{"\ufffd": -0.5}]
         assert logprobs.token_logprobs == [-3.0]
 
 
 def test_the_token_is_no_top_logprob_unless_it_is_one_of_the_likeliest() -> None:
     candidates = {70: Logprob(-9.0, 40), 71: Logprob(-0.1, 1)}
-    content = chat_logprobs([70], [candidates], 1, TokenTexts(TOKENIZER)).content
+    content = as_client(chat_logprobs([70], [candidates], 1, TokenTexts(TOKENIZER))).content
     assert content[0].logprob == -9.0
     assert [top.logprob for top in content[0].top_logprobs] == [-0.1]
-    assert chat_logprobs([70], [candidates], 0, TokenTexts(TOKENIZER)).content[0].top_logprobs == []
+    none = as_client(chat_logprobs([70], [candidates], 0, TokenTexts(TOKENIZER)))
+    assert none.content[0].top_logprobs == []
 
 
 @pytest.mark.parametrize("value", [float("-inf"), -1e30])

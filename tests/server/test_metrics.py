@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import httpx
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loraplex.cpu import CpuUse
 from loraplex.events import EngineEvent, EventKind
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes, TierReport
+from loraplex.server import health_api
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.testing import FakeAsyncEngine
 from tests.server.asgi_call import AsgiCall
@@ -69,6 +71,22 @@ async def test_adapters_of_running_requests(app: FastAPI, client: httpx.AsyncCli
     engine.resume()
     for call in calls:
         await call.rest()
+
+
+async def test_scrapes_that_come_together_are_one(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page needs no key, and takes 5 ms with thousands of adapters: eight scrapers took the event loop for themselves."""
+    rendered: list[bytes] = []
+    render = MetricsPage.render
+    monkeypatch.setattr(MetricsPage, "render", lambda *values: rendered.append(render(*values)) or rendered[-1])
+    monkeypatch.setattr(health_api, "KEPT_S", 1000.0)
+    answers = await asyncio.gather(*(client.get("/metrics") for _ in range(20)))
+    answers.append(await client.get("/metrics"))
+    assert [answer.content for answer in answers] == rendered * 21
+    monkeypatch.setattr(health_api, "KEPT_S", 0.0)
+    await client.get("/metrics")
+    assert len(rendered) == 2
 
 
 async def test_a_dead_engine_leaves_a_page(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:

@@ -32,8 +32,10 @@ BODY = {"model": "sql", "prompt": "hi", "stream": True, "max_tokens": 50}
 PROGRAM = """
 import asyncio, sys
 from loraplex.errors import ModelNotFoundError
-from loraplex.server import ServerConfig, run_server
+from loraplex.server import ServerConfig, run, run_server
 from loraplex.testing import FakeAsyncEngine
+
+run.LAST_WORDS_S = float(sys.argv[4])
 
 class Engine(FakeAsyncEngine):
     async def shutdown(self):
@@ -70,8 +72,8 @@ sys.exit(run_server(start, config))
 class Program:
     """A server in a process of its own."""
 
-    def __init__(self, how: str, port: int = 0, grace_s: float = 30.0) -> None:
-        command = [sys.executable, "-c", PROGRAM, how, str(port), str(grace_s)]
+    def __init__(self, how: str, port: int = 0, grace_s: float = 30.0, last_words_s: float = 5.0) -> None:
+        command = [sys.executable, "-c", PROGRAM, how, str(port), str(grace_s), str(last_words_s)]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(
             command,
@@ -166,6 +168,33 @@ def test_a_second_signal_does_not_wait(programs: list[Program]) -> None:
     output, errors = program.process.communicate(timeout=60)
     assert (program.process.returncode, output) == (0, "engine is shut down\n")
     assert "1 request ended: a second signal came\n" in errors
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_request_that_is_cut_is_told_so_and_the_log_has_one_line(programs: list[Program], num_signals: int) -> None:
+    """Its body does not come, so it is not the engine's to end: with the grace over, or after a second signal."""
+    program = Program("answers", grace_s=0.0 if num_signals == 1 else 3600.0, last_words_s=0.1)
+    programs.append(program)
+    url = program.url()
+    host, port = url.removeprefix("http://").split(":")
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(head.encode() + b"{")
+        assert httpx.get(url + "/health").status_code == 200  # what came before it has been read
+        for _ in range(num_signals):
+            program.process.send_signal(signal.SIGTERM)
+            while is_open(url):
+                time.sleep(0.01)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    output, errors = program.process.communicate(timeout=60)
+    assert (program.process.returncode, output) == (0, "engine is shut down\n")
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b'"code":"engine_shutdown"' in answer
+    assert "Traceback" not in errors
+    assert "1 request cut: it did not end in time\n" in errors
+    assert "uvicorn" not in errors
 
 
 def is_open(url: str) -> bool:

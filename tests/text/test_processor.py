@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loraplex.core import (
     CompletionOutput,
     FinishReason,
     Logprob,
     LoRARequest,
+    Prefix,
     RequestOutput,
     SamplingParams,
     TokenOutput,
@@ -474,3 +477,37 @@ def test_final_only_still_says_what_to_abort(engine: Engine) -> None:
     prepared = engine.ask(n=2, stop=["world"])
     processed = engine.say(prepared, engine.tokens(" world"), is_final_only=True)
     assert processed == ProcessedOutput("r", abort_ids=(prepared.children[0].request_id,))
+
+
+def test_an_output_of_a_running_request_copies_nothing_and_does_not_grow() -> None:
+    """A tuple for each step of 256 answers of 32,000 tokens took 150 ms, and an answer the square of its length."""
+    outputs = OutputProcessor(None)
+    prepared = InputProcessor(None, ModelLimits(1000, 64)).prepare("r", [5], SamplingParams(max_tokens=9, logprobs=0))
+    outputs.add(prepared)
+    (child,) = prepared.children
+
+    def step(token_id: int, finish_reason: FinishReason | None = None) -> CompletionOutput:
+        scored = ({token_id: Logprob(-1.0, 1)},)
+        told = outputs.process(TokenOutput(child.request_id, (token_id,), finish_reason, logprobs=scored))
+        assert told is not None
+        assert told.output is not None
+        return told.output.outputs[0]
+
+    seen = [step(7), step(8), step(9, FinishReason.LENGTH)]
+    assert [each.token_ids for each in seen] == [(7,), (7, 8), (7, 8, 9)]
+    assert [[list(scored) for scored in each.logprobs or ()] for each in seen] == [[[7]], [[7], [8]], [[7], [8], [9]]]
+    assert [type(each.token_ids) for each in seen] == [Prefix, Prefix, tuple]
+    assert [type(each.logprobs) for each in seen] == [Prefix, Prefix, tuple]
+
+
+@given(st.lists(st.integers(), max_size=9), st.integers(0, 9), st.slices(9))
+def test_a_prefix_is_as_a_tuple_of_it(items: list[int], num_more: int, part: slice) -> None:
+    expected, prefix = tuple(items), Prefix(items)
+    items += range(num_more)
+    assert prefix == expected
+    assert expected == prefix
+    assert (len(prefix), hash(prefix), repr(prefix)) == (len(expected), hash(expected), repr(expected))
+    assert prefix[part] == expected[part]
+    assert [prefix[index] for index in range(-len(expected), len(expected))] == [*expected, *expected]
+    with pytest.raises(IndexError):
+        prefix[len(expected)]

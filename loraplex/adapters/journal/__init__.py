@@ -1,4 +1,4 @@
-"""What the registry knows, kept in a state directory (`--state-dir`): names, versions, pins, numbers, aliases and counters."""
+"""What the registry knows, kept in a state directory (`--state-dir`): names, versions, pins, numbers, counters."""
 
 from __future__ import annotations
 

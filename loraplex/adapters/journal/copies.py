@@ -1,7 +1,7 @@
 """Dated copies of the journal, so that a file that is emptied or damaged costs minutes of changes, not all adapters.
 
-A copy is a whole SQLite file, made beside the running server; it appears under its name when it is complete. Kept are the NUM_NEWEST
-newest ones, and the newest one of each of the last NUM_DAYS days that have one.
+A copy is a whole SQLite file, made beside the running server; it appears under its name when it is complete. Kept are
+the NUM_NEWEST newest ones, and the newest one of each of the last NUM_DAYS days that have one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class JournalCopies:
 
 
 def time_of(copy: Path) -> str:
-    """When a copy was made, for a person: 2026-11-22 09:15:00 UTC."""
+    """When a copy was made: 2026-11-22 09:15:00 UTC."""
     return f"{datetime.strptime(copy.name, _TIME_FORMAT):%Y-%m-%d %H:%M:%S} UTC"
 
 

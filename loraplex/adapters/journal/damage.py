@@ -1,12 +1,11 @@
 """Rows of the journal as records, when they can be: types, ranges, and what belongs together.
 
-SQLite keeps any value in any column, and a file may have been edited, or restored in part. What is not as the registry would have written
-it is damage, said in words, of one name or of the whole file; nothing of it reaches the registry.
+SQLite keeps any value in any column, and a file may have been edited, or restored in part. What is not as the registry
+would have written it is damage, said in words, of one name or of the whole file; nothing of it reaches the registry.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,25 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from loraplex.adapters.config_reader import MAX_RANK
+from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.adapters.registry.records import NameRecord, NameUsage, VersionRecord
+from loraplex.errors import LoraplexError
 
 MAX_SHOWN = 8
 """Damages that one message lists; the rest is a count."""
 
+MAX_NUMBER = 10**18
+"""Below SQLite's largest, so that there is a next one."""
+
 Text = Annotated[str, Meta(min_length=1, max_length=8192)]
-Number = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
-Time = Annotated[float, Meta(ge=0)]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+LocalPath = Annotated[str, Meta(pattern=r"\A/", max_length=8192)]
+LoraIntId = Annotated[int, Meta(ge=1)]
+Number = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
+Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
+Time = Annotated[float, Meta(ge=0, le=1e11)]
 
 Row = Mapping[str, Any]
 
@@ -45,11 +54,11 @@ class Damage:
 
 class _NameRow(msgspec.Struct, forbid_unknown_fields=True):
     name: Text
-    lora_int_id: Number | None
+    lora_int_id: LoraIntId | None
     alias_of: Text | None
     last_number: Number
     history: str
-    num_loads: Count
+    num_loads: Number
     num_requests: Count
     last_used_time: Time
 
@@ -59,12 +68,12 @@ class _VersionRow(msgspec.Struct, forbid_unknown_fields=True):
     name: Text
     place: Count
     number: Number
-    digest: Text
-    path: Text
+    digest: Digest
+    path: LocalPath
     lora_path: Text
-    origin: str
-    nbytes: Count
-    max_rank: Count
+    origin: Annotated[str, Meta(max_length=8192)]
+    nbytes: Number
+    max_rank: Rank
     is_pinned: Annotated[int, Meta(ge=0, le=1)]
     loaded_time: Time
 
@@ -76,6 +85,9 @@ def summary(damages: Sequence[Damage]) -> str:
 
 def name_record(row: Row, version_rows: Sequence[Row]) -> NameRecord:
     """The record of one name. Raises DamagedRecordError, which says what is wrong with it."""
+    for column, value in (item for each in (row, *version_rows) for item in each.items()):
+        if isinstance(value, str) and not _is_plain_text(value):
+            raise DamagedRecordError(f"its {column} is not text: it has a NUL character or is not UTF-8")
     try:
         name = msgspec.convert(dict(row), _NameRow)
         versions = [msgspec.convert(dict(each), _VersionRow) for each in version_rows]
@@ -84,9 +96,11 @@ def name_record(row: Row, version_rows: Sequence[Row]) -> NameRecord:
         raise DamagedRecordError(str(error)) from None
     except msgspec.DecodeError as error:
         raise DamagedRecordError(f"its history is not JSON: {error}") from None
+    try:
+        check_adapter_name(name.name, ())
+    except LoraplexError as error:
+        raise DamagedRecordError(str(error)) from None
     _check_versions(name, versions)
-    if not all(math.isfinite(time) for time in (name.last_used_time, *(each.loaded_time for each in versions))):
-        raise DamagedRecordError("a time is not finite")
     usage = NameUsage(name.name, name.num_loads, name.num_requests, name.last_used_time)
     records = tuple(map(_version_record, versions))
     return NameRecord(name.lora_int_id, name.alias_of, name.last_number, records, usage, tuple(history))
@@ -98,7 +112,11 @@ def check_together(names: Mapping[str, NameRecord], last_adapter_id: int) -> lis
     numbers = Counter(record.lora_int_id for record in names.values() if record.lora_int_id is not None)
     damages = []
     if ids and max(ids) > last_adapter_id:
-        damages.append(Damage(None, f"the last adapter_id is {last_adapter_id}, but {max(ids)} was given"))
+        owner = next(
+            name for name, record in names.items() if any(each.adapter_id == max(ids) for each in record.versions)
+        )
+        text = f"the last adapter_id is {last_adapter_id}, but {max(ids)} was given (adapter {owner[:80]!r})"
+        damages.append(Damage(None, text))
     for name, record in names.items():
         if any(ids[version.adapter_id] > 1 for version in record.versions):
             damages.append(Damage(name, "an adapter_id of it belongs to several versions"))
@@ -115,8 +133,11 @@ def _check_versions(name: _NameRow, versions: Sequence[_VersionRow]) -> None:
         raise DamagedRecordError(f"places of its versions are {[each.place for each in versions[:MAX_SHOWN]]}")
     if len(set(numbers)) < len(numbers) or max(numbers) > name.last_number:
         raise DamagedRecordError(f"versions {numbers[:MAX_SHOWN]} do not fit the last number {name.last_number}")
-    if any("\0" in text for each in versions for text in (each.path, each.lora_path)):
-        raise DamagedRecordError("a path has a NUL character")
+
+
+def _is_plain_text(text: str) -> bool:
+    """Text that is not UTF-8 has half characters (tables.py reads it so), which no path and no name can have."""
+    return "\0" not in text and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _version_record(row: _VersionRow) -> VersionRecord:

@@ -1,7 +1,8 @@
 """`loraplex state check` and `repair`: what of a state directory can be used, and a journal made of it.
 
-What can be used of the journal stays as it is. A name whose rows are damaged is taken from the newest copy that can be read, if it is whole
-there and shares no id with what stays; else it is dropped. A journal that cannot be read at all is replaced by that copy. Nothing is
+What can be used of the journal stays as it is. A name whose rows are damaged is taken from the newest copy that can be
+read, if it is whole there and shares no id with what stays; else it is dropped. A journal that cannot be read at all is
+replaced by that copy. Nothing is
 deleted: what was replaced is moved to DIR/damaged/.
 """
 
@@ -73,7 +74,10 @@ def check_state(state_dir: str | Path) -> StateReport:
 
 
 def repair_state(state_dir: str | Path) -> StateReport:
-    """Do what `check_state` foretells; a directory in which nothing is damaged is left alone. Raises ConfigError as it does."""
+    """Do what `check_state` foretells; a directory in which nothing is damaged is left alone.
+
+    Raises ConfigError as it does.
+    """
     with StateDirectory(state_dir, must_exist=True) as directory:
         report, names, last_adapter_id = _examine(directory)
         if report.is_whole or report.base_model is None:

@@ -1,9 +1,9 @@
 """The journal that a server writes: `registry.Journal` in SQLite.
 
-WAL, synchronous=FULL: what was acknowledged is on disk; a write that a crash tore is as if never begun. One thread writes. Changes queue up
-in the order in which the registry made them, and all that wait are one transaction, so many verbs at once cost few syncs. Counters are
-written every COUNT_INTERVAL_S and at the end; a crash may lose the latest. A dated copy is made at the start, COPY_INTERVAL_S after a
-change at the latest, and at the end.
+WAL, synchronous=FULL: what was acknowledged is on disk; a write that a crash tore is as if never begun. One thread
+writes. Changes queue up in the order in which the registry made them, and all that wait are one transaction, so many
+verbs at once cost few syncs. Counters are written every COUNT_INTERVAL_S and at the end; a crash may lose the latest. A
+dated copy is made at the start, COPY_INTERVAL_S after a change at the latest, and at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,8 +35,9 @@ COPY_INTERVAL_S = 60.0
 class SqliteJournal:
     """`registry.Journal` on disk. `names` and `last_adapter_id` are what was there when it was opened.
 
-    base_model: whose adapters they are; a directory belongs to one. Raises ConfigError when the directory cannot be used: another
-    server has it, another user can write to it, it is another model's or another version's, or its journal is damaged or gone.
+    base_model: whose adapters they are; a directory belongs to one. Raises ConfigError when the directory cannot be
+    used: another server has it, another user can write to it, it is another model's or another version's, or its
+    journal is damaged or gone.
     """
 
     def __init__(
@@ -78,17 +79,15 @@ class SqliteJournal:
                 f"{time_of(copies[0])}; {remedy}"
             )
         directory.make_private(directory.journal_file)
-        try:
-            tables = JournalTables(directory.journal_file, base_model)
-        except DamagedJournalError as error:
-            raise ConfigError(f"{error}; {remedy}") from error
-        try:
-            contents = tables.read()
+        with ExitStack() as opened:
+            try:
+                tables = opened.enter_context(closing(JournalTables(directory.journal_file, base_model)))
+                contents = tables.read()
+            except DamagedJournalError as error:
+                raise ConfigError(f"{error}; {remedy}") from error
             if contents.damages:
                 raise ConfigError(f"{directory.journal_file} is damaged: {summary(contents.damages)}; {remedy}")
-        except BaseException:
-            tables.close()
-            raise
+            opened.pop_all()
         self.names: Mapping[str, NameRecord] = contents.names
         self.last_adapter_id = contents.last_adapter_id
         return tables
@@ -142,7 +141,10 @@ class SqliteJournal:
                 self._copy()
 
     def _write_changes(self, waiting: Sequence[tuple[Sequence[NameChange], Future[None]]]) -> None:
-        """One transaction for all: the last state of each name. What fails is kept, to be written before what comes next."""
+        """One transaction for all: the last state of each name.
+
+        What fails is kept, to be written before what comes next.
+        """
         for changes, _ in waiting:
             self._unwritten.update({change.name: change for change in changes})
         if not self._unwritten:
@@ -151,8 +153,8 @@ class SqliteJournal:
             self._tables.write(list(self._unwritten.values()))
         except Exception as cause:
             text = (
-                f"what was done holds as long as this server, but could not be written to {self._directory.path} ({cause}); "
-                "mend that: it is tried again with the next change"
+                "what was done holds as long as this server, but could not be written to "
+                f"{self._directory.path} ({cause}); mend that: it is tried again with the next change"
             )
             _log.error("%s", text)
             for _, written in waiting:
@@ -169,7 +171,7 @@ class SqliteJournal:
             self._tables.write_usage(self._take_usage())
 
     def _copy(self) -> None:
-        """Without a copy the journal itself is still whole: a failure is said in the log, and the next copy is tried in time."""
+        """Without a copy the journal itself is still whole: a failure is logged, and the next copy is made in time."""
         self._copied_s = time.monotonic()
         try:
             self._tables.copy_to(self._copies)

@@ -22,7 +22,10 @@ FILE_MODE = 0o600
 
 
 class StateDirectory:
-    """Made, checked and locked until `close`. Raises ConfigError when the directory cannot be used, or another process has it."""
+    """Made, checked and locked until `close`.
+
+    Raises ConfigError when the directory cannot be used, or another process has it.
+    """
 
     def __init__(self, path: str | Path, *, must_exist: bool = False) -> None:
         self.path = Path(path)
@@ -63,7 +66,10 @@ class StateDirectory:
         return self.journal_file.is_file() and self.journal_file.stat().st_size > 0
 
     def make_private(self, file: Path) -> None:
-        """An existing file, or a new empty one, that this user alone can read. Raises ConfigError for a link or another kind of file."""
+        """An existing file, or a new empty one, that this user alone can read.
+
+        Raises ConfigError for a link or another kind of file.
+        """
         try:
             descriptor = self._open_own(file)
         except OSError as error:
@@ -104,9 +110,10 @@ class StateDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             owner = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
+            process = f"process {owner if owner.isdecimal() else 'unknown'}"
             raise ConfigError(
-                f"the state directory {self.path} is in use by another server "
-                f"(process {owner if owner.isdecimal() else 'unknown'}); stop that one, or give this one a --state-dir of its own"
+                f"the state directory {self.path} is in use by another server ({process}); "
+                "stop that one, or give this one a --state-dir of its own"
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)

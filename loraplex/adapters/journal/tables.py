@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import sqlalchemy as sa
 
 from loraplex.adapters.journal.copies import JournalCopies
 from loraplex.adapters.journal.damage import (
-    MAX_SHOWN,
     Damage,
     DamagedRecordError,
     Row,
@@ -29,7 +29,12 @@ SCHEMA_VERSION = "2"
 UPGRADES = {"1": "ALTER TABLE names ADD COLUMN history TEXT NOT NULL DEFAULT '[]'"}
 """Schema to what makes it the present one: a registry without a history takes the order of what is kept."""
 
+ABOUT = ("schema", "base_model", "last_adapter_id")
 MAX_MESSAGE_CHARS = 1024
+MAX_FOUND = 1000
+_OF_ONE_ROW = re.compile(r"NULL value in ")
+"""What SQLite finds that `read` says of its adapter."""
+_CLAUSES = re.compile(r"\b(?:CHECK|COLLATE|CONFLICT|REFERENCES|STRICT|UNIQUE|WHERE|WITHOUT)\b")
 _ADAPTER_ID = re.compile(r"[0-9]{1,18}", re.ASCII)
 
 _schema = sa.MetaData()
@@ -71,6 +76,48 @@ _versions = sa.Table(
 )
 
 
+def schema_damages(connection: sa.Connection) -> tuple[Damage, ...]:
+    """Objects and columns that are not of these tables, or missing: either makes a later write fail or change."""
+    expected = _expected_shape()
+    found = _shape(connection)
+    strange = [f"{each} is not of Loraplex" for each in sorted(found - expected)]
+    return tuple(
+        Damage(None, what) for what in (*strange, *(f"{each} is missing" for each in sorted(expected - found)))
+    )
+
+
+@cache
+def _expected_shape() -> frozenset[str]:
+    with sa.create_engine("sqlite://").connect() as fresh:
+        _schema.create_all(fresh)
+        return frozenset(_shape(fresh))
+
+
+def _shape(connection: sa.Connection) -> set[str]:
+    """Every object of the file, with what decides on what may be written to it. A view is no table."""
+    rows = connection.exec_driver_sql("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master").all()
+    shape = set()
+    for kind, name, table, sql in rows:
+        if kind == "view" and name in _schema.tables:
+            raise DamagedJournalError(f"table {name} of the journal is missing, and a view has its name")
+        clauses = sorted(set(_CLAUSES.findall(sql.upper())))
+        if kind == "table" and name in _schema.tables:
+            shape |= {f"column {name}.{column}" for column in _columns(connection, name)}
+        if not name.startswith("sqlite_stat"):  # ANALYZE's
+            of_table = "" if name == table else f" of table {table[:80]!r}"
+            shape.add(f"{kind} {name[:80]!r}{of_table}{' with ' if clauses else ''}{', '.join(clauses)}")
+    return shape
+
+
+def _columns(connection: sa.Connection, table: str) -> Iterator[str]:
+    for row in connection.exec_driver_sql(f"PRAGMA table_xinfo({table})"):
+        kind = "TEXT" if row.type == "JSON" else row.type  # an upgraded file has it as TEXT
+        marks = [
+            mark for mark, is_on in (("NOT NULL", row.notnull), ("KEY", row.pk), ("generated", row.hidden)) if is_on
+        ]
+        yield " ".join([f"{row.name[:80]!r}", kind[:80], *marks])
+
+
 class DamagedJournalError(ConfigError):
     """The file cannot be used as it is; `loraplex state repair` may mend it."""
 
@@ -95,6 +142,7 @@ class JournalTables:
         self._file = file
         self._last_adapter_id = 0
         self._base_model = ""
+        self._damages: tuple[Damage, ...] = ()
         self._engine = sa.create_engine(
             sa.URL.create("sqlite", database=str(file)),
             poolclass=sa.StaticPool,
@@ -116,10 +164,14 @@ class JournalTables:
 
     def _open(self, base_model: str | None) -> None:
         with self._engine.connect() as connection:
+            driver = connection.connection.driver_connection
+            assert isinstance(driver, sqlite3.Connection)
+            driver.text_factory = partial(str, encoding="utf-8", errors="surrogateescape")
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
             connection.exec_driver_sql("PRAGMA synchronous=FULL")
-            found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_SHOWN})").scalars().all()
-            if found != ["ok"]:
+            found = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_FOUND})").scalars().all()
+            found = [line for line in found if not _OF_ONE_ROW.match(line)]
+            if found not in ([], ["ok"]):
                 raise DamagedJournalError(f"{self._file} is damaged: {'; '.join(map(str, found))}"[:MAX_MESSAGE_CHARS])
             _schema.create_all(connection)
             about = {row.key: row.value for row in connection.execute(sa.select(_about))}
@@ -134,6 +186,7 @@ class JournalTables:
                 connection.exec_driver_sql(UPGRADES[about["schema"]])
                 about["schema"] = SCHEMA_VERSION
             connection.commit()
+            self._damages += schema_damages(connection)
         if about["schema"] != SCHEMA_VERSION:
             raise ConfigError(
                 f"{self._file} was written by another version of Loraplex (schema {about['schema'][:40]}, this one has "
@@ -141,7 +194,8 @@ class JournalTables:
             )
         if base_model not in (None, about["base_model"]):
             raise ConfigError(
-                f"{self._file} has the adapters of base model {about['base_model']!r}, this one is {base_model!r}; "
+                f"{self._file} has the adapters of base model {about['base_model'][:200]!r}, "
+                f"this one is {base_model!r}; "
                 "give each model a --state-dir of its own"
             )
         self._base_model = about["base_model"]
@@ -151,11 +205,13 @@ class JournalTables:
         return any(connection.execute(sa.select(table).limit(1)).first() for table in (_names, _versions))
 
     def _check_about(self, about: Mapping[str, Any]) -> None:
-        missing = [key for key in ("schema", "base_model", "last_adapter_id") if not isinstance(about.get(key), str)]
+        missing = [key for key in ABOUT if not (isinstance(about.get(key), str) and about[key].isprintable())]
         if missing:
             raise DamagedJournalError(f"{self._file} is damaged: its table `about` lacks {', '.join(missing)}")
         if not _ADAPTER_ID.fullmatch(about["last_adapter_id"]):
             raise DamagedJournalError(f"{self._file} is damaged: last_adapter_id in its table `about` is no number")
+        if strange := sorted(map(repr, about.keys() - set(ABOUT))):
+            self._damages += (Damage(None, f"its table `about` has {', '.join(strange)[:200]}"),)
 
     def read(self) -> JournalContents:
         """Every name with its record, and the highest adapter_id ever. Rows that cannot be used are `damages`."""
@@ -167,7 +223,10 @@ class JournalTables:
             is_last = _about.c.key == "last_adapter_id"
             self._last_adapter_id = int(connection.execute(sa.select(_about.c.value).where(is_last)).scalar_one())
         records: dict[str, NameRecord] = {}
-        damages = [Damage(str(name), "its name has no row") for name in versions if name not in names]
+        damages = [
+            *self._damages,
+            *(Damage(str(name), "its name has no row") for name in versions if name not in names),
+        ]
         for name, row in names.items():
             try:
                 records[name] = name_record(row, versions[name])

@@ -1,18 +1,11 @@
 """Which weights answer for which name: `LoRARegistry`, what it hands out and what its verbs return."""
 
 from loraplex.adapters.registry.adapter_name import check_clients_name
-from loraplex.adapters.registry.outcome import (
-    AdapterInfo,
-    LoadResult,
-    LoadStatus,
-    SwitchResult,
-    UnloadResult,
-    VersionInfo,
-    VersionState,
-)
 from loraplex.adapters.registry.records import Journal, NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.adapters.registry.registry import LoRARegistry, OnChange, start_thread
+from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, SwitchResult, UnloadResult
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
+from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo, VersionState
 
 __all__ = [
     "AdapterInfo",
@@ -22,6 +15,7 @@ __all__ = [
     "LoadResult",
     "LoadStatus",
     "NameChange",
+    "NameQuery",
     "NameRecord",
     "NameUsage",
     "OnChange",

@@ -3,10 +3,10 @@
 A name is 1 to 256 characters as NFKC leaves them, so that two names that look alike for their compatibility forms are
 one. None is a control, format (zero-width, bidirectional) or blank character, and there is no space at either end. The
 parts between slashes are neither empty nor `.` nor `..`; only the operator's names have slashes at all (`--lora-paths
-/srv/sql` is its own name), since what stands before a slash will be a tenant. `:` is allowed, unless the name starts with
-`BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients select an adapter, so such a name would
-mean two things. The names of the base model are not names of adapters. `NAME@2` addresses version 2 of NAME, so no
-adapter can be loaded under a name of that form.
+/srv/sql` is its own name), since what stands before a slash will be a tenant. `:` is allowed, unless the name starts
+with `BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients select an adapter, so such a name
+would mean two things. The names of the base model are not names of adapters. `NAME@2` addresses version 2 of NAME, so
+no adapter can be loaded under a name of that form.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ def is_one_version(address: str) -> InvalidRequestError:
 
 
 def check_adapter_name(adapter_name: str, base_names: Iterable[str], *, param: str = "name") -> None:
-    """Raises InvalidRequestError for a name that cannot be, AdapterConflictError for one of the base model; both call it `param`."""
+    """Raises InvalidRequestError for a name that cannot be, AdapterConflictError for one of the base model."""
     if not isinstance(adapter_name, str) or not adapter_name:
         raise InvalidRequestError(
             f"an adapter's name must be a non-empty string, got {shown(adapter_name)}", param=param
         )
     if len(adapter_name) > MAX_NAME_LEN:
         raise InvalidRequestError(
-            f"adapter name {shown(adapter_name)} has {len(adapter_name)} characters, at most {MAX_NAME_LEN} are allowed",
+            f"adapter name {shown(adapter_name)} has {len(adapter_name)} characters, "
+            f"at most {MAX_NAME_LEN} are allowed",
             param=param,
         )
     wrong = _why_unusable(adapter_name)
@@ -85,8 +86,8 @@ def check_clients_name(adapter_name: str, known_names: Iterable[str], *, param: 
     """Raises InvalidRequestError for a new name with a slash: only the operator's have one."""
     if "/" in adapter_name and adapter_name not in known_names:
         raise InvalidRequestError(
-            f"adapter name {shown(adapter_name)} has a slash, which is for names that the operator gives (--lora-modules); "
-            "choose another name",
+            f"adapter name {shown(adapter_name)} has a slash, "
+            "which is for names that the operator gives (--lora-modules); choose another name",
             param=param,
         )
 

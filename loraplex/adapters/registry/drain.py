@@ -1,19 +1,19 @@
-"""Farewells: an old version is dropped or leaves memory, or a switched one leaves the device, once, when its last reference goes.
+"""Drains: with its last reference an old version is dropped or leaves memory, a switched one leaves the device.
 
-Whoever comes first carries a farewell out: the verb that unnamed the version when nobody uses it, else a job that the last
-`release` hands to `run_later`. The store is called under no lock.
+What is due then is done once, by the thread that comes first: that of the verb when the version is idle, else a job
+that the last `release` hands to `run_later`. The store is called under no lock.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 
-from loraplex.adapters.registry.effects import Effects
-from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
+from loraplex.adapters.registry.shared_table import SharedTable
+from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
 from loraplex.core import AdapterStore, Tier
 from loraplex.errors import AdapterNotFoundError, InvalidRequestError
 
@@ -30,61 +30,57 @@ def check_deadline(deadline_s: float | None) -> None:
 class Drain:
     """abort_grace_s: how long a forced verb waits for the requests that it aborted to let go."""
 
-    def __init__(self, store: AdapterStore, effects: Effects, abort_grace_s: float) -> None:
+    def __init__(self, store: AdapterStore, names: SharedTable, abort_grace_s: float) -> None:
         self._store = store
-        self._effects = effects
-        self._lock = effects.lock
-        self._table = effects.table
+        self._names = names
         self._abort_grace_s = abort_grace_s
 
-    def part(self, parting: Parting) -> None:
-        """Carry out a farewell if it is due and nobody did. Never raises: the error is in `parting.done`."""
-        version = parting.version
-        with self._lock:
-            is_mine = self._table.take(parting)
-            is_shared = self._table.is_content_answering(version) or self._is_shelved_shared(parting)
-        if not is_mine:
-            return
+    def complete(self, drains: Iterable[PendingDrain]) -> None:
+        """Do what is due of these, if no other thread did. Never raises: the error is in `done`."""
+        for drain in drains:
+            self._complete(drain)
+
+    def _complete(self, drain: PendingDrain) -> None:
+        version, table = drain.version, self._names.table
+        with self._names.lock:
+            if not table.take(drain):
+                return
+            is_shelved = drain.then is AfterDrain.SHELVE
+            is_shared = table.is_content_answering(version) or (is_shelved and table.is_content_named(version))
         try:
-            has_changed = self._say_farewell(parting, is_shared)
+            has_changed = self._do(drain.then, version, is_shared)
         except Exception as error:
-            _log.warning("adapter %r: %s failed: %s", version.ref.adapter_name, parting.farewell.value, error)
-            parting.done.set_exception(error)
+            _log.warning("adapter %r: %s failed: %s", version.ref.adapter_name, drain.then.value, error)
+            drain.done.set_exception(error)
         else:
-            parting.done.set_result(has_changed)
+            drain.done.set_result(has_changed)
 
-    def _is_shelved_shared(self, parting: Parting) -> bool:
-        return parting.farewell is Farewell.SHELVE and self._table.is_content_named(parting.version)
-
-    def _say_farewell(self, parting: Parting, is_shared: bool) -> bool:
-        version = parting.version
-        if parting.farewell is Farewell.DROP:
+    def _do(self, then: AfterDrain, version: AdapterVersion, is_shared: bool) -> bool:
+        if then is AfterDrain.DROP:
             return self._drop(version)
         if is_shared:  # what the old one leaves, the new one needs
             self.lift_pin(version)
             return False
-        return self.leave_device(version) if parting.farewell is Farewell.EVICT else self._leave_memory(version)
+        return self.leave_device(version) if then is AfterDrain.EVICT else self._leave_memory(version)
 
-    def finish(self, partings: Sequence[Parting], deadline_s: float | None, force: bool) -> int:
-        """Part with what is idle, wait for the rest, abort it if forced; returns how many requests were aborted.
+    def finish(self, drains: Sequence[PendingDrain], deadline_s: float | None, force: bool) -> int:
+        """Complete what is idle, wait for the rest, abort it if forced; returns how many requests were aborted.
 
-        Raises what the store raised for the farewells that are done.
+        Raises what the store raised for the drains that are done.
         """
-        for parting in partings:
-            self.part(parting)
-            if parting.farewell is Farewell.DROP and not parting.done.done():
+        for drain in drains:
+            self._complete(drain)
+            if drain.then is AfterDrain.DROP and not drain.done.done():
                 with suppress(AdapterNotFoundError):  # its last request has ended just now
-                    self.lift_pin(
-                        parting.version
-                    )  # or requests for others would be refused for want of its room, until it is drained
-        dones = [parting.done for parting in partings]
+                    self.lift_pin(drain.version)  # a pin would deny its room to other adapters until it is drained
+        dones = [drain.done for drain in drains]
         in_use = wait(dones, 0 if deadline_s is None else deadline_s).not_done
         num_aborted = 0
         if force and in_use:
-            versions = [parting.version for parting in partings if parting.done in in_use]
+            versions = [drain.version for drain in drains if drain.done in in_use]
             with (
-                self._lock
-            ):  # before the engine is told: what has a reference and is not sent yet must not be sent any more
+                self._names.lock
+            ):  # before the engine: a request that holds a reference and is not sent yet stays unsent
                 for version in versions:
                     version.is_forced_out = True
             num_aborted = sum(self._store.abort_adapter(version.adapter_id) for version in versions)
@@ -93,6 +89,15 @@ class Drain:
             if done.done():
                 done.result()
         return num_aborted
+
+    def _drop(self, version: AdapterVersion) -> bool:
+        try:
+            self._store.drop_adapter(version.adapter_id)
+        except AdapterNotFoundError:
+            return False  # the engine started again meanwhile: nothing is left to drop
+        return True
+
+    # ------------------------------------------------------------------------------------------------- down, and pins
 
     def evict(self, version: AdapterVersion) -> bool:
         """One tier down, whichever it is in; a pin would forbid it and is lifted."""
@@ -115,8 +120,7 @@ class Drain:
         return self._tier_of(version) is Tier.DEVICE
 
     def _tier_of(self, version: AdapterVersion) -> Tier | None:
-        tiers = {where.adapter_id: where.tier for where in self._store.list_adapters()}
-        return tiers.get(version.adapter_id)
+        return next((where.tier for where in self._store.list_adapters([version.adapter_id])), None)
 
     def lift_pin(self, version: AdapterVersion) -> bool:
         """Whether there was one."""
@@ -127,7 +131,10 @@ class Drain:
         return True
 
     def pass_pin_on(self, version: AdapterVersion, heir: AdapterVersion) -> None:
-        """Pin `heir` instead of `version`, so that no budget must hold both. When it cannot be, this raises and `version` has it back."""
+        """Pin `heir` instead of `version`, so that no budget must hold both.
+
+        Where that fails, `version` has it back.
+        """
         self._store.unpin_adapter(version.adapter_id)
         try:
             self._store.pin_adapter(heir.adapter_id)
@@ -137,8 +144,8 @@ class Drain:
             raise
 
     def note_pin(self, version: AdapterVersion, is_pinned: bool) -> None:
-        """The store has pinned it, or not any more."""
-        with self._effects.change() as table:
+        """The store has pinned it, or does so no longer."""
+        with self._names.change() as table:
             version.is_pinned = is_pinned
             table.touch(version.ref.adapter_name)
 
@@ -150,11 +157,4 @@ class Drain:
         except Exception:
             _log.warning("adapter_id %d: undoing a failed verb failed too", adapter_id, exc_info=True)
             return False
-        return True
-
-    def _drop(self, version: AdapterVersion) -> bool:
-        try:
-            self._store.drop_adapter(version.adapter_id)
-        except AdapterNotFoundError:
-            return False  # the engine started again meanwhile: nothing is left to drop
         return True

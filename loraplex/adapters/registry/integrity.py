@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from loraplex.adapters.registry.version import AdapterVersion, Farewell
-
-if TYPE_CHECKING:
-    from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.name_table import NameTable
+from loraplex.adapters.registry.version import AdapterVersion
 
 
 def check_integrity(table: NameTable) -> None:
@@ -40,12 +36,16 @@ def _check_versions(table: NameTable) -> None:
     _check(not any(version.is_pinned for version in kept), "a kept version is pinned")
     _check(all(name == version.ref.adapter_name for name, version in current.items()), "a name has another's version")
     _check(all(version.num_references >= 0 for version in table.versions()), "a count of references is negative")
-    _check(all(_is_leaving(version) for version in draining), "a draining version would never be dropped")
-    _check(not any(_is_leaving(each) for each in (*current.values(), *kept)), "a registered version would be dropped")
+    _check(all(version.is_to_be_dropped for version in draining), "a draining version would never be dropped")
+    is_any_dropped = any(version.is_to_be_dropped for version in (*current.values(), *kept))
+    _check(not is_any_dropped, "a registered version would be dropped")
 
 
 def _is_remembered_right(table: NameTable, name: str) -> bool:
-    """The history has each kept version, in order, and the current one while another adapter answers; not what answers now."""
+    """The history has each kept version, in order, and the current one while another adapter answers.
+
+    It does not have what answers now.
+    """
     numbers, kept = table.history.numbers(name), [version.number for version in table.kept.get(name, ())]
     current, alias_of = table.current[name].number, table.aliases.get(name)
     is_current_right = (current in numbers) == (alias_of is not None)
@@ -57,10 +57,6 @@ def _is_numbered_right(table: NameTable, version: AdapterVersion) -> bool:
     name = version.ref.adapter_name
     verb = table.verbs.get(name)
     return (verb is not None and verb.brought_number) or version.ref.lora_int_id == table.numbers.of(name)
-
-
-def _is_leaving(version: AdapterVersion) -> bool:
-    return version.parting is not None and version.parting.farewell is Farewell.DROP
 
 
 def _check(is_fine: bool, what: str) -> None:

@@ -1,50 +1,58 @@
-"""Loading: a source becomes a version that a name resolves to, or nothing at all has changed.
+"""How versions come into the store: a source that is loaded, and what is registered when the store started empty.
 
-source -> open (fetch, validate, digest) -> store.add -> pin, if wished or inherited -> publish
+load     source -> open (fetch, validate, digest) -> store.add -> pin, if wished or inherited -> publish; or no change
+attach   what is registered -> store.attach, which reads nothing -> promote the pinned adapters, one after the other
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import suppress
 
 from loraplex.adapters.registry.drain import Drain
-from loraplex.adapters.registry.effects import Effects
-from loraplex.adapters.registry.outcome import LoadResult, LoadStatus
-from loraplex.adapters.registry.verb import LoadWish, Verb
-from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, Parting
+from loraplex.adapters.registry.shared_table import SharedTable
+from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, Verb
+from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.core import AdapterId, AdapterSpec, AdapterStore
-from loraplex.errors import JournalError
+from loraplex.errors import AdapterNotFoundError, EngineError, JournalError, LoraplexError
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterLoader:
-    """Files are read and the store is called under no lock. `next_adapter_id` is never one that was used."""
+    """Files are read and the store is called under no lock. `next_adapter_id` is never one that was used.
+
+    run_later: where `attach` promotes the pinned adapters, while requests are served already.
+    """
 
     def __init__(
         self,
         store: AdapterStore,
         open_adapter: Callable[[str], OpenedAdapter],
         clock: Callable[[], float],
-        effects: Effects,
+        names: SharedTable,
         drain: Drain,
+        run_later: Callable[[Callable[[], None]], object],
     ) -> None:
         self._store = store
         self._open_adapter = open_adapter
         self._clock = clock
-        self._effects = effects
+        self._names = names
         self._drain = drain
+        self._run_later = run_later
         self.next_adapter_id = 1
 
     def load(self, wish: LoadWish) -> LoadResult:
-        """Equal loads at the same time are one load with one outcome, good or bad; other verbs on the name are waited for.
+        """Equal loads at the same time are one load with one outcome, good or bad; a load waits for other verbs.
 
         A reload does not share the outcome of a load that began before it was asked: the files may have changed since.
         """
         may_share = not wish.load_inplace
         while True:
-            with self._effects.change() as table:
+            with self._names.change() as table:
                 version = table.loaded(wish)
                 if version is not None:
                     return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
@@ -64,7 +72,7 @@ class AdapterLoader:
         try:
             result = self._load(wish, verb)
         except BaseException as error:
-            with suppress(JournalError), self._effects.change() as table:
+            with suppress(JournalError), self._names.change() as table:
                 table.call_off(verb)
             verb.done.set_exception(error)
             raise
@@ -74,24 +82,23 @@ class AdapterLoader:
     def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
         began_s = time.monotonic()
         opened = self._open_adapter(wish.path)
-        with self._effects.change() as table:
+        with self._names.change() as table:
             previous = table.current.get(wish.name)
             if wish.keeps_equal and previous is not None and _is_equal(previous, wish, opened):
                 return LoadResult(LoadStatus.ALREADY_LOADED, table.keep(verb).ref)
             version = self._new_version(wish, opened, previous)
         evicted = self._store.add_adapter(version.spec).evicted
-        partings: tuple[Parting, ...] | None = None
+        drains: tuple[PendingDrain, ...] | None = None
         try:
             self._pin(version, previous)
-            with self._effects.change() as table:
-                partings = table.publish(version, verb)
+            with self._names.change() as table:
+                drains = table.publish(version, verb)
         except BaseException:
-            if partings is None:
+            if drains is None:
                 self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
             raise
         finally:
-            for parting in partings or ():
-                self._drain.part(parting)
+            self._drain.complete(drains or ())
         loaded = LoadStatus.LOADED_WITH_EVICTION if evicted else LoadStatus.LOADED
         status = loaded if previous is None else LoadStatus.RELOADED
         number = None if previous is None else previous.number
@@ -100,7 +107,7 @@ class AdapterLoader:
     def _new_version(self, wish: LoadWish, opened: OpenedAdapter, previous: AdapterVersion | None) -> AdapterVersion:
         adapter_id = AdapterId(self.next_adapter_id)
         self.next_adapter_id += 1
-        number = self._effects.table.next_version(wish.name)
+        number = self._names.table.next_version(wish.name)
         digest, max_rank = opened.adapter_digest, opened.max_rank
         now = self._clock()
         return AdapterVersion(
@@ -120,6 +127,48 @@ class AdapterLoader:
             self._drain.pass_pin_on(previous, version)
         else:
             self._store.pin_adapter(version.adapter_id)
+
+    # ------------------------------------------------------------------------------------- a store that started empty
+
+    def attach(self) -> None:
+        """Make all that is registered known to a store that started empty.
+
+        Versions that drain are left out: their requests ended with the engine that they ran in.
+        """
+        table = self._names.table
+        with self._names.lock:
+            current = list(table.current.values())
+            versions = [*current, *(version for kept in table.kept.values() for version in kept)]
+        self._store.attach_adapters([version.spec for version in versions])
+        with self._names.lock:
+            dropped = [version for version in versions if not table.has(version)]
+        for version in dropped:  # a verb that began before the engine died may have found nothing to drop
+            self._drain.try_quietly(self._store.drop_adapter, version.adapter_id)
+        pinned = [version.ref.adapter_name for version in current if version.is_pinned]
+        if pinned:
+            self._run_later(lambda: self._pin_again(pinned))
+
+    def _pin_again(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                self._pin_one_again(name)
+            except (AdapterNotFoundError, EngineError) as error:  # unloaded meanwhile; or the engine starts again
+                _log.info("adapter %r is not pinned now: %s", name, error)
+            except LoraplexError as error:
+                _log.error("adapter %r could not be pinned again: %s", name, error)
+
+    def _pin_one_again(self, name: str) -> None:
+        """When the adapter cannot be pinned, it is no longer registered as pinned either."""
+        with self._names.verb_on(name) as version:
+            if not version.is_pinned:
+                return
+            try:
+                self._store.pin_adapter(version.adapter_id)
+            except EngineError:
+                raise
+            except LoraplexError:
+                self._drain.note_pin(version, False)
+                raise
 
 
 def _is_equal(version: AdapterVersion, wish: LoadWish, opened: OpenedAdapter) -> bool:

@@ -1,38 +1,135 @@
-"""Which names and numbers there are, what answers for each, and which other versions are kept or still run. No locks, no store, no files.
+"""Which names and numbers there are, what answers for each, and which other versions are kept or still run.
 
     answering(name)   = current[aliases.get(name, name)]
     answering(name@N) = version N of name itself, current, kept or running; never redirected
 
-An alias is a name that was switched to another: it keeps its own version in `current` (evicted, ready to be switched back)
-while requests that name it go elsewhere. An alias never points to an alias. When the adapter that answers is unloaded, its
+An alias is a name that was switched to another: it keeps its own version in `current` (evicted, ready to be switched
+back) while requests that name it go elsewhere. An alias never points to an alias. When the adapter that answers is
+unloaded, its
 aliases resolve to nothing: a request is refused rather than served by weights that its operator had switched away from.
 
 A version that is replaced stays registered (`kept`), so that the name can go back to it, as long as not more than
-`max_versions_kept` are: then the one that has not answered for longest is dropped. `history` has what a name answered with before,
-switches too (history.py).
+`max_versions_kept` are: then the one that has not answered for longest is dropped. `history` has what a name answered
+with before, switches too.
 
-Single-threaded: `LoRARegistry` calls it under its lock, so nothing here may block.
+Single-threaded: it is called under the lock of `SharedTable`, so nothing here may block. No store, no files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterable, Iterator, KeysView
 from dataclasses import replace
 
 from loraplex.adapters.registry.adapter_name import address_text, is_one_version, split_address
-from loraplex.adapters.registry.history import Answer, AnswerHistory
-from loraplex.adapters.registry.integrity import check_integrity
-from loraplex.adapters.registry.numbers import AdapterNumbers
-from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
-from loraplex.adapters.registry.table_records import record_version, restore_version
-from loraplex.adapters.registry.verb import LoadWish, Verb
-from loraplex.adapters.registry.version import AdapterVersion, Farewell, Parting
+from loraplex.adapters.registry.records import Answer, NameChange, NameRecord, NameUsage
+from loraplex.adapters.registry.verbs import LoadWish, Verb
+from loraplex.adapters.registry.version import AdapterVersion, AfterDrain, PendingDrain
 from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterNotFoundError, AdapterUnloadedError, shown
+
+MAX_OTHERS = 8
+"""Other adapters remembered for one name, which may be switched to a new one every hour."""
+
+
+class AdapterNumbers:
+    """vLLM's numbers: `lora_int_id` to name. A number belongs to one name, and a name has one number or none."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, int] = {}
+        self._owner: dict[int, str] = {}
+
+    def of(self, name: str) -> int | None:
+        return self._of.get(name)
+
+    def owner(self, lora_int_id: int) -> str | None:
+        return self._owner.get(lora_int_id)
+
+    def items(self) -> ItemsView[int, str]:
+        return self._owner.items()
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._of.keys()
+
+    def check(self, name: str, lora_int_id: int | None) -> None:
+        """Raises AdapterConflictError when the number is another name's, or the name has another number."""
+        if lora_int_id is None:
+            return
+        owner = self._owner.get(lora_int_id, name)
+        if owner != name:
+            raise AdapterConflictError(
+                f"lora_int_id {lora_int_id} belongs to adapter {owner!r}, not to {name!r}; use another number",
+                param="lora_int_id",
+            )
+        number = self._of.get(name, lora_int_id)
+        if number != lora_int_id:
+            raise AdapterConflictError(
+                f"adapter {name!r} has lora_int_id {number}, not {lora_int_id}; use that number", param="lora_int_id"
+            )
+
+    def bind(self, name: str, lora_int_id: int | None) -> bool:
+        """Whether the name has got its number by this."""
+        if lora_int_id is None or name in self._of:
+            return False
+        self._of[name] = lora_int_id
+        self._owner[lora_int_id] = name
+        return True
+
+    def unbind(self, name: str) -> None:
+        number = self._of.pop(name, None)
+        if number is not None:
+            del self._owner[number]
+
+    @property
+    def is_consistent(self) -> bool:
+        return {number: name for name, number in self._of.items()} == self._owner
+
+
+class AnswerHistory:
+    """What each name answered with before what answers now, so that a rollback knows the way back.
+
+    The last to answer stands last, each once:
+
+    v1, v2, rollback             v1 answers   earlier: v2
+    switch to `other`            `other`      earlier: v2, v1
+    rollback                     v1           earlier: v2, `other`
+    """
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, tuple[Answer, ...]] = {}
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._earlier.keys()
+
+    def of(self, name: str) -> tuple[Answer, ...]:
+        return self._earlier.get(name, ())
+
+    def note(self, name: str, before: Answer | None, now: Answer) -> None:
+        """`name` answered with `before` (None: it was not there) and answers with `now`."""
+        if before is not None and before != now:
+            self.put(name, [*(each for each in self.of(name) if each not in (before, now)), before])
+
+    def put(self, name: str, earlier: Iterable[Answer]) -> None:
+        answers = tuple(earlier)
+        others = [each for each in answers if isinstance(each, str)]
+        dropped = others[: max(0, len(others) - MAX_OTHERS)]
+        self._earlier[name] = tuple(each for each in answers if each not in dropped)
+
+    def drop_version(self, name: str, number: int) -> None:
+        """The name can no longer go back to that version."""
+        self.put(name, (each for each in self.of(name) if each != number))
+
+    def forget(self, name: str) -> None:
+        self._earlier.pop(name, None)
+
+    def numbers(self, name: str) -> list[int]:
+        """Versions of its own among the earlier answers."""
+        return [each for each in self.of(name) if isinstance(each, int)]
 
 
 class NameTable:
-    """current: name to its own version; kept: to earlier ones that it may go back to, the last to answer last; draining: to those
-    that go with their last request; verbs: to the slow verb that runs on it.
+    """current: name to its own version; kept: to earlier ones that it may go back to, the last to answer last;
+    draining: to those that go with their last request; verbs: to the slow verb that runs on it.
     """
 
     def __init__(self, max_loaded_loras: int | None, max_versions_kept: int) -> None:
@@ -51,7 +148,7 @@ class NameTable:
         self._changed: dict[str, None] = {}
         self._used: set[str] = set()
 
-    # ------------------------------------------------------------------------------------------------------ look things up
+    # --------------------------------------------------------------------------------------------------- look things up
 
     def answering(self, name: str) -> AdapterVersion:
         """The version that serves requests for `name`, or for `name@N`; raises AdapterNotFoundError."""
@@ -77,8 +174,9 @@ class NameTable:
         yield from (version for version in self.draining.get(name, ()) if not version.is_unloaded)
 
     def earlier(self, name: str, number: int | None) -> AdapterVersion:
-        """Version `number` of `name`, or (None) what answered for it before what does now, which may be of the adapter that it was
-        switched to; raises AdapterNotFoundError.
+        """Version `number` of `name`, or (None) what answered for it before what does now; raises AdapterNotFoundError.
+
+        What answered before may be a version of the adapter that the name was switched to.
         """
         self.own(name)
         answers = reversed(self.history.of(name)) if number is None else (number,)
@@ -93,7 +191,7 @@ class NameTable:
         return AdapterNotFoundError(text)
 
     def _registered(self, name: str, answer: Answer) -> AdapterVersion | None:
-        """What `answer` of `name` stands for now; None when that is gone, or another name that answers already.
+        """What `answer` of `name` stands for now; None when that is unloaded, or another name that answers already.
 
         A name that was switched on meanwhile stands for the adapter that answers for it, unless that is `name` itself.
         """
@@ -108,7 +206,10 @@ class NameTable:
         return None if version is None else self.aliases.get(name, version.number)
 
     def own(self, name: str) -> AdapterVersion:
-        """The version loaded under `name` itself, whoever answers for it; raises AdapterNotFoundError, InvalidRequestError for NAME@N."""
+        """The version loaded under `name` itself, alias or not.
+
+        Raises AdapterNotFoundError, and InvalidRequestError for NAME@N.
+        """
         version = self.current.get(name)
         if version is None and self._addressed(name) is not None:
             raise is_one_version(name)
@@ -117,7 +218,7 @@ class NameTable:
         return version
 
     def address_of(self, adapter_id: int) -> str | None:
-        """What a client writes for a version now: NAME if that means it, else NAME@N; None for one that is not loaded."""
+        """What a client writes for a version now: NAME if that means it, else NAME@N; None: it is not loaded."""
         version = self._by_id.get(adapter_id)
         if version is None:
             return None
@@ -162,7 +263,8 @@ class NameTable:
         if name in self.aliases:
             target = self.aliases[name]
             return AdapterNotFoundError(
-                f"adapter {name!r} was switched to {target!r}, which is unloaded; load {target!r}, or switch or reload {name!r}"
+                f"adapter {name!r} was switched to {target!r}, which is unloaded; "
+                f"load {target!r}, or switch or reload {name!r}"
             )
         if self.load_under_way(name) is not None:
             return AdapterNotFoundError(f"adapter {name!r} is still being loaded; try again when its load has ended")
@@ -171,10 +273,13 @@ class NameTable:
             return self._has_not_kept(address[0], f"version {address[1]}")
         return AdapterNotFoundError(f"adapter {shown(name)} is not loaded; load it first")
 
-    # --------------------------------------------------------------------------------------------------------------- load
+    # ------------------------------------------------------------------------------------------------------------- load
 
     def loaded(self, wish: LoadWish) -> AdapterVersion | None:
-        """What answers, when the adapter is there as wished; None when there is something to load; AdapterConflictError."""
+        """What answers, when the adapter is there as wished; None when there is something to load.
+
+        Raises AdapterConflictError.
+        """
         self.numbers.check(wish.name, wish.lora_int_id)
         version = self.current.get(wish.name)
         if version is None or wish.load_inplace:
@@ -202,7 +307,7 @@ class NameTable:
         return verb
 
     def call_off(self, verb: Verb) -> None:
-        """A load failed, or is not wanted any more: nothing of it stays."""
+        """A load failed, or is no longer wanted: nothing of it stays."""
         assert verb.wish is not None
         name = verb.wish.name
         if self.verbs.get(name) is verb:
@@ -211,8 +316,8 @@ class NameTable:
                 self.numbers.unbind(name)
                 self.touch(name)
 
-    def publish(self, version: AdapterVersion, verb: Verb) -> tuple[Parting, ...]:
-        """The name resolves to `version` from now on; returns the partings of what it replaces and of what is not kept any more."""
+    def publish(self, version: AdapterVersion, verb: Verb) -> tuple[PendingDrain, ...]:
+        """The name resolves to `version` from now on; what it replaces, and what is no longer kept, is to drain."""
         name = version.ref.adapter_name
         self._end_load(name, verb)
         previous = self.current.get(name)
@@ -246,12 +351,11 @@ class NameTable:
             raise AdapterUnloadedError(f"adapter {name!r} was unloaded while it was being loaded; load it again")
         del self.verbs[name]
 
-    def move(self, name: str, version: AdapterVersion) -> tuple[Parting, ...]:
-        """`name` answers with `version` from now on, which is what `earlier` found; returns the partings of what answered until now."""
+    def move(self, name: str, version: AdapterVersion) -> tuple[PendingDrain, ...]:
+        """`name` answers with `version`, which `earlier` found, from now on; what answered until now is to drain."""
         if version.ref.adapter_name != name:
-            parting = self.redirect(name, version)
-            return () if parting is None else (parting,)
-        version.stay()
+            return self.redirect(name, version)
+        version.cancel_drain()
         previous = self.current[name]
         if version is previous:
             self._answer_for_itself(name)
@@ -266,7 +370,7 @@ class NameTable:
         return self._shelve(previous)
 
     def next_version(self, name: str) -> int:
-        """One more than any version that the name has had, or that still runs, so that a version number is never ambiguous."""
+        """One more than any version that the name has had, or that still runs, so that no number is ambiguous."""
         numbers = [version.number for version in self.draining.get(name, ())]
         return 1 + max(*numbers, self.last_numbers.get(name, 0), 0)
 
@@ -288,12 +392,12 @@ class NameTable:
             self.touch(name)
         version.ref = replace(version.ref, lora_int_id=lora_int_id)
         if name in self.verbs:
-            self.verbs[name].brought_number = False  # it stays, whatever becomes of that load
+            self.verbs[name].brought_number = False  # it stays, even when that load fails
 
-    # ------------------------------------------------------------------------------------------------------ unload, switch
+    # --------------------------------------------------------------------------------------------------- unload, switch
 
     def remove(self, name: str) -> AdapterVersion | None:
-        """The name resolves to nothing from now on, its number is free, and a load of it that is under way is called off.
+        """The name resolves to nothing from now on, its number is free, and a load of it under way is called off.
 
         None when there was only such a load; raises AdapterNotFoundError when there was nothing.
         """
@@ -314,25 +418,26 @@ class NameTable:
         self.touch(name)
         return version
 
-    def redirect(self, old: str, version: AdapterVersion) -> Parting | None:
-        """Requests for `old`, and for names that were switched to it, go to `version` (its name answers for itself again).
+    def redirect(self, old: str, version: AdapterVersion) -> tuple[PendingDrain, ...]:
+        """Requests for `old`, and for names switched to it, go to `version` (its name answers for itself again).
 
-        None when `old` is not loaded; raises AdapterNotFoundError when `version` was unloaded meanwhile.
+        What `old` answered with is to drain; nothing, when it is not loaded. Raises AdapterNotFoundError when `version`
+        was unloaded meanwhile.
         """
         new = version.ref.adapter_name
         if self.current.get(new) is not version:
             raise AdapterNotFoundError(f"adapter {new!r} was unloaded while {old!r} was being switched to it")
         if new in self.aliases:
             self._answer_for_itself(new)
-        version.stay()
+        version.cancel_drain()
         leaving = self.current.get(old)
         if leaving is None:
-            return None
+            return ()
         for name in (old, *(name for name, target in self.aliases.items() if target == old)):
             self.history.note(name, self._answer(name), new)
             self.aliases[name] = new
             self.touch(name)
-        return leaving.part_with(Farewell.EVICT)
+        return (leaving.start_drain(AfterDrain.EVICT),)
 
     def is_content_answering(self, version: AdapterVersion) -> bool:
         """Whether what answers for the version's name now has the very same content, so that the two share memory."""
@@ -341,26 +446,29 @@ class NameTable:
         return answering is not None and answering.ref.adapter_digest == version.ref.adapter_digest
 
     def is_content_named(self, version: AdapterVersion) -> bool:
-        """Whether any other name or version that may be asked for has the very same content, so that the two share memory."""
+        """Whether another name has the very same content, so that the two share memory."""
         digest = version.ref.adapter_digest
         return any(each.ref.adapter_digest == digest for each in self.current.values() if each is not version)
 
-    def partings(self, name: str) -> tuple[Parting, ...]:
+    def pending_drains(self, name: str) -> tuple[PendingDrain, ...]:
         """Of all versions of `name` that drain."""
-        return tuple(version.parting for version in self.draining.get(name, ()) if version.parting is not None)
+        return tuple(each.pending_drain for each in self.draining.get(name, ()) if each.pending_drain is not None)
 
-    def take(self, parting: Parting) -> bool:
-        """Whether a farewell is due now; it is the caller's from then on, and nobody else's."""
-        version = parting.version
-        if version.parting is not parting or version.num_references:
+    def take(self, drain: PendingDrain) -> bool:
+        """Whether a drain is complete and no other thread took it; the caller carries out what is due."""
+        version = drain.version
+        if version.pending_drain is not drain or version.num_references:
             return False
-        version.parting = None
-        if parting.farewell is Farewell.DROP:
+        version.pending_drain = None
+        if drain.then is AfterDrain.DROP:
             self._forget(version)
         return True
 
-    def _shelve(self, version: AdapterVersion) -> tuple[Parting, ...]:
-        """Keep a version that was replaced, and drop those that are too many then. Its pin has passed to the new one."""
+    def _shelve(self, version: AdapterVersion) -> tuple[PendingDrain, ...]:
+        """Keep a version that was replaced, and drop those that are too many then.
+
+        Its pin has passed to the new one.
+        """
         version.is_pinned = False
         name = version.ref.adapter_name
         kept = [*self.kept.pop(name, ()), version]
@@ -370,11 +478,11 @@ class NameTable:
         for each in kept[:num_over]:
             self.history.drop_version(name, each.number)
         dropped = [self._retire(each) for each in kept[:num_over]]
-        return (*dropped, *([] if num_over == len(kept) else [version.part_with(Farewell.SHELVE)]))
+        return (*dropped, *([] if num_over == len(kept) else [version.start_drain(AfterDrain.SHELVE)]))
 
-    def _retire(self, version: AdapterVersion) -> Parting:
+    def _retire(self, version: AdapterVersion) -> PendingDrain:
         self.draining.setdefault(version.ref.adapter_name, []).append(version)
-        return version.part_with(Farewell.DROP)
+        return version.start_drain(AfterDrain.DROP)
 
     def _forget(self, version: AdapterVersion) -> None:
         del self._by_id[version.adapter_id]
@@ -383,7 +491,7 @@ class NameTable:
         if not self.draining[name]:
             del self.draining[name]
 
-    # ------------------------------------------------------------------------------------------------- usage and records
+    # ------------------------------------------------------------------------------------------------ usage and records
 
     def use(self, version: AdapterVersion, now: float) -> None:
         """One more request."""
@@ -404,7 +512,7 @@ class NameTable:
         return [self._usage[name] for name in used if name in self._usage]
 
     def touch(self, name: str) -> None:
-        """What the journal knows of `name` is not true any more."""
+        """What the journal has of `name` is out of date."""
         self._changed[name] = None
 
     def take_changed(self) -> tuple[str, ...]:
@@ -417,15 +525,18 @@ class NameTable:
         if version is None:
             return NameChange(name, None)
         versions = (version, *reversed(self.kept.get(name, ())))
-        records = tuple(map(record_version, versions))
+        records = tuple(each.record() for each in versions)
         number, alias_of = self.numbers.of(name), self.aliases.get(name)
         last_number, history = self.last_numbers[name], self.history.of(name)
         return NameChange(name, NameRecord(number, alias_of, last_number, records, self.usage(name), history))
 
     def restore(self, name: str, record: NameRecord) -> None:
-        """Put back what a journal has of a name, as far as that many versions are kept now. The table must not have it."""
+        """Put back what a journal has of a name, as far as that many versions are kept now.
+
+        The table must not have it.
+        """
         versions = record.versions[: self.max_versions_kept]
-        current, *kept = (restore_version(name, each, record) for each in versions)
+        current, *kept = (AdapterVersion.from_record(name, each, record) for each in versions)
         self.current[name] = current
         if kept:
             self.kept[name] = kept[::-1]
@@ -439,7 +550,3 @@ class NameTable:
         self.history.put(name, (*(each for each in own if each not in known), *known))
         self.last_numbers[name] = record.last_number
         self._usage[name] = record.usage
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError, as integrity.py says."""
-        check_integrity(self)

@@ -1,4 +1,4 @@
-"""What of the registry outlives the process: one record per name, and who keeps them (adapters/journal/)."""
+"""What of the registry outlives the process: one record a name, and the journal that keeps them (adapters/journal/)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from loraplex.adapters.registry.history import Answer
+Answer = int | str
+"""What a name answers with: a version of its own, by number, or what answers for the name it was switched to."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One registered version. `path` is its local directory, `lora_path` the source as its owner named it; times are Unix time."""
+    """One registered version. `path`: its local directory; `lora_path`: the source as its owner named it; Unix time."""
 
     adapter_id: int
     number: int
@@ -40,8 +41,8 @@ class NameUsage:
 class NameRecord:
     """One name with all that belongs to it. versions: the current one, then the kept ones, the last to answer first.
 
-    last_number: of the newest version ever, so that no number is used twice while the name is loaded. history: what the name answered
-    with before what does now (history.py).
+    last_number: of the newest version ever, so that no number is used twice while the name is loaded.
+    history: what the name answered with before what does now (AnswerHistory).
     """
 
     lora_int_id: int | None
@@ -54,7 +55,7 @@ class NameRecord:
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """What a verb did to a name: its new record, None when the name is gone."""
+    """What a verb did to a name: its new record; None: it is not loaded."""
 
     name: str
     record: NameRecord | None
@@ -64,12 +65,13 @@ class Journal(Protocol):
     """Keeps the records where they outlive the process."""
 
     def record(self, changes: Sequence[NameChange]) -> Future[None]:
-        """Called under the registry's lock, in the order of the changes, so it never waits; done when the changes are safe.
+        """Called under the registry's lock, in the order of the changes, so it never waits.
 
-        The future raises JournalError when they could not be written; they are then tried again with the next ones.
+        The future is done when the changes are safe. It raises JournalError when they could not be written; they are
+        then written with the next ones.
         """
         ...
 
     def count(self, take_usage: Callable[[], Sequence[NameUsage]]) -> None:
-        """From now on ask `take_usage` every few seconds, and at the end, for the counters that changed since, and keep them."""
+        """From now on ask `take_usage` every few seconds, and at the end, for the counters that changed; keep them."""
         ...

@@ -5,14 +5,15 @@
     unload   the name resolves to nothing at once; its last release drops it from the store    (drain.py)
     reload   a new version under the name, which inherits the pin; the old one drains
     switch   `new` is promoted, then answers for `old` too, which leaves the device             (switch.py)
-    move     a kept version of a name is promoted, then answers again; rollback is the move to what answered before (history.py)
+    move     a kept version of a name is promoted, then answers again; rollback is the move to what answered before
 
-One lock guards the table of names (name_table.py) and is held for dictionary operations only, so requests never wait for a verb.
-Slow verbs on one name run one after the other, waiting on a future; `unload` waits for none and calls a load under way off. Each
-verb takes effect in one critical section of the table (effects.py): `publish`, `remove`, `redirect`, `move`, or a pin that is noted. With a
-journal, what it changed is on disk before the verb returns.
+One lock guards the table of names (name_table.py) and is held for dictionary operations only, so requests never wait
+for a verb. Slow verbs on one name run one after the other, waiting on a future; `unload` waits for none and calls a
+load under way off. Each verb takes effect in one critical section of the table (shared_table.py): `publish`, `remove`,
+`redirect`, `move`, or a pin that is noted. With a journal, what it changed is on disk before the verb returns.
 
-After SGLang's LoRARegistry (stable ids, counts, drain before unload), with versions, content digests and threads. No torch.
+After SGLang's LoRARegistry (stable ids, counts, drain before unload), with versions, content digests and threads. No
+torch.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ from functools import partial
 
 from loraplex.adapters.registry.adapter_name import check_adapter_name, check_lora_int_id, normalize_source
 from loraplex.adapters.registry.drain import Drain, check_deadline
-from loraplex.adapters.registry.effects import Effects
+from loraplex.adapters.registry.integrity import check_integrity
 from loraplex.adapters.registry.load import AdapterLoader
 from loraplex.adapters.registry.name_table import NameTable
-from loraplex.adapters.registry.outcome import AdapterInfo, LoadResult, LoadStatus, SwitchResult, UnloadResult
 from loraplex.adapters.registry.records import Journal, NameRecord, NameUsage
-from loraplex.adapters.registry.revival import Revival
+from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.switch import AdapterSwitch
-from loraplex.adapters.registry.turns import Turns
-from loraplex.adapters.registry.verb import LoadWish
-from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, Parting
-from loraplex.adapters.registry.views import Views
+from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, SwitchResult, UnloadResult
+from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
+from loraplex.adapters.registry.views import AdapterInfo, NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
 from loraplex.errors import InvalidRequestError
 from loraplex.events import Detail, EventKind
@@ -49,22 +48,25 @@ OnChange = Callable[[EventKind, str, str, Mapping[str, Detail]], None]
 
 
 def start_thread(job: Callable[[], None]) -> None:
-    """Run `job` beside the caller. Farewells are rare (one per unload, reload or switch), so no thread is kept for them."""
-    threading.Thread(target=job, name="loraplex-farewell", daemon=True).start()
+    """Run `job` beside the caller.
+
+    Drains are rare (one per unload, reload or switch), so no thread is kept for them.
+    """
+    threading.Thread(target=job, name="loraplex-drain", daemon=True).start()
 
 
 class LoRARegistry:
-    """Thread-safe. `acquire`, `release`, `resolve` and the lists of names may be called on an event loop; the verbs block.
+    """Thread-safe. `acquire`, `release`, `resolve` and the lists of names may run on an event loop; the verbs block.
 
     store: the engine's side. It holds nothing of an adapter when `add_adapter` raises.
     open_adapter: fetches and validates a source; raises AdapterError.
-    run_later: takes a farewell off the thread that released the last reference, because the store may block and `release` runs on an
-    event loop. `submit` of an executor fits, unless verbs run on it too (they may wait for the farewell); an engine without threads
-    passes a function that calls the job at once. It must not raise.
+    run_later: takes what a drain does off the thread that released the last reference, because the store may block and
+    `release` runs on an event loop. `submit` of an executor fits, unless verbs run on it too (they may wait for the
+    drain); an engine without threads passes a function that calls the job at once. It must not raise.
     max_versions_kept: of one name, the current one counted; 1 keeps no earlier one.
     journal: where names outlive the process; None: nowhere. on_change is told of switches, moves and unloads.
-    Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is another's,
-    InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
+    Errors: AdapterNotFoundError for a name that resolves to nothing, AdapterConflictError for a name or number that is
+    another's, InvalidRequestError for arguments that cannot be, and what the store and open_adapter raise.
     """
 
     def __init__(
@@ -87,18 +89,16 @@ class LoRARegistry:
         self._clock = clock
         self._on_change = on_change
         self._table = NameTable(max_loaded_loras, max_versions_kept)
-        self._effects = Effects(self._table, journal)
-        self._lock = self._effects.lock
-        self._drain = Drain(store, self._effects, abort_grace_s)
-        self._turns = Turns(self._lock, self._table)
-        self._switch = AdapterSwitch(store, self._effects, self._drain, self._turns)
-        self._loader = AdapterLoader(store, open_adapter, clock, self._effects, self._drain)
-        self._revival = Revival(store, self._effects, self._turns, self._drain, run_later)
-        self._views = Views(store, self._lock, self._table)
+        self._names = SharedTable(self._table, journal)
+        self._lock = self._names.lock
+        self._drain = Drain(store, self._names, abort_grace_s)
+        self._switch = AdapterSwitch(store, self._names, self._drain)
+        self._loader = AdapterLoader(store, open_adapter, clock, self._names, self._drain, run_later)
+        self._views = Views(store, self._names)
         if journal is not None:
             journal.count(self.take_usage)
 
-    # ---------------------------------------------------------------------------------------------------- for every request
+    # ------------------------------------------------------------------------------------------------ for every request
 
     def acquire(self, name: str) -> LoRARef:
         """Take a reference to the version that answers for `name` (or for `name@N`) now. Release it exactly once."""
@@ -108,18 +108,19 @@ class LoRARegistry:
             return version.ref
 
     def is_forced_out(self, adapter_id: int) -> bool:
-        """To be asked directly before a request that has a reference is sent to the engine: whether its adapter was unloaded by force
-        since. The engine aborts only what it was sent before.
+        """Whether the adapter of a request that has a reference was unloaded by force since.
+
+        To be asked directly before the request is sent to the engine, which aborts only what it was sent before.
         """
         with self._lock:
             return self._table.in_use(adapter_id).is_forced_out
 
     def release(self, ref: LoRARef) -> None:
-        """Return a reference. The last one of an unloaded, replaced or switched version sets its farewell going."""
+        """Return a reference. The last one of an unloaded, replaced or switched version completes its drain."""
         with self._lock:
-            parting = self._table.in_use(ref.adapter_id).release()
-        if parting is not None:
-            self._run_later(partial(self._drain.part, parting))
+            drain = self._table.in_use(ref.adapter_id).release()
+        if drain is not None:
+            self._run_later(partial(self._drain.complete, (drain,)))
 
     def resolve(self, name: str) -> LoRARef:
         """What answers for `name` (or for `name@N`) now, without a reference."""
@@ -138,7 +139,7 @@ class LoRARegistry:
         return {name: version.ref for name, version in answers.items() if version is not None}
 
     def address_of(self, adapter_id: int) -> str | None:
-        """What a client writes for a version now: `sql`, or `sql@2` for one that the bare name does not mean; None for an unknown id."""
+        """What a client writes for a version now: `sql`, or `sql@2` if the bare name means another; None: unknown."""
         with self._lock:
             return self._table.address_of(adapter_id)
 
@@ -150,7 +151,7 @@ class LoRARegistry:
         with self._lock:
             return self._table.lora_int_ids()
 
-    # ------------------------------------------------------------------------------------------------------ load and unload
+    # -------------------------------------------------------------------------------------------------- load and unload
 
     def load(
         self,
@@ -165,9 +166,10 @@ class LoRARegistry:
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
-        A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the name). One that is
-        loaded from another path, or has another number, is refused; `load_inplace` replaces it by a new version (with `keeps_equal` only
-        if path or content differ, so that saying it twice does not push the version before out of what is kept).
+        A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the
+        name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
+        new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
+        version before out of what is kept).
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
@@ -178,39 +180,41 @@ class LoRARegistry:
         return result
 
     def unload(self, name: str, *, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
-        """The name resolves to nothing at once. Requests that run on any version of it finish, then every tier is freed.
+        """The name resolves to nothing at once. Requests on any version of it finish, then every tier is freed.
 
         deadline_s: how long this call waits for them; by default it does not wait, and the drain goes on by itself.
         force: those that still run then are aborted. A load of the name that is under way is called off.
         """
         check_deadline(deadline_s)
-        partings: tuple[Parting, ...] = ()
+        drains: tuple[PendingDrain, ...] = ()
         try:
-            with self._effects.change() as table:
+            with self._names.change() as table:
                 version = table.remove(name)
-                partings = table.partings(name)
+                drains = table.pending_drains(name)
         finally:
-            num_aborted = self._drain.finish(partings, deadline_s, force)
+            num_aborted = self._drain.finish(drains, deadline_s, force)
         self._tell(EventKind.UNLOAD, name, "was unloaded", num_aborted=num_aborted)
         return UnloadResult(
             adapter_name=name,
             ref=None if version is None else version.ref,
-            is_drained=all(parting.done.done() for parting in partings),
-            num_references=sum(parting.version.num_references for parting in partings),
+            is_drained=all(drain.done.done() for drain in drains),
+            num_references=sum(drain.version.num_references for drain in drains),
             num_aborted=num_aborted,
         )
 
-    # ---------------------------------------------------------------------------------------------------------------- switch
+    # ----------------------------------------------------------------------------------------------------------- switch
 
     def switch(
         self, old: str, new: str, *, new_path: str | None = None, deadline_s: float | None = None, force: bool = False
     ) -> SwitchResult:
-        """Load `new` if it is unknown, promote it, then let it answer for `old` too; `old` leaves the device after its last request.
+        """Load `new` if it is unknown, promote it, then let it answer for `old` too.
 
-        An idle `old` makes room first when there is none beside it. From then on `old` is an alias (`describe(old).alias_of == new`)
-        that keeps its own version loaded, so that `switch(new, old)` is as quick. An `old` that is not loaded is no error and becomes no
-        alias. Unloading the alias frees its name and weights; a reload in place makes it answer for itself again. deadline_s and force
-        as in `unload`.
+        `old` leaves the device after its last request.
+
+        An idle `old` is evicted first when there is no room beside it. From then on `old` is an alias
+        (`describe(old).alias_of == new`) that keeps its own version loaded, so that `switch(new, old)` is as quick. An
+        `old` that is not loaded is no error and becomes no alias. Unloading the alias frees its name and weights; a
+        reload in place makes it answer for itself again. deadline_s and force as in `unload`.
         """
         check_deadline(deadline_s)
         check_adapter_name(old, self._base_names, param="old")
@@ -226,9 +230,11 @@ class LoRARegistry:
     def move(self, name: str, version: int | None = None) -> LoadResult:
         """Let a kept version of `name` answer for it again: rollback, by default to what answered before what does now.
 
-        That may be the name's own version before a switch, or the adapter that it was switched to. What answered until now is remembered
-        instead, so `move` goes forth and back. A version inherits the pin. Raises AdapterNotFoundError for a version that is not kept,
-        and what promoting it raises when its source is gone or has changed: then what answers now answers on.
+        That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
+        now is remembered instead, so `move` goes forth and back. A version inherits the pin. Raises
+        AdapterNotFoundError for a
+        version that is not kept, and what promoting it raises when its source is missing or has changed: then what
+        answers now answers on.
         """
         result = self._switch.move(name, version)
         ref = result.ref
@@ -242,15 +248,15 @@ class LoRARegistry:
     def _tell(self, kind: EventKind, name: str, text: str, **details: Detail) -> None:
         self._on_change(kind, name, f"adapter {name!r} {text}", details)
 
-    # --------------------------------------------------------------------------------- residency of what answers for a name
+    # ----------------------------------------------------------------------------- residency of what answers for a name
 
     def pin(self, name: str) -> bool:
         """Promote, and exempt from eviction until it is unpinned, evicted or unloaded. Whether something changed."""
         with self._verb_on(name) as (version, is_current):
             if not is_current:
                 raise InvalidRequestError(
-                    f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, and only that is pinned; "
-                    "move the name to it first, or preload it"
+                    f"{name!r} is not the version that answers for {version.ref.adapter_name!r}, "
+                    "and only that is pinned; move the name to it first, or preload it"
                 )
             has_changed = self._store.pin_adapter(version.adapter_id)
             self._drain.note_pin(version, True)
@@ -271,8 +277,11 @@ class LoRARegistry:
 
     @contextmanager
     def _verb_on(self, name: str) -> Iterator[tuple[AdapterVersion, bool]]:
-        """The version that answers for `name` (or for `name@N`), and whether it is its adapter's current one; no other verb runs."""
-        with self._turns.verb_on(self.resolve(name).adapter_name) as current:
+        """The version that answers for `name` (or for `name@N`), and whether it is its adapter's current one.
+
+        No other verb runs.
+        """
+        with self._names.verb_on(self.resolve(name).adapter_name) as current:
             with self._lock:
                 version = current if name in self._table.current else self._table.answering(name)
             yield version, version is current
@@ -281,14 +290,18 @@ class LoRARegistry:
         """Promote now rather than with the first request; `name@N` too."""
         return self._store.promote_adapter(self.resolve(name).adapter_id)
 
-    # ----------------------------------------------------------------------------------------------------------------- views
+    # ------------------------------------------------------------------------------------------------------------ views
 
     def describe(self, name: str) -> AdapterInfo:
-        """What is loaded under `name` itself, and who answers for it; of `name@N` that version."""
+        """What is loaded under `name` itself, and the name that answers for it; of `name@N` that version."""
         return self._views.describe(name)
 
     def list_adapters(self) -> list[AdapterInfo]:
-        return self._views.list_adapters()
+        return list(self._views.infos(NameQuery()))
+
+    def infos(self, query: NameQuery) -> Iterator[AdapterInfo]:
+        """Of the names that `query` means, looked up as they are asked for."""
+        return self._views.infos(query)
 
     @property
     def num_references(self) -> int:
@@ -298,7 +311,7 @@ class LoRARegistry:
         return sum(version.num_references for version in versions)
 
     def specs(self) -> tuple[AdapterSpec, ...]:
-        """What the store holds when no verb runs: current and kept versions, and old ones that requests still run on."""
+        """What the store holds when no verb runs: current and kept versions, and old ones with requests."""
         with self._lock:
             versions = self._table.versions()
         return tuple(version.spec for version in versions)
@@ -311,9 +324,9 @@ class LoRARegistry:
     def check_integrity(self) -> None:
         """Raises AssertionError when names, numbers, versions and references do not fit together."""
         with self._lock:
-            self._table.check_integrity()
+            check_integrity(self._table)
 
-    # --------------------------------------------------------------------------------------------------------------- restart
+    # ---------------------------------------------------------------------------------------------------------- restart
 
     def resume(self, records: Mapping[str, NameRecord], last_adapter_id: int) -> None:
         """Take over what a journal has, before anything is loaded: the names resolve from now on, and no file is read.
@@ -325,8 +338,8 @@ class LoRARegistry:
             for name, record in records.items():
                 self._table.restore(name, record)
             self._loader.next_adapter_id = last_adapter_id + 1
-        self._revival.attach()
+        self._loader.attach()
 
     def restore(self) -> None:
         """Make all that is registered known to a store that started empty again, as `resume` does."""
-        self._revival.attach()
+        self._loader.attach()

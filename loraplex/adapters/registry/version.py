@@ -1,11 +1,12 @@
-"""One loaded version of an adapter: what it is, who uses it, and what happens when the last user leaves.
+"""One loaded version of an adapter: what it is, how many requests use it, and what its last release sets going.
 
-    load or reload -> current --(reload, rollback)--> kept: out of memory when its last reference goes, and registered still
+    load or reload -> current --(reload, rollback)--> kept: out of memory when its last reference goes
                        |  ^________(rollback)_________|   `--(unload, too many kept)--> draining
                        |--(unload)--> draining --(last reference released)--> dropped
                        `--(switched away)--> off the device when its last reference goes, and current still
 
-A version is mutable and belongs to the registry, which touches it only under its lock. What leaves the registry is `LoRARef`.
+A version is mutable and belongs to the registry, which touches it only under its lock. What leaves the registry is
+`LoRARef`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import enum
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from loraplex.adapters.registry.records import NameRecord, VersionRecord
 from loraplex.core import AdapterId, AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARef:
-    """What a request holds while it runs: one version of one adapter. `lora_path` is the source as its owner named it."""
+    """What a request holds while it runs: one version of one adapter.
+
+    `lora_path` is the source as its owner named it.
+    """
 
     adapter_id: AdapterId
     adapter_name: str
@@ -40,7 +45,7 @@ class OpenedAdapter:
     max_rank: int
 
 
-class Farewell(enum.Enum):
+class AfterDrain(enum.Enum):
     """What is done to a version when its last reference goes: off the device, out of device and host, or forgotten."""
 
     EVICT = "evict"
@@ -49,18 +54,23 @@ class Farewell(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Parting:
-    """A farewell that is due to `version`. `done` holds whether the store changed something, or the error it raised."""
+class PendingDrain:
+    """`then` is due once `version` has no reference.
+
+    `done`: whether the store changed something, or the error it raised.
+    """
 
     version: AdapterVersion
-    farewell: Farewell
+    then: AfterDrain
     done: Future[bool] = field(default_factory=Future)
 
 
 @dataclass(eq=False, slots=True)
 class AdapterVersion:
-    """is_unloaded: its name stopped resolving, `name@N` too. is_forced_out: its requests are being aborted; what
-    has not reached the engine yet must not any more, until the last reference is gone or it answers again.
+    """is_unloaded: its name stopped resolving, `name@N` too.
+
+    is_forced_out: its requests are being aborted; what has not reached the engine yet must no longer be sent, until the
+    last reference is released or it answers again.
     """
 
     ref: LoRARef
@@ -70,7 +80,7 @@ class AdapterVersion:
     loaded_time: float
     last_used_time: float
     num_references: int = 0
-    parting: Parting | None = None
+    pending_drain: PendingDrain | None = None
     is_unloaded: bool = False
     is_forced_out: bool = False
 
@@ -82,23 +92,57 @@ class AdapterVersion:
     def number(self) -> int:
         return self.ref.adapter_version
 
-    def part_with(self, farewell: Farewell) -> Parting:
-        """Make `farewell` due once the last reference goes; one that was due before is off."""
-        self.stay()
-        self.parting = Parting(self, farewell)
-        return self.parting
+    @property
+    def is_to_be_dropped(self) -> bool:
+        return self.pending_drain is not None and self.pending_drain.then is AfterDrain.DROP
 
-    def release(self) -> Parting | None:
-        """One reference less; the farewell that is due, if it was the last."""
+    def start_drain(self, then: AfterDrain) -> PendingDrain:
+        """Make `then` due once the last reference goes; one that was due before is off."""
+        self.cancel_drain()
+        self.pending_drain = PendingDrain(self, then)
+        return self.pending_drain
+
+    def cancel_drain(self) -> None:
+        """What was due is off, and the verbs that wait for it are told that nothing was done."""
+        self.is_forced_out = False
+        if self.pending_drain is not None:
+            self.pending_drain.done.set_result(False)
+            self.pending_drain = None
+
+    def release(self) -> PendingDrain | None:
+        """One reference less; the drain that is complete, if it was the last."""
         self.num_references -= 1
         if self.num_references:
             return None
         self.is_forced_out = False
-        return self.parting
+        return self.pending_drain
 
-    def stay(self) -> None:
-        """Whatever farewell was due is off, and who waits for it is told that nothing was done."""
-        self.is_forced_out = False
-        if self.parting is not None:
-            self.parting.done.set_result(False)
-            self.parting = None
+    # ----------------------------------------------------------------------------------------------- beyond the process
+
+    def record(self) -> VersionRecord:
+        ref, spec = self.ref, self.spec
+        return VersionRecord(
+            adapter_id=ref.adapter_id,
+            number=ref.adapter_version,
+            digest=ref.adapter_digest,
+            path=spec.path,
+            lora_path=ref.lora_path,
+            origin=self.origin,
+            nbytes=spec.nbytes,
+            max_rank=ref.max_rank,
+            is_pinned=self.is_pinned,
+            loaded_time=self.loaded_time,
+        )
+
+    @classmethod
+    def from_record(cls, name: str, record: VersionRecord, owner: NameRecord) -> AdapterVersion:
+        adapter_id = AdapterId(record.adapter_id)
+        number, digest, max_rank = record.number, record.digest, record.max_rank
+        return cls(
+            ref=LoRARef(adapter_id, name, number, digest, owner.lora_int_id, max_rank, record.lora_path),
+            spec=AdapterSpec(adapter_id, name, number, digest, record.path, record.nbytes, max_rank),
+            origin=record.origin,
+            is_pinned=record.is_pinned,
+            loaded_time=record.loaded_time,
+            last_used_time=owner.usage.last_used_time,
+        )

@@ -38,12 +38,14 @@ class RotaryCall(ctypes.Structure):
     )
 
 
-def has_native_layout(kv_layer: torch.Tensor) -> bool:
-    """Whether these kernels write and read this cache; if not, both are stock torch's."""
+def kv_layout_gap(kv_layer: torch.Tensor) -> str | None:
+    """Why these kernels cannot write and read this cache: both are stock torch's then. None: they can."""
     _, _, _, block_size, head_dim = kv_layer.shape
-    return (
-        block_size % GROUP == 0 and head_dim % GROUP == 0 and head_dim <= MAX_HEAD_DIM and kv_layer.dtype in KV_FORMATS
-    )
+    if block_size % GROUP:
+        return f"KV blocks of {block_size} tokens, no multiple of {GROUP}"
+    if head_dim % GROUP or head_dim > MAX_HEAD_DIM:
+        return f"heads of {head_dim}, no multiple of {GROUP} up to {MAX_HEAD_DIM}"
+    return None if kv_layer.dtype in KV_FORMATS else f"a KV cache of {kv_layer.dtype}"
 
 
 def rotary_write_kv(

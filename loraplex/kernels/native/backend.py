@@ -16,8 +16,9 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.cpu import CpuUse
+from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.native import checksum, lora, sampling
-from loraplex.kernels.native.attention import has_native_layout, paged_attention, rotary_write_kv
+from loraplex.kernels.native.attention import kv_layout_gap, paged_attention, rotary_write_kv
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, embedding, linear, pack_linear
@@ -25,6 +26,7 @@ from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, Ste
 from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
 from loraplex.kernels.torch_ops import TorchBackend
+from loraplex.metrics import KernelFallback
 
 
 class NativeBackend(TorchBackend):
@@ -40,12 +42,16 @@ class NativeBackend(TorchBackend):
         self.description = f"native {library.isa}, {num_threads} thread{'s' if num_threads > 1 else ''}"
         if library.note:
             self.description += f" ({library.note})"
+        self._fallbacks = FallbackCounter(self.name)
         self._recorder: Recorder | None = None
         self._programs: WeakSet[StepProgram] = WeakSet()
         self._workspace_rows = LEAST_ROWS
 
+    def fallbacks(self) -> tuple[KernelFallback, ...]:
+        return self._fallbacks.all()
+
     def captured(self, forward: LayersForward, on_seconds: OnSeconds | None = None) -> LayersForward:
-        program = StepProgram(self, forward, on_seconds, self._workspace_rows)
+        program = StepProgram(self.library, self.num_threads, self.recording, forward, on_seconds, self._workspace_rows)
         self._programs.add(program)
         return program
 
@@ -151,7 +157,9 @@ class NativeBackend(TorchBackend):
     ) -> torch.Tensor:
         if self._recorder is not None:
             return self._recorder.rotary_write_kv(q, k, v, kv_layer)
-        if not has_native_layout(kv_layer):
+        gap = kv_layout_gap(kv_layer)
+        if gap is not None:
+            self._fallbacks.add("rotary_write_kv", gap)
             return super().rotary_write_kv(q, k, v, cos, sin, kv_layer, kv_slot_mapping)
         return rotary_write_kv(self.library, q, k, v, cos, sin, kv_layer, kv_slot_mapping, self.num_threads)
 
@@ -160,7 +168,9 @@ class NativeBackend(TorchBackend):
     ) -> torch.Tensor:
         if self._recorder is not None:
             return self._recorder.paged_attention(q, kv_layer, scale, sliding_window)
-        if not has_native_layout(kv_layer):
+        gap = kv_layout_gap(kv_layer)
+        if gap is not None:
+            self._fallbacks.add("paged_attention", gap)
             return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
         return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)
 

@@ -1,32 +1,23 @@
-"""Find, choose, test and open the shared library of kernels: one per instruction set, the best that this machine can run.
-
-`open_library` never raises for a machine that has none: it says why, and stock torch runs instead.
+"""The shared libraries of kernels, one per instruction set: where they are, whether they are whole, what functions they
+have.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
-import logging
-import os
 import struct
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
 ABI_VERSION = 4
 """Of csrc/about.cpp; a library of another version is not used."""
-
-ISA_VARIABLE = "LORAPLEX_ISA"
-"""Environment variable that names the instruction set to use instead of the best one; `none` turns native kernels off."""
 
 LOAD_ERRORS = (OSError, ValueError)
 """What `load` raises: no such file or not a library; one of another version."""
@@ -47,6 +38,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
     "loraplex_rotary_write_kv": (_POINTER,),
     "loraplex_add_lora": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
+    "loraplex_add_rows": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_pack_lora": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),
     "loraplex_add_rms_norm": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _INT),
@@ -92,80 +84,10 @@ class NativeLibrary:
         return stats
 
 
-@dataclass(frozen=True, slots=True)
-class NoLibrary:
-    """Why there are no native kernels here; `is_wanted`: because somebody said so."""
-
-    reason: str
-    is_wanted: bool = False
-
-
-@functools.cache
-def open_library() -> NativeLibrary | NoLibrary:
-    """The best library that this machine can run, opened once per process."""
-    wanted = os.environ.get(ISA_VARIABLE, "")
-    if wanted == "none":
-        return NoLibrary(f"{ISA_VARIABLE}=none; unset it for native kernels", is_wanted=True)
-    if wanted and wanted not in ISAS:
-        return NoLibrary(f"{ISA_VARIABLE}={wanted} is none of {', '.join(ISAS)}, none")
-    try:
-        best = best_isa()
-        if wanted and ISAS.index(wanted) < ISAS.index(best):
-            return NoLibrary(f"{ISA_VARIABLE}={wanted}, but this processor has {best} at most")
-        return _forced(wanted, best) if wanted else _best_from(best)
-    except LOAD_ERRORS as error:
-        return NoLibrary(str(error))
-
-
-def best_isa() -> str:
-    """The best instruction set of this processor. Raises one of LOAD_ERRORS when there is no library that could tell."""
-    name: bytes = load("portable").functions.loraplex_best_isa()
-    return name.decode()
-
-
-def _forced(isa: str, best: str) -> NativeLibrary:
-    """The library that the environment variable names, whatever its test says."""
-    library = load(isa)
-    difference = _difference(library)
-    if difference:
-        logger.warning("%s=%s is used as it says, but %s", ISA_VARIABLE, isa, difference)
-    return replace(library, note="" if isa == best else f"{ISA_VARIABLE}={isa}; unset it for {best}")
-
-
-def _best_from(best: str) -> NativeLibrary:
-    """The first of the instruction sets from `best` on that can be opened and passes its test."""
-    notes = []
-    for isa in ISAS[ISAS.index(best) : -1]:
-        try:
-            library = load(isa)
-        except LOAD_ERRORS as error:
-            if isinstance(error, ValueError):  # it is there
-                logger.warning("%s is not used: %s", isa, error)
-            notes.append(f"not {isa}: {error}")
-            continue
-        difference = _difference(library)
-        if not difference:
-            return replace(library, note="; ".join(notes))
-        logger.warning("%s is not used: %s", isa, difference)
-        notes.append(f"not {isa}: {difference}")
-    return replace(load("portable"), note="; ".join(notes))
-
-
-def _difference(library: NativeLibrary) -> str:
-    """Why an AVX-512 library cannot be trusted: what it does other than AVX2. Empty when it is as it should be."""
-    from loraplex.kernels.native.self_test import first_difference  # which imports the operators, and they this file
-
-    if library.isa != "avx512":
-        return ""
-    try:
-        operator = first_difference(library, load("avx2"))
-    except LOAD_ERRORS as error:
-        return f"the self-test has nothing to compare with: {error}"
-    return f"the self-test found other bits in {operator} than avx2 has; please report this" if operator else ""
-
-
 def load(isa: str) -> NativeLibrary:
-    """Open one library, which the processor must be able to run. Raises one of LOAD_ERRORS: not there, damaged, not this version's."""
+    """Open one library, which the processor must be able to run. Raises one of LOAD_ERRORS: not there, damaged, not
+    this version's.
+    """
     path = _find(f"libloraplex_{isa}.so")
     _check_whole(path)
     functions = ctypes.CDLL(str(path))

@@ -239,6 +239,23 @@ def add_lora(
     )
 
 
+def add_rows(
+    library: NativeLibrary, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan, table: SlotTable, num_threads: int
+) -> None:
+    """y[s:e] += weight * scale * x[s:e] W^T (csrc/lora_rows.cpp).
+
+    The table has one row, whose a_addr are the W's [rank, in], row-major and dense in float32, float16 or bfloat16. x and
+    y are as for `add_lora`.
+    """
+    check_rows(y, x, plan)
+    rows, segments = table_rows(table, 0, x.shape[1], table.targets[0].slices), segments_of(plan, table)
+    assert x.dtype == y.dtype == torch.float32
+    assert x.stride(1) == y.stride(1) == 1
+    library.functions.loraplex_add_rows(
+        rows.address, segments.address, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), num_threads
+    )
+
+
 def table_rows(table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> _TableRows:
     """Made once per target and kept in the table."""
     rows: _TableRows | None = table.scratch.get(first_row)

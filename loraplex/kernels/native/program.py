@@ -12,21 +12,20 @@ import ctypes
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from loraplex.core import LoraSlice
-from loraplex.kernels.native.attention import NO_WINDOW, attention_step, has_native_layout, rotary_call
+from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layout_gap, rotary_call
+from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PanelWeight
 from loraplex.kernels.native.lora import segments_of, table_rows
 from loraplex.kernels.plan import ALIGNMENT, LayersForward, SlotTable, StepBatch, align
-
-if TYPE_CHECKING:
-    from loraplex.kernels.native.backend import NativeBackend
 
 OPERATORS = ("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul")
 """By number, as in csrc/api.h."""
@@ -227,17 +226,21 @@ class StepProgram:
     """`forward`, recorded when it is first called and replayed from then on.
 
     When the KV memory moves, a new recording is made; weights, biases and the slot table have to stay where they are. A cache in a layout
-    that is not native is left to `forward` itself.
+    that is not native is left to `forward` itself. recording(recorder): within it the operators are the recorder's.
     """
 
     def __init__(
         self,
-        backend: NativeBackend,
+        library: NativeLibrary,
+        num_threads: int,
+        recording: Callable[[Recorder], AbstractContextManager[None]],
         forward: LayersForward,
         on_seconds: OnSeconds | None,
         num_rows: int = LEAST_ROWS,
     ) -> None:
-        self._backend = backend
+        self._library = library
+        self._num_threads = num_threads
+        self._recording = recording
         self._forward = forward
         self._on_seconds = on_seconds
         self._num_rows = num_rows
@@ -249,7 +252,7 @@ class StepProgram:
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, batch: StepBatch
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], as `forward`."""
-        if not has_native_layout(kv[:, 0]):
+        if kv_layout_gap(kv[:, 0]) is not None:
             return self._forward(x, rope, kv, batch)
         if len(x) > self._workspace.num_rows:
             self.reserve(1 << (len(x) - 1).bit_length())
@@ -281,9 +284,9 @@ class StepProgram:
     def _record(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], kv: torch.Tensor, batch: StepBatch
     ) -> _Program:
-        recorder = Recorder(self._workspace, self._backend.num_threads)
+        recorder = Recorder(self._workspace, self._num_threads)
         start = self._workspace.empty(x.shape[1])
-        with self._backend.recording(recorder):
+        with self._recording(recorder):
             output = self._forward(start, rope, kv, batch)
         has_adapters = batch.lora is not None and batch.lora.num_segments > 0
         assert (recorder.table is not None) == has_adapters, (
@@ -300,7 +303,7 @@ class StepProgram:
         assert len(cos) == len(sin) == len(kv_slots) == num_rows
         assert program.recorder.first_attention is not None
         q, kv_layer, scale = program.recorder.first_attention
-        attention = attention_step(q[:num_rows], kv_layer, batch.attention, scale, self._backend.num_threads)
+        attention = attention_step(q[:num_rows], kv_layer, batch.attention, scale, self._num_threads)
         segments = None
         if program.recorder.table is not None:
             assert batch.lora is not None
@@ -311,7 +314,7 @@ class StepProgram:
             None if segments is None else segments.address,
         )
         seconds = None if self._on_seconds is None else (ctypes.c_double * len(OPERATORS))()
-        self._backend.library.functions.loraplex_run_program(
+        self._library.functions.loraplex_run_program(
             ctypes.addressof(program.calls), len(program.calls), ctypes.addressof(step), seconds
         )
         if seconds is not None and self._on_seconds is not None:

@@ -16,7 +16,7 @@ from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotar
 from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import linear, pack_linear
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
+from loraplex.kernels.plan import DTYPE_CODES, AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
 
 Case = Callable[[NativeLibrary], tuple[torch.Tensor, ...]]
@@ -106,6 +106,18 @@ def _add_lora(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     return table.buffer, y
 
 
+def _add_rows(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """Two weights over one row and over more rows than a tile has."""
+    weights = _draw(2, 37, 67).to(dtype)
+    table = SlotTable([LoraTarget("m", 0, 67, 67, (LoraSlice("m", 0, 37, 37),))], 2, torch.empty(1, dtype=torch.uint8))
+    table.a_addr[0] = weights.data_ptr() + weights.stride(0) * weights.itemsize * torch.arange(2)
+    table.rank[0], table.scale[0], table.dtype[0] = 37, 0.7, DTYPE_CODES[dtype]
+    plan = LoraPlan.build([LoraSegment(0, 1, 0), LoraSegment(1, 40, 1, 0.3)], 40, 2)
+    y = _draw(40, 37)
+    lora.add_rows(library, y, _draw(40, 67), plan, table, 1)
+    return (y,)
+
+
 def _one_prompt(tokens: int, block_size: int) -> AttentionPlan:
     return AttentionPlan(
         q_indptr=torch.tensor([0, tokens], dtype=torch.int32),
@@ -189,6 +201,9 @@ CASES: Mapping[str, Case] = {
     "linear bfloat16": partial(_linear, torch.bfloat16),
     "linear int8": partial(_linear, torch.int8),
     "add_lora": _add_lora,
+    "add_rows float32": partial(_add_rows, torch.float32),
+    "add_rows float16": partial(_add_rows, torch.float16),
+    "add_rows bfloat16": partial(_add_rows, torch.bfloat16),
     "rotary_write_kv, paged_attention": _attention,
     "program": _program,
     "rms_norm": _rms_norm,

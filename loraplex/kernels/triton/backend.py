@@ -5,9 +5,7 @@ What a kernel does not cover goes to stock torch on the same device: logged once
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.errors import ConfigError, EngineError
+from loraplex.kernels.fallbacks import FallbackCounter
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
 from loraplex.kernels.quantized_linear import QuantizedWeight, quantizations_of
 from loraplex.kernels.token_ranking import WeightRule
@@ -27,8 +26,7 @@ from loraplex.kernels.triton.linear import quantized_linear
 from loraplex.kernels.triton.lora import TRITON_DTYPES, add_lora, rank_capacity
 from loraplex.kernels.triton.lora_packing import GpuPacking
 from loraplex.kernels.triton.workspace import Workspace
-
-logger = logging.getLogger(__name__)
+from loraplex.metrics import KernelFallback
 
 
 class TritonBackend(GpuPacking, TorchBackend):
@@ -60,22 +58,18 @@ class TritonBackend(GpuPacking, TorchBackend):
         self._is_lora_fused = is_lora_fused
         self._attention, self._is_flash = attention, False
         self._is_interpreted = getattr(self.launcher, "is_interpreted", False)  # it computes bfloat16 wrong
-        self._fallbacks: Counter[str] = Counter()
+        self._fallbacks = FallbackCounter(self.name)
         self._is_capturing = False
         self.lora_workspace = Workspace("LoRA")
         self.attention_workspace = Workspace("attention")
 
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        return self._fallbacks
+    def fallbacks(self) -> tuple[KernelFallback, ...]:
+        return self._fallbacks.all()
 
     def _fall_back(self, operator: str, reason: str) -> None:
-        key = f"{operator}: {reason}"
         if self._is_capturing:
-            raise EngineError(f"a CUDA graph cannot hold what stock torch runs: {key}")
-        if not self._fallbacks[key]:
-            logger.warning("stock torch runs %s", key)
-        self._fallbacks[key] += 1
+            raise EngineError(f"a CUDA graph cannot hold what stock torch runs: {operator}: {reason}")
+        self._fallbacks.add(operator, reason)
 
     @property
     def workspace_nbytes(self) -> int:
@@ -126,14 +120,23 @@ class TritonBackend(GpuPacking, TorchBackend):
         slices: tuple[LoraSlice, ...],
     ) -> None:
         dtypes = {x.dtype, y.dtype, *table.block_dtypes}
-        is_known = dtypes <= TRITON_DTYPES.keys() - ({torch.bfloat16} if self._is_interpreted else set())
-        if len(table.block_dtypes) > 1 or not is_known:
-            self._fall_back("add_lora", f"adapters and model in {', '.join(sorted(map(str, dtypes)))}")
+        gap = self.lora_gap(dtypes, len(table.block_dtypes))
+        if gap is not None:
+            self._fall_back("add_lora", gap)
             return super().add_lora(y, x, plan, table, first_row, slices)
         assert y.stride(1) == 1
         dense = x if x.stride(1) == 1 else x.contiguous()
         fused = self._is_lora_fused
         add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+
+    def lora_gap(self, dtypes: Set[torch.dtype], num_block_dtypes: int = 1) -> str | None:
+        """Why `add_lora` would leave rows and blocks of these dtypes to stock torch; None: it runs them."""
+        is_known = dtypes <= TRITON_DTYPES.keys() - ({torch.bfloat16} if self._is_interpreted else set())
+        return (
+            None
+            if is_known and num_block_dtypes <= 1
+            else f"adapters and model in {', '.join(sorted(map(str, dtypes)))}"
+        )
 
     def rank_capacity(self, table: SlotTable) -> int:
         """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)` is no more."""

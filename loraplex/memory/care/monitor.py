@@ -36,7 +36,7 @@ RECLAIMED_SHARE = 8
 class Thresholds:
     """interval_s: seconds between looks. high, critical, relaxed: shares. long_idle_s: unused for so long, an adapter may leave.
 
-    max_fragmentation: share of the adapters' chunks in holes from which compaction is worth its copying.
+    max_fragmentation: share of the adapters' chunks that packing frees, from which compaction is worth its copying.
     """
 
     interval_s: float = 30.0

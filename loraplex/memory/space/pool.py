@@ -30,7 +30,8 @@ from loraplex.memory.space.space import Range, Space
 class PoolStats:
     """Bytes of a pool. lent = used + free; `free_bytes` lie in holes of lent chunks, the largest of `largest_hole_bytes`.
 
-    fragmentation := free / lent, the share of the lent memory that only compaction can give back (0 when nothing is lent).
+    fragmentation := 1 - ceil(used / chunk) / chunks, the share of the lent chunks that perfect packing would give
+    back (0 when nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents are packed.
     """
 
     lent_bytes: int
@@ -46,7 +47,9 @@ class PoolStats:
 
     @property
     def fragmentation(self) -> float:
-        return self.free_bytes / self.lent_bytes if self.lent_bytes else 0.0
+        if not self.num_chunks:
+            return 0.0
+        return 1 - -(-self.used_bytes * self.num_chunks // self.lent_bytes) / self.num_chunks
 
 
 class LoRAMemoryPool:

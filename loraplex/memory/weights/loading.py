@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ from loraplex.memory.weights.packing import PackedLayout, Packer
 
 _log = logging.getLogger(__name__)
 
+STUCK_S = 10.0
+"""A job that takes longer probably hangs, and does not count any more. One that is slow has company meanwhile."""
+
+MAX_STUCK = 32
+"""For so many there are other threads."""
+
 _SOURCE_GONE = (
     AdapterPathNotFoundError,
     AdapterConfigMissingError,
@@ -67,34 +74,92 @@ class Loader(Protocol):
 
 
 class LoaderThreads:
-    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive."""
+    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive, and after `stuck_s`
+    another one works in its place, so that it does not keep other adapters from being loaded.
+    """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, stuck_s: float = STUCK_S) -> None:
+        self._num_threads = num_threads
+        self._stuck_s = stuck_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"loraplex-loader-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._lock = threading.Lock()
+        self._began_s: dict[threading.Thread, float] = {}
+        self._is_closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+        for _ in range(num_threads):
+            self._start_thread()
+        threading.Thread(target=self._watch, name="loraplex-loader-watch", daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def close(self, timeout_s: float = 5.0) -> None:
+        self._is_closed.set()
         with suppress(queue.Empty):
             while (
                 True
             ):  # not while it has jobs: a thread may take the last one after the look, and the wait would not end
                 self._jobs.get_nowait()
-        for _ in self._threads:
+        with self._lock:
+            threads = tuple(self._threads)
+        for _ in threads:
             self._jobs.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join(timeout_s)
 
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"loraplex-loader-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _work(self) -> None:
+        me = threading.current_thread()
         while (job := self._jobs.get()) is not None:
+            with self._lock:
+                self._began_s[me] = time.monotonic()
             job()
+            with self._lock:
+                del self._began_s[me]
+                if len(self._threads) - self._num_stuck() > self._num_threads:  # it was stuck, and has been replaced
+                    self._threads.remove(me)
+                    return
+
+    def _num_stuck(self) -> int:
+        stuck_since_s = time.monotonic() - self._stuck_s
+        return sum(began_s <= stuck_since_s for began_s in self._began_s.values())
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(self._stuck_s / 2):
+            with self._lock:
+                num_wanted = self._num_threads + min(self._num_stuck(), MAX_STUCK)
+                while len(self._threads) < num_wanted and not self._is_closed.is_set():
+                    self._start_thread()
+
+
+class ReadSlots:
+    """At most `num_slots` readers at a time (`with slots:`), without those that have read for `stuck_s`: they hang on a dead disk."""
+
+    def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
+        self._num_slots = num_slots
+        self._stuck_s = stuck_s
+        self._changed = threading.Condition()
+        self._began_s: dict[int, float] = {}
+
+    def __enter__(self) -> None:
+        with self._changed:
+            while (wait_s := self._wait_s()) > 0:
+                self._changed.wait(wait_s)
+            self._began_s[threading.get_ident()] = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            del self._began_s[threading.get_ident()]
+            self._changed.notify()
+
+    def _wait_s(self) -> float:
+        """Until enough of those that read are stuck; 0 when there is a slot."""
+        youngest = sorted(self._began_s.values())[-self._num_slots :]
+        return youngest[0] + self._stuck_s - time.monotonic() if len(youngest) == self._num_slots else 0.0
 
 
 def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> LoRAModel:
@@ -209,7 +274,9 @@ class LoadedWeights:
 
 
 class WeightReader:
-    """Reads from the nearest place that has the weights. At most `max_concurrent` at once; waiting for memory does not count."""
+    """Reads from the nearest place that has the weights. At most `max_concurrent` at once; neither waiting for memory nor a read that hangs
+    counts.
+    """
 
     def __init__(
         self,
@@ -223,7 +290,7 @@ class WeightReader:
         self._host = host
         self._disk = disk
         self._compressed = compressed
-        self._busy = threading.BoundedSemaphore(max_concurrent)
+        self._busy = ReadSlots(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve` raises."""

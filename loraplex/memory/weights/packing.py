@@ -19,8 +19,8 @@ from loraplex.adapters.checked_reader import Blueprint
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget
 from loraplex.distributed import shard_bias, shard_lora_a, shard_lora_b
-from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights
+from loraplex.kernels.protocols import AdapterPacking
 
 BaseBias = Callable[[str], torch.Tensor | None]
 """Module name -> this shard's slice of the base bias, None for a module without one."""
@@ -55,7 +55,7 @@ class Packer:
     """
 
     def __init__(
-        self, targets: Sequence[LoraTarget], backend: KernelBackend, compute_dtype: torch.dtype, base_bias: BaseBias
+        self, targets: Sequence[LoraTarget], backend: AdapterPacking, compute_dtype: torch.dtype, base_bias: BaseBias
     ) -> None:
         self._targets = sorted(targets, key=lambda target: target.layer)
         self._by_name = {target.name: target for target in targets}

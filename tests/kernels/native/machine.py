@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from loraplex.kernels.native.backend import NativeBackend
-from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, NativeLibrary, best_isa, load
+from loraplex.kernels.native.choice import best_isa
+from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, NativeLibrary, load
 from tests.kernels.cases import same_bits
 
 __all__ = ["ISAS", "assert_same_on_every_isa", "assert_same_on_threads", "library_or_skip"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from loraplex.kernels.native import library
-from loraplex.kernels.native.attention import has_native_layout
+from loraplex.kernels.native.attention import kv_layout_gap
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import AttentionPlan
@@ -275,14 +275,20 @@ def test_rotary_against_the_reference(backend: NativeBackend, head_dim: int) -> 
     ("block_size", "head_dim", "dtype", "is_native"),
     [(16, 64, FP32, True), (48, 256, BF16, True), (8, 64, FP32, False), (16, 24, FP16, False), (16, 272, FP32, False)],
 )
-def test_has_native_layout(block_size: int, head_dim: int, dtype: torch.dtype, is_native: bool) -> None:
+def test_which_layouts_are_native(block_size: int, head_dim: int, dtype: torch.dtype, is_native: bool) -> None:
     kv = torch.zeros(2, 3, 2, 1, block_size, head_dim, dtype=dtype)
-    assert has_native_layout(kv[:, LAYER]) is is_native
+    assert (kv_layout_gap(kv[:, LAYER]) is None) is is_native
 
 
 def test_large_heads_fall_back_to_torch() -> None:
     sequence = Sequence_.draw(30, 2, 1, 272)
-    (got,) = attend(BY_ISA["portable"], [sequence], [(0, 30)], kv_dtype=BF16)
+    backend = NativeBackend(BY_ISA["portable"].library, 1)
+    (got,) = attend(backend, [sequence], [(0, 30)], kv_dtype=BF16)
+    assert {(each.op, each.backend, each.calls) for each in backend.fallbacks()} == {
+        ("rotary_write_kv", "native", 1),
+        ("paged_attention", "native", 1),
+    }
+    assert backend.fallbacks()[0].reason == "heads of 272, no multiple of 16 up to 256"
     sequence = Sequence_(sequence.q, sequence.keys.to(BF16), sequence.values.to(BF16))
     (expected,) = attend(ReferenceBackend(), [sequence], [(0, 30)], kv_dtype=BF16)
     assert_close(got, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import shutil
 import sys
@@ -13,8 +14,13 @@ import torch
 
 import loraplex.kernels.native.library as library_module
 from loraplex.errors import ConfigError
-from loraplex.kernels.native.library import DIGEST_SUFFIX, ISA_VARIABLE, ISAS, NativeLibrary, NoLibrary, open_library
+from loraplex.kernels.fallbacks import NATIVE_OPERATORS
+from loraplex.kernels.native import choice
+from loraplex.kernels.native.backend import NativeBackend
+from loraplex.kernels.native.choice import ISA_VARIABLE, NoLibrary, open_library
+from loraplex.kernels.native.library import DIGEST_SUFFIX, ISAS, NativeLibrary
 from loraplex.kernels.ops import get_backend
+from loraplex.kernels.protocols import LayerOps, SamplingOps
 from tests.kernels.native.machine import library_or_skip
 
 CPU = torch.device("cpu")
@@ -200,13 +206,13 @@ def test_one_can_be_asked_for(isa: str, monkeypatch: pytest.MonkeyPatch) -> None
     library_or_skip(isa)
     monkeypatch.setenv(ISA_VARIABLE, isa)
     assert library().isa == isa
-    best = library_module.best_isa()
+    best = choice.best_isa()
     assert library().note == ("" if isa == best else f"LORAPLEX_ISA={isa}; unset it for {best}")
 
 
 def test_more_than_the_processor_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA_VARIABLE, "avx512")
-    monkeypatch.setattr(library_module, "best_isa", lambda: "avx2")
+    monkeypatch.setattr(choice, "best_isa", lambda: "avx2")
     assert "this processor has avx2 at most" in reason()
 
 
@@ -241,7 +247,7 @@ def test_without_avx2_there_is_nothing_to_compare_with(libraries: Path) -> None:
 
 @pytest.fixture
 def _differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loraplex.kernels.native.self_test.first_difference", lambda library, trusted: "linear int8")
+    monkeypatch.setattr("loraplex.kernels.native.choice.first_difference", lambda library, trusted: "linear int8")
 
 
 @pytest.mark.usefixtures("_differs")
@@ -266,7 +272,7 @@ def test_avx512_that_differs_is_used_when_asked_for(
 @pytest.mark.usefixtures("_differs")
 def test_other_instruction_sets_are_not_compared(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for isa in ("avx2", "portable"):
-        monkeypatch.setattr(library_module, "best_isa", lambda isa=isa: isa)
+        monkeypatch.setattr(choice, "best_isa", lambda isa=isa: isa)
         assert (library().isa, library().note) == (isa, "")
 
 
@@ -278,7 +284,7 @@ def test_it_is_opened_once_a_process() -> None:
 
 
 def test_description_of_the_native_backend() -> None:
-    best = library_or_skip(library_module.best_isa())
+    best = library_or_skip(choice.best_isa())
     threads = torch.get_num_threads()
     expected = f"native {best.isa}, {threads} thread{'s' if threads > 1 else ''}"
     assert get_backend("native", CPU).description == get_backend("auto", CPU).description == expected
@@ -297,9 +303,19 @@ def test_descriptions_of_stock_torch(
     assert caplog.text == ""
     monkeypatch.delenv(ISA_VARIABLE)
     with caplog.at_level(logging.WARNING):
-        description = get_backend("auto", CPU).description
-    assert description.startswith("stock torch (libloraplex_portable.so is not installed")
+        backend = get_backend("auto", CPU)
+    assert backend.description.startswith("stock torch (libloraplex_portable.so is not installed")
+    assert backend.silu_mul(torch.zeros(2, 4)).shape == (2, 2)
+    assert [(each.op, each.backend, each.calls) for each in backend.fallbacks()] == [("silu_mul", "native", 1)]
+    assert "g++" in backend.fallbacks()[0].reason
     assert "stock torch runs" in caplog.text
+
+
+def test_every_operator_with_kernels_is_counted_without_them() -> None:
+    operators = {name for name in {**vars(LayerOps), **vars(SamplingOps)} if not name.startswith("_")}
+    weights = {"activation_dtype", "embeds_prepared", "embedding", "linear_tensors", "prepare_linear", "restore_linear"}
+    own = {name for name, f in vars(NativeBackend).items() if inspect.isfunction(f)}
+    assert own & operators - weights == set(NATIVE_OPERATORS)
 
 
 def test_native_kernels_that_are_asked_for_and_missing(folder: Path) -> None:

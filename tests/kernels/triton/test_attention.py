@@ -322,8 +322,9 @@ def test_backend_keeps_a_workspace_and_counts_what_it_does_not_cover() -> None:
     assert backend.workspace_nbytes > 0
     assert backend.release_workspace() > 0
     assert backend.workspace_nbytes == 0
-    assert not backend.fallbacks
+    assert not backend.fallbacks()
     wide = Rig([1], [5], head_dim=264)
     got = backend.paged_attention(wide.q, wide.kv[:, LAYER], wide.plan, wide.scale, None)
     assert_close(got, wide.expected())
-    assert backend.fallbacks == {"paged_attention: heads of 264, more than 256": 1}
+    (found,) = backend.fallbacks()
+    assert (found.label, found.calls) == ("paged_attention: heads of 264, more than 256", 1)

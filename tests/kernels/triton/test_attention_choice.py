@@ -119,7 +119,7 @@ def test_chosen_it_runs_what_it_covers_and_the_kernels_the_rest(monkeypatch: pyt
         got = backend.paged_attention(rig.q, rig.kv[:, LAYER], rig.plan, rig.scale, 5)
         assert_close(got, rig.expected(5), dtype)
         assert len(flash.calls) == num_calls
-    assert not backend.fallbacks
+    assert not backend.fallbacks()
 
 
 @pytest.mark.parametrize("name", ["torch", "reference", "auto"])

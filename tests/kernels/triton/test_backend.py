@@ -11,11 +11,12 @@ import torch
 import triton
 
 from loraplex.errors import ConfigError
-from loraplex.kernels.missing_triton import TRITON_OPERATORS
+from loraplex.kernels.fallbacks import TRITON_OPERATORS
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton.backend import TritonBackend
 from loraplex.kernels.triton.launch import A100, H100, GpuTarget, TritonLauncher
+from loraplex.metrics import KernelFallback
 from tests.kernels.cases import same_bits
 
 CPU = torch.device("cpu")
@@ -52,13 +53,13 @@ def test_what_stock_torch_runs_for_a_missing_triton_is_counted(
 ) -> None:
     monkeypatch.setitem(sys.modules, "loraplex.kernels.triton.backend", None)
     backend = get_backend("auto", torch.device("cuda"))
-    assert backend.fallbacks == {}
+    assert backend.fallbacks() == ()
     x, weight = torch.randn(3, 8), torch.ones(8)
     assert same_bits(backend.rms_norm(x, weight, 1e-5), TorchBackend().rms_norm(x, weight, 1e-5))
     for _ in range(2):
         backend.add_rms_norm(x.clone(), x, weight, 1e-5)  # which norms by rms_norm
     backend.linear(x, torch.eye(8))  # a product that Triton leaves to cuBLAS
-    counts = {key.partition(": Triton is not installed")[0]: n for key, n in backend.fallbacks.items()}
+    counts = {each.op: each.calls for each in backend.fallbacks() if each.reason.startswith("Triton is not installed")}
     assert counts == {"rms_norm": 1, "add_rms_norm": 2}
     assert caplog.text.count("Triton") == 1
 
@@ -71,7 +72,7 @@ def test_stock_torch_that_stands_for_nothing_counts_nothing(
     backend = get_backend(name, torch.device(device))
     assert type(backend) is TorchBackend
     backend.silu_mul(torch.zeros(1, 2))
-    assert backend.fallbacks == {}
+    assert backend.fallbacks() == ()
 
 
 def test_every_operator_with_kernels_is_counted_without_them() -> None:
@@ -82,11 +83,11 @@ def test_every_operator_with_kernels_is_counted_without_them() -> None:
 
 def test_a_fallback_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     backend = TritonBackend(CPU)
-    assert not backend.fallbacks
+    assert not backend.fallbacks()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             backend._fall_back("paged_attention", "head size 512")
-    assert backend.fallbacks == {"paged_attention: head size 512": 3}
+    assert backend.fallbacks() == (KernelFallback("paged_attention", "triton", "head size 512", 3),)
     assert caplog.text.count("head size 512") == 1
 
 

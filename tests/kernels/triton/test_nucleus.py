@@ -44,7 +44,7 @@ def test_as_the_sort_does(backend: TritonBackend, kind: str, vocab_size: int) ->
     wanted = mass * torch.tensor([1e-9, 0.05, 0.5, 0.99, 1.0], dtype=torch.float64)[:, None]
     expected = keep_nucleus(x, weights.clone(), wanted, rule)
     assert torch.equal(backend.keep_nucleus(x, weights, wanted, rule), expected)
-    assert not backend.fallbacks
+    assert not backend.fallbacks()
 
 
 def test_rows_that_nobody_reads_stay(backend: TritonBackend) -> None:
@@ -68,7 +68,7 @@ def test_what_it_does_not_cover_is_counted(backend: TritonBackend) -> None:
     wide = torch.stack([weights, weights], -1)[..., 0]
     expected = keep_nucleus(x, weights.clone(), mass / 2, rule)
     assert torch.equal(backend.keep_nucleus(x, wide, mass / 2, rule), expected)
-    assert list(backend.fallbacks) == ["keep_nucleus: logits or weights are not dense"]
+    assert [each.label for each in backend.fallbacks()] == ["keep_nucleus: logits or weights are not dense"]
 
 
 def test_the_sampler_draws_the_same_with_it(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,4 +78,4 @@ def test_the_sampler_draws_the_same_with_it(backend: TritonBackend, monkeypatch:
     expected = Sampler(300).sample(logits, rows).token_ids.tolist()
     monkeypatch.setattr(device_ranking, "runs_beside_host", lambda _: True)
     assert Sampler(300, backend).sample(logits, rows).token_ids.tolist() == expected
-    assert not backend.fallbacks
+    assert not backend.fallbacks()

@@ -291,3 +291,33 @@ def test_free_pages_go_back_and_others_keep_their_bytes() -> None:
     assert bool((arena.bytes_of(kept) == 7).all())
     if num_bytes:
         assert int(torch.count_nonzero(arena.memory)) < 16 * CHUNK
+
+
+@pytest.mark.parametrize("is_separate", [False, True])
+def test_fragmentation_is_of_the_memory_that_the_device_reads(is_separate: bool) -> None:
+    """With a pool of its own its holes are the figure, and those of the host count for the start of a compaction."""
+    rig = Rig(num_device=8, num_host=8, is_separate=is_separate, is_gated=False)
+    rig.add(*range(1, 9))
+    for adapter_id in range(1, 9):
+        rig.activate(adapter_id)
+    pools = rig.manager._residency.tiers.device.pool, rig.manager._residency.tiers.host.pool
+    assert rig.manager.report().fragmentation == (pools[0] or pools[1]).stats().fragmentation
+    for adapter_id in range(1, 9, 2):
+        rig.manager.deactivate_adapter(adapter_id)
+    device = (pools[0] or pools[1]).stats().fragmentation
+    stats = rig.manager.report()
+    assert stats.fragmentation == device
+    assert stats.most_fragmentation == max(device, pools[1].stats().fragmentation)
+    report = rig.manager.report()
+    assert report.fragmentation == device
+    assert sum(run.num_chunks for run in report.chunks) == rig.arena.num_chunks
+    if is_separate:
+        assert device > pools[1].stats().fragmentation
+
+
+def test_two_tiny_adapters_are_no_reason_to_compact() -> None:
+    pool = LoRAMemoryPool(Arena(4 * CHUNK, CHUNK, "cpu"))
+    marks = {extent: 1 for _ in range(2) if (extent := pool.allocate(64)) is not None}
+    assert len(marks) == 2
+    assert pool.stats().fragmentation == 0.0
+    assert compact(pool, marks) == 0

@@ -217,7 +217,8 @@ def test_poison_shows_who_writes_into_free_memory() -> None:
         pool.check_integrity()
 
 
-def test_fragmentation_is_the_share_that_is_lent_for_nothing() -> None:
+def test_the_rest_of_the_last_chunk_is_no_fragmentation() -> None:
+    """Nothing could give it back: two tiny adapters, and a hole between extents, need their chunk."""
     pool = LoRAMemoryPool(make_arena(1))
     assert pool.stats().fragmentation == 0.0
     a, b, _ = (pool.allocate(64) for _ in range(3))
@@ -227,7 +228,16 @@ def test_fragmentation_is_the_share_that_is_lent_for_nothing() -> None:
     stats = pool.stats()
     assert (stats.lent_bytes, stats.used_bytes, stats.free_bytes) == (256, 128, 128)
     assert (stats.num_extents, stats.num_holes, stats.num_chunks, stats.largest_hole_bytes) == (2, 2, 1, 64)
-    assert stats.fragmentation == 0.5
+    assert stats.fragmentation == 0.0
+
+
+def test_fragmentation_is_the_share_of_chunks_that_perfect_packing_frees() -> None:
+    pool = LoRAMemoryPool(make_arena(4))
+    extents = [extent for _ in range(16) if (extent := pool.allocate(64)) is not None]
+    by_chunk = sorted(extents, key=lambda extent: extent.offset)
+    pool.free_all(extent for index, extent in enumerate(by_chunk) if index % 4)
+    assert (pool.stats().num_chunks, pool.stats().used_bytes) == (4, 256)
+    assert pool.stats().fragmentation == 0.75
 
 
 def test_ten_threads_share_a_pool() -> None:

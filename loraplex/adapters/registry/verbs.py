@@ -1,0 +1,104 @@
+"""What is asked of the registry's verbs, what they answer, and a slow one while it runs.
+
+Times are seconds; names in `evicted` lost a tier to make room.
+"""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from loraplex.adapters.registry.version import LoRARef
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWish:
+    """What one caller of `load` asks for. keeps_equal: a reload from the same path with the same content is none."""
+
+    name: str
+    path: str
+    lora_int_id: int | None = None
+    load_inplace: bool = False
+    is_pinned: bool = False
+    origin: str = ""
+    keeps_equal: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Verb:
+    """A slow verb that runs on a name: the next one waits for `done`. Equal loads are one verb.
+
+    wish: set for a load; brought_number: the name has its number from that load.
+    """
+
+    wish: LoadWish | None = None
+    brought_number: bool = False
+    done: Future[LoadResult | None] = field(default_factory=Future)
+
+    def has_outcome_of(self, wish: LoadWish) -> bool:
+        """Whether what comes of this verb, good or bad, is what would come of `wish`."""
+        mine = self.wish
+        return mine is not None and _kind(mine) == _kind(wish)
+
+
+def _kind(wish: LoadWish) -> tuple[str, bool, bool]:
+    return wish.path, wish.is_pinned, wish.keeps_equal
+
+
+class LoadStatus(enum.StrEnum):
+    LOADED = "loaded"
+    ALREADY_LOADED = "already_loaded"
+    LOADED_WITH_EVICTION = "loaded_with_eviction"
+    RELOADED = "reloaded"
+    MOVED = "moved"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """`ref` is the version that answers for the name now: after a switch, that of the adapter it was switched to.
+
+    moved: what answered earlier answers again. previous_version: the name's own one before a reload or a move;
+    None when nothing changed, or another adapter answered until a move.
+    """
+
+    status: LoadStatus
+    ref: LoRARef
+    evicted: tuple[str, ...] = ()
+    load_s: float = 0.0
+    previous_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadResult:
+    """The name no longer resolves.
+
+    is_drained: every tier is freed already; else that follows the last of `num_references`.
+    `ref` is None when the name was being loaded for the first time: that load is called off, its callers get an error.
+    """
+
+    adapter_name: str
+    ref: LoRARef | None
+    is_drained: bool
+    num_references: int = 0
+    num_aborted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchResult:
+    """New requests go to `ref`.
+
+    is_old_active: the old adapter was on the device or in use, so there was something to evict;
+    load_s: until the new adapter was loaded (0 if it was); promote_s: from there until it answered for both names;
+    evict_s: from there until the old one was evicted, None while requests still run on it.
+    """
+
+    old: str
+    ref: LoRARef
+    is_old_active: bool
+    load_s: float
+    promote_s: float
+    evict_s: float | None
+    evicted: tuple[str, ...] = ()
+    num_references: int = 0
+    num_aborted: int = 0

@@ -1,0 +1,308 @@
+"""What a kernel backend is: four protocols, one for each part of the engine that calls kernels, and their sum.
+
+    LayerOps         the operators of a layer: layers and models
+    AdapterPacking   adapters as packed blocks: memory/weights
+    SamplingOps      from logits to tokens: engine/sampler.py
+    StepCapture      a step that is recorded once and replayed: engine/decode_graphs.py, models
+
+Pure functions on tensors. `reference.py` says what each computes; T is token rows, dtypes are the model's.
+
+Shapes: x [T, in], y [T, out], q [T, H, D], k and v [T, KH, D]. KV memory is block-major: one tensor [num_blocks,
+num_layers, 2, KH, block_size, D]; `kv_layer` = kv[:, layer], [num_blocks, 2, KH, block_size, D]. Its dtype is float32,
+float16 or bfloat16, whatever the model's is. How a head's block_size * D numbers lie in a block is the backend's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from loraplex.core import LoraSlice
+from loraplex.cpu import CpuUse
+from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
+from loraplex.kernels.token_ranking import WeightRule
+from loraplex.metrics import KernelFallback
+
+LinearWeight = Any
+"""A weight as `prepare_linear` gave it: a tensor, or a backend's own packed form."""
+
+
+class LayerOps(Protocol):
+    """The operators of a layer, and the weights of linears in the form that `linear` reads fastest."""
+
+    def add_lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        plan: LoraPlan,
+        table: SlotTable,
+        first_row: int,
+        slices: tuple[LoraSlice, ...],
+    ) -> None:
+        """In place, for each segment and slice: y[s:e, o:o+n] += weight * (scale * (x[s:e] A^T) B^T + bias)."""
+        ...
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of x, y, biases, norms and angles in a model whose weights have `weight_dtype`."""
+        ...
+
+    @property
+    def quantizations(self) -> tuple[str, ...]:
+        """What `prepare_linear` can make of a weight beside keeping its dtype."""
+        ...
+
+    @property
+    def packed_format(self) -> str | None:
+        """Names the layout of prepared weights, for a cache of them on disk; None: they cannot be kept."""
+        ...
+
+    def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> LinearWeight:
+        """The weight [out, in] in the form that this backend's `linear` reads fastest; called once, after the load."""
+        ...
+
+    def linear_tensors(self, weight: LinearWeight) -> dict[str, torch.Tensor]:
+        """A prepared weight as named tensors."""
+        ...
+
+    def restore_linear(self, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> LinearWeight:
+        """The prepared weight of `shape` (out, in) over tensors that `linear_tensors` gave; they are not copied."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + bias; weight [out, in], prepared or not."""
+        ...
+
+    def embeds_prepared(self, quantization: str | None) -> bool:
+        """Whether `embedding` reads what `prepare_linear` makes for this quantization: a tied head and its embedding
+        are one then.
+        """
+        ...
+
+    def embedding(self, token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """Rows [T, in] of a weight [out, in], bit for bit those that it was made of; token_ids int64 [T], each below
+        `out`.
+        """
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); the inputs may be overwritten."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, gate_up [T, 2 I] -> [T, I]."""
+        ...
+
+    def rotary_write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv_layer: torch.Tensor,
+        kv_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """q with rotary positions (Hugging Face's rotate_half; cos and sin [T, D]); q, k and v may be overwritten.
+
+        k, rotated too, and v of each token go to block * block_size + offset = kv_slot_mapping[t], in the dtype of the
+        cache.
+        """
+        ...
+
+    def paged_attention(
+        self, q: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan, scale: float, sliding_window: int | None
+    ) -> torch.Tensor:
+        """softmax(scale q K^T) V over each sequence's KV blocks, causal; [T, H, D] in the dtype of q.
+
+        With a window, a query at position p sees keys in (p - window, p]. Bytes past a context never show, NaN neither.
+        """
+        ...
+
+
+class AdapterPacking(Protocol):
+    """An adapter's tensors for one target as one packed block, in the layout that `add_lora` reads."""
+
+    def adapter_dtype(self, compute_dtype: torch.dtype) -> torch.dtype | None:
+        """The one dtype that adapters' tensors are cast to when they are packed; None: no such rule."""
+        ...
+
+    def packed_nbytes(self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> int:
+        """Bytes of the packed block of one target, a multiple of 64 (0 when every slice is None)."""
+        ...
+
+    def pack(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, out: torch.Tensor
+    ) -> tuple[SliceLayout | None, ...]:
+        """Write the packed block into `out` (uint8, 64-byte aligned, at least `packed_nbytes`), on any thread."""
+        ...
+
+    @property
+    def adapter_format(self) -> str:
+        """Names the layout of packed blocks, for copies of them on disk: equal names, equal bytes."""
+        ...
+
+    def packed_layouts(
+        self, slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype
+    ) -> tuple[SliceLayout | None, ...]:
+        """What `pack` returns, from shapes and dtypes alone: the tensors may be on the meta device."""
+        ...
+
+    def unpack(
+        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
+    ) -> tuple[SliceWeights | None, ...]:
+        """The inverse of `pack`, in the block's dtype: packing the result gives the same layouts and bytes.
+        `out_features` by slice.
+
+        The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
+        """
+        ...
+
+    def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The checksum (checksum.py) of packed bytes on the host, for each piece; any thread may call it."""
+        ...
+
+
+class SamplingOps(Protocol):
+    """From logits to tokens (token_ranking.py)."""
+
+    def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN is the largest."""
+        ...
+
+    def ordered_top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first k tokens of each row of x [m, V] in the order (value, descending; id, ascending): values and ids
+        [m, k].
+        """
+        ...
+
+    def token_weights(self, logits: torch.Tensor, rule: WeightRule) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the weights [m, V] of all tokens, a new tensor; their sums float64 [m, 1])"""
+        ...
+
+    def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
+        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count
+        as 0.
+
+        weights [m, V] are whole numbers and may be overwritten; u float64 [m, 1].
+        """
+        ...
+
+    def keep_nucleus(
+        self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
+    ) -> torch.Tensor:
+        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in
+        place.
+
+        Rows where `wanted` is 0 are not read.
+        """
+        ...
+
+    def log_sum_exp(self, logits: torch.Tensor) -> torch.Tensor:
+        """log(sum(exp(logits))) of each row, float64 [m, 1]."""
+        ...
+
+    def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """1 + the number of tokens before `token_ids` [m] in the order, int64 [m]."""
+        ...
+
+
+class StepCapture(Protocol):
+    """A step that is captured once and replayed, and the scratch memory that it keeps between steps."""
+
+    def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
+        """`forward`, or the same run with less overhead: captured at first, replayed later. It may use only these
+        operators and views.
+
+        on_seconds(operator, seconds) is told how long each took, where they are not called from Python.
+        """
+        ...
+
+    def reserve_workspace(self, num_rows: int) -> None:
+        """Steps will have up to `num_rows` rows: scratch memory of captured steps is made for so many at once. More
+        rows make it grow.
+        """
+        ...
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Scratch memory that captured steps keep between steps (address space; pages come with their first use)."""
+        ...
+
+    def release_workspace(self) -> int:
+        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between
+        steps only.
+
+        Never while CUDA graphs are held: they have its addresses.
+        """
+        ...
+
+    def reset_workspace(self) -> None:
+        """After a step that failed on its way, with the device idle: what the next one expects there is there again."""
+        ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a decode step may be a CUDA graph: its kernels read tensors at fixed addresses and nothing of a plan
+        on the host.
+        """
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Within it a step is captured: a call that has to read the host, or to wait for the device, raises
+        EngineError.
+        """
+        ...
+
+    def expect_adapters(self, table: SlotTable, compute_dtype: torch.dtype, max_rank: int) -> None:
+        """Adapters will be in this table, which is empty: captures cover them up to `max_rank`, or what is usual when
+        it is 0.
+        """
+        ...
+
+    def rank_capacity(self, table: SlotTable) -> int:
+        """Ranks up to which a capture made now covers adapters in this table."""
+        ...
+
+    def may_replay(self, table: SlotTable) -> bool:
+        """Whether what is in this table can be in a captured step at all, ranks apart."""
+        ...
+
+
+class KernelBackend(LayerOps, AdapterPacking, SamplingOps, StepCapture, Protocol):
+    """All of it, on one device. Parts take one of the four; what builds an engine, and models, take the whole."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str:
+        """What runs, for people: the instruction set and threads, or why there are no native kernels."""
+        ...
+
+    def fallbacks(self) -> tuple[KernelFallback, ...]:
+        """Calls since the start that stock torch ran because a kernel of this backend did not cover them."""
+        ...
+
+    def cpu_use(self, use: CpuUse) -> CpuUse:
+        """`use` with what kernels that run on threads of their own know of them."""
+        ...
+
+    def choose_attention(
+        self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
+    ) -> None:
+        """For an engine of these shapes, before its first step: which kernels run `paged_attention`, measured where
+        there are several.
+
+        dtype: of q; kv: the KV memory; windows: of the layers. `description` says it. Raises ConfigError where what the
+        setting attention_backend asks for cannot run.
+        """
+        ...

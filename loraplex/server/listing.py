@@ -1,0 +1,76 @@
+"""Lists of names and pages of them, as OpenAI's: `limit`, `after`, and `has_more` in the answer. Made in threads, card by card.
+
+With any parameter a list is in the order of names, so that `after` is a place in it whether its name is still there or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loraplex.adapters.registry import AdapterInfo, NameQuery
+from loraplex.server.responses import ListReply, encode
+
+MAX_PAGE = 1000
+Text = Annotated[str, Field(max_length=4096)]
+
+
+class PageQuery(BaseModel):
+    """Query of a list: at most `limit` names that come after `after`, begin with `prefix` and have `contains` in them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE)] | None = None
+    after: Text = ""
+    prefix: Text = ""
+    contains: Text = ""
+
+    @property
+    def is_page(self) -> bool:
+        return bool(self.model_fields_set)
+
+    @property
+    def names(self) -> NameQuery:
+        return NameQuery(self.prefix, self.contains, self.after, is_sorted=self.is_page)
+
+
+class AdapterQuery(PageQuery):
+    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), and those that are pinned or are not."""
+
+    state: Literal["device", "host", "disk", "source", "loading", "failed"] | None = None
+    pinned: bool | None = None
+
+    @property
+    def operators_field(self) -> str | None:
+        """A parameter that tells what is the operator's to know."""
+        return next((name for name in ("state", "pinned") if getattr(self, name) is not None), None)
+
+    def has(self, info: AdapterInfo) -> bool:
+        if self.pinned is not None and info.is_pinned is not self.pinned:
+            return False
+        if self.state == "loading":
+            return info.is_loading
+        if self.state == "failed":
+            return info.error is not None
+        return self.state in (None, info.tier.value)
+
+
+def encode_list(cards: Iterable[tuple[str, Any]], query: PageQuery) -> bytes:
+    """The answer: what `cards` yields by name, up to the query's limit. One card at a time, so that the event loop has its turns."""
+    names: list[str] = []
+    written: list[bytes] = []
+    has_more = False
+    for name, card in cards:
+        if len(written) == query.limit:
+            has_more = True
+            break
+        names.append(name)
+        written.append(encode(card))
+    reply: ListReply[Any] = ListReply([])
+    if query.is_page:
+        first_id, last_id = (names[0], names[-1]) if names else (None, None)
+        reply = ListReply([], first_id=first_id, last_id=last_id, has_more=has_more)
+    head, tail = encode(reply).split(b"[]", 1)
+    return b"".join((head, b"[", b",".join(written), b"]", tail))

@@ -1,0 +1,305 @@
+"""A user who can write into a root swaps what was checked for a link to elsewhere, just before it is opened.
+
+The seam is `os.open`: whatever looks at a path before it is a check, and a swap there wins each race.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loraplex import LLM, AsyncEngine, LoRAConfig, LoRARequest
+from loraplex.adapters.opener import AdapterOpener, read_spec
+from loraplex.adapters.source import AdapterSource
+from loraplex.core import AdapterSpec
+from loraplex.demo.tasks import TASKS, adapter_path
+from loraplex.errors import AdapterLoadError, AdapterPathForbiddenError, AdapterUnavailableError
+from tests.frontend.processes import Client, demo_config, within
+from tests.security.demo_reader import demo_reader
+
+ADAPTER = adapter_path(TASKS[0].name)
+CONFIG, WEIGHTS, BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+INDEX, SHARD = "adapter_model.safetensors.index.json", "adapter_model-1.safetensors"
+
+
+def to_shards(path: Path) -> None:
+    os.rename(path / WEIGHTS, path / SHARD)
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(load_file(path / SHARD), SHARD)}))
+
+
+def to_bin(path: Path) -> None:
+    torch.save(load_file(path / WEIGHTS), path / BIN)
+    (path / WEIGHTS).unlink()
+
+
+OPENINGS: dict[str, tuple[Callable[[Path], Any], str, int]] = {
+    "configuration": (lambda path: None, CONFIG, 1),
+    "header": (lambda path: None, WEIGHTS, 1),
+    "tensors": (lambda path: None, WEIGHTS, 2),
+    "index": (to_shards, INDEX, 1),
+    "header of a shard": (to_shards, SHARD, 1),
+    "tensors of a shard": (to_shards, SHARD, 2),
+    "pickle": (to_bin, BIN, 1),
+}
+"""What is opened -> how the adapter is stored, the file's name, and which opening of it."""
+
+
+class Swapper:
+    """Does `swap` before one opening of a file; `read` has the files of which bytes were read, by (device, inode)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: set[tuple[int, int]] = set()
+        self._name, self._number, self._swap = "", 0, lambda: None
+        really_open, preadv = os.open, os.preadv
+
+        def opened(path: Any, *arguments: Any, **options: Any) -> int:
+            if Path(os.fsdecode(path)).name == self._name:
+                self._number -= 1
+                if self._number == 0:
+                    self._swap()
+            return really_open(path, *arguments, **options)
+
+        def recorded(fd: int, *arguments: Any) -> int:
+            self.read.add(_inode(os.fstat(fd)))
+            return preadv(fd, *arguments)
+
+        monkeypatch.setattr(os, "open", opened)
+        monkeypatch.setattr(os, "preadv", recorded)
+
+    def before(self, name: str, number: int, swap: Callable[[], Any]) -> None:
+        self._name, self._number, self._swap = name, number, swap
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+@pytest.fixture
+def swapper(monkeypatch: pytest.MonkeyPatch) -> Swapper:
+    return Swapper(monkeypatch)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """root/of-a-user/a, beside never-sent/a, whose configuration has a secret."""
+    return Path(shutil.copytree(ADAPTER, tmp_path / "root" / "of-a-user" / "a"))
+
+
+def put_outside(adapter: Path) -> Path:
+    outside = Path(shutil.copytree(adapter, adapter.parents[2] / "never-sent" / "a"))
+    config = json.loads((outside / CONFIG).read_text())
+    (outside / CONFIG).write_text(json.dumps({**config, "hunter2": "hunter2", "r": "hunter2"}))
+    return outside
+
+
+def swap(path: Path, target: Path) -> None:
+    """A directory or a file becomes a link to another."""
+    path.rename(path.with_name("before"))
+    path.symlink_to(target)
+
+
+def opener_of(*roots: Path) -> AdapterOpener:
+    return AdapterOpener(AdapterSource(roots), demo_reader())
+
+
+def check_refused(error: AdapterLoadError, swapper: Swapper, outside: Path) -> None:
+    assert "outside the directories that adapters may be loaded from" in error.message
+    for hidden in ("hunter2", "never-sent", str(outside.parents[1])):
+        assert hidden not in error.message
+    assert swapper.read.isdisjoint(_inode(file.stat()) for file in outside.iterdir())
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "directory above"])
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_what_becomes_a_link_after_its_check_is_not_read(
+    adapter: Path, swapper: Swapper, opening: str, what: str
+) -> None:
+    store, name, number = OPENINGS[opening]
+    store(adapter)
+    outside = put_outside(adapter)
+    paths = {"file": (adapter / name, outside / name), "directory": (adapter, outside)}
+    path, target = paths.get(what, (adapter.parent, outside.parent))
+    swapper.before(name, number, lambda: swap(path, target))
+    with pytest.raises(AdapterPathForbiddenError) as caught:
+        opener_of(adapter.parents[1]).open(str(adapter))
+    check_refused(caught.value, swapper, outside)
+
+
+def test_a_directory_that_is_renamed_out_of_the_roots_is_not_read(adapter: Path, swapper: Swapper) -> None:
+    """What was inside is outside now, and the path leads to it still."""
+    outside = adapter.parents[2] / "never-sent"
+
+    def move() -> None:
+        adapter.rename(outside)
+        adapter.symlink_to(outside)
+
+    swapper.before(CONFIG, 1, move)
+    with pytest.raises(AdapterPathForbiddenError):
+        opener_of(adapter.parents[1]).open(str(adapter))
+
+
+def test_a_root_that_becomes_a_link_leads_nowhere_else(adapter: Path, swapper: Swapper) -> None:
+    """A root is what it was at the start: an adapter of --lora-modules is one, in a folder that others may write to."""
+    outside, opener = put_outside(adapter), opener_of(adapter)
+    swapper.before(CONFIG, 1, lambda: swap(adapter, outside))
+    for _ in range(2):
+        with pytest.raises(AdapterPathForbiddenError) as caught:
+            opener.open(str(adapter))
+        check_refused(caught.value, swapper, outside)
+
+
+def test_what_stays_inside_is_read(adapter: Path, swapper: Swapper) -> None:
+    """Links within the roots and between them, and hard links: each name of a file is as good as the others."""
+    other = Path(shutil.copytree(adapter, adapter.parents[2] / "other root" / "a"))
+    swapper.before(WEIGHTS, 1, lambda: swap(adapter, other))
+    opened = opener_of(adapter.parents[1], other.parent).open(str(adapter))
+    assert opened.path == str(adapter)
+    (adapter.parent / "before" / CONFIG).unlink()
+    os.link(other / CONFIG, adapter.parent / "before" / CONFIG)
+    assert opener_of(adapter.parent).open(str(adapter.parent / "before")).adapter_digest == opened.adapter_digest
+
+
+def test_without_roots_links_are_followed_as_ever(adapter: Path, swapper: Swapper) -> None:
+    other = Path(shutil.copytree(adapter, adapter.parents[2] / "other"))
+    swapper.before(CONFIG, 1, lambda: swap(adapter, other))
+    assert AdapterOpener(AdapterSource(), demo_reader()).open(str(adapter)).path == str(adapter)
+
+
+def test_a_system_without_proc_asks_the_path_again(
+    adapter: Path, swapper: Swapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readlink = os.readlink
+
+    def without_proc(path: Any, *arguments: Any, **options: Any) -> Any:
+        if os.fsdecode(path).startswith("/proc/"):
+            raise FileNotFoundError(path)
+        return readlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "readlink", without_proc)
+    opener_of(adapter.parents[1]).open(str(adapter))
+    outside = put_outside(adapter)
+    swapper.before(CONFIG, 1, lambda: swap(adapter, outside))
+    with pytest.raises(AdapterPathForbiddenError) as caught:
+        opener_of(adapter.parents[1]).open(str(adapter))
+    check_refused(caught.value, swapper, outside)
+
+
+def test_a_link_that_is_swapped_back_after_it_was_opened_is_noticed_without_proc(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside, really_open = put_outside(adapter), os.open
+
+    def opened(path: Any, *arguments: Any, **options: Any) -> int:
+        return really_open(outside / Path(path).name, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "readlink", lambda path, **options: (_ for _ in ()).throw(FileNotFoundError(path)))
+    with pytest.raises(AdapterLoadError, match="changed while it was opened") as caught:
+        opener_of(adapter.parents[1]).open(str(adapter))
+    assert "hunter2" not in caught.value.message
+
+
+def test_the_log_says_where_it_led(adapter: Path, swapper: Swapper, caplog: pytest.LogCaptureFixture) -> None:
+    outside = put_outside(adapter)
+    swapper.before(CONFIG, 1, lambda: swap(adapter, outside))
+    with caplog.at_level(logging.WARNING), pytest.raises(AdapterPathForbiddenError):
+        opener_of(adapter.parents[1]).open(str(adapter))
+    assert str(outside / CONFIG) in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------- read again by path
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_the_engine_reads_a_known_version_only_where_it_was(adapter: Path, swapper: Swapper, is_moved: bool) -> None:
+    """After an eviction or a restart: by the path, of a version whose roots may be others now."""
+    roots = (adapter.parents[2] / "other",) if is_moved else (adapter.parents[1],)
+    spec = AdapterSpec(1, "sql", 1, "digest", str(adapter), 1, 8)
+    assert read_spec(spec, AdapterSource(roots), demo_reader()).adapter_id == 1
+    outside = put_outside(adapter)
+    swap(adapter, outside)
+    with pytest.raises(AdapterPathForbiddenError) as caught:
+        read_spec(spec, AdapterSource(roots), demo_reader())
+    check_refused(caught.value, swapper, outside)
+
+
+@pytest.fixture
+def llm(adapter: Path) -> Iterator[LLM]:
+    (adapter.parents[2] / "link").symlink_to(adapter.parents[1])
+    with LLM.from_config(demo_config(adapter_roots=(str(adapter.parents[2] / "link"),))) as llm:
+        yield llm
+
+
+def test_both_readers_of_an_engine_have_its_roots(llm: LLM, adapter: Path) -> None:
+    """A root may be given as a link. The front reads when an adapter is added, the engine when it is promoted."""
+    with pytest.raises(AdapterPathForbiddenError):
+        llm.add_lora(LoRARequest("elsewhere", 1, str(ADAPTER)))
+    assert llm.add_lora(LoRARequest("here", 2, str(adapter)))
+    adapters = llm.engine.adapters
+    assert adapters is not None
+    swap(adapter, put_outside(adapter))
+    adapters.attach_adapters([AdapterSpec(9, "here", 1, "0" * 64, str(adapter), 1, 8)])
+    with pytest.raises(AdapterUnavailableError, match="outside the directories that adapters may be loaded from"):
+        adapters.promote_adapter(9)
+    adapters.drop_adapter(9)
+
+
+async def test_a_version_of_the_state_directory_is_read_only_where_it_was(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(adapter.parents[1])
+    lora = LoRAConfig(adapter_memory_bytes=1 << 26, host_memory_bytes=1 << 26, disk_memory_bytes=0)
+    config = demo_config(lora, adapter_roots=(str(tmp_path / "link"),))
+    engine = await within(AsyncEngine.start(config, state_dir=tmp_path / "state"))
+    try:
+        await within(engine.load_adapter("sql", str(adapter)))
+        assert await Client(engine).ask("banana=", "sql")
+    finally:
+        await within(engine.shutdown())
+    outside = put_outside(adapter)
+    swap(adapter, outside)
+    engine = await within(AsyncEngine.start(config, state_dir=tmp_path / "state"))
+    try:
+        with pytest.raises(AdapterUnavailableError, match="outside the directories that adapters") as caught:
+            await Client(engine).ask("banana=", "sql")
+        assert "hunter2" not in caught.value.message
+        assert "never-sent" not in caught.value.message
+    finally:
+        await within(engine.shutdown())
+
+
+# ------------------------------------------------------------------------------------------------------ the hub's cache
+
+
+@pytest.mark.parametrize("what", ["link of the snapshot", "blobs", "snapshot", "repository"])
+@pytest.mark.parametrize("target", ["never-sent", "models--other--secret"])
+def test_a_snapshot_that_leaves_its_part_of_the_cache_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapper: Swapper, what: str, target: str
+) -> None:
+    import huggingface_hub
+
+    cache = tmp_path / "cache"
+    repository = cache / "models--org--name"
+    snapshot, blobs = repository / "snapshots" / ("a" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(ADAPTER, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(snapshot))
+    opener = AdapterOpener(AdapterSource((tmp_path / "root",), hub_cache=cache), demo_reader())
+    assert opener.open("hf://org/name").path == str(snapshot)
+
+    outside = (tmp_path if target == "never-sent" else cache) / target
+    shutil.copytree(repository, outside, symlinks=True)
+    path = {"link of the snapshot": snapshot / CONFIG, "blobs": blobs, "snapshot": snapshot}.get(what, repository)
+    swapper.before(CONFIG, 1, lambda: swap(path, outside / path.relative_to(repository)))
+    with pytest.raises(AdapterPathForbiddenError) as caught:
+        opener.open("hf://org/name")
+    check_refused(caught.value, swapper, outside / "blobs")
