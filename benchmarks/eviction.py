@@ -3,7 +3,7 @@
     python -m benchmarks.eviction                            every policy, every trace, equal and mixed sizes: under a minute
     python -m benchmarks.eviction --traces bursty --room 0.2 --seeds 10
 
-A simulation of one tier, with the classes that the engine uses (loraplex/memory/residency/eviction.py) and a clock that is the trace's. A request
+A simulation of one tier, with the classes that the engine uses (loraplex/memory/eviction/policies.py) and a clock that is the trace's. A request
 for an adapter that is not there loads it at once, and others leave until it fits; nothing is pinned, queued or running. Figures are
 counts and modelled seconds, so they do not depend on the machine. Traces:
 
@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.arguments import listed_of, positive
 from benchmarks.report import wide_console
-from loraplex.memory.residency.eviction import POLICIES, READ_BYTES_PER_S, EvictionPolicy, get_policy
+from loraplex.memory.eviction.policies import POLICIES, READ_BYTES_PER_S, EvictionPolicy, get_policy
 
 BYTES_PER_RANK = 600_000  # about those of a model of 0.5B parameters in 16 bits, all linears
 RANKS = (8, 16, 32, 64)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from loraplex.cpu import CpuUse
 
+MEMORY_TIERS = ("device", "host")
+"""What kernels, or copies to them, can read."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -57,7 +60,7 @@ class MemoryMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier of adapters: `device`, `host` or `disk`. num_adapters counts contents.
+    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, max_adapters bounds them.
 
     pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no pressure.
     """
@@ -67,6 +70,7 @@ class TierReport:
     max_bytes: int
     num_adapters: int
     pressure: float
+    max_adapters: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +96,11 @@ class MemorySample:
 class MemoryReport:
     """All that `GET /v1/memory` shows. Times are Unix time, sizes bytes; history is oldest first.
 
-    fragmentation: share of the adapters' chunks that perfect packing would give back.
-    quarantined: adapter id -> why, and until when it is not served.
-    counters: since the start; `loads_CAUSE` (what asked for it), `loads_from_ORIGIN` (what was read),
-    `evictions_TIER_REASON`, and others.
+    fragmentation: share of the adapters' chunks of the device that perfect packing would give back; most_fragmentation: of those or of the
+    host's, the larger one. quarantined: adapter id -> why, and until when it is not served.
+    num_waiting: contents that requests asked for in the last two scheduling passes and did not get, by what they wait for.
+    found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load together
+    count one for what it read. counters: only grow, by name.
     """
 
     mode: MemoryMode = MemoryMode.NORMAL
@@ -115,6 +120,17 @@ class MemoryReport:
     quarantined: Mapping[int, str] = field(default_factory=dict)
     counters: Mapping[str, float] = field(default_factory=dict)
     history: tuple[MemorySample, ...] = ()
+    most_fragmentation: float = 0.0
+    num_waiting: Mapping[str, int] = field(default_factory=dict)
+    found: Mapping[str, int] = field(default_factory=dict)
+
+    def tier(self, name: str) -> TierReport:
+        """One tier; an empty one for a tier that is not there."""
+        return next((each for each in self.tiers if each.tier == name), TierReport(name, 0, 0, 0, 0.0))
+
+    def count(self, name: str) -> int:
+        """A counter; 0 for one that is not there."""
+        return int(self.counters.get(name, 0))
 
     @property
     def kv_cache_usage(self) -> float:
@@ -127,18 +143,17 @@ class MemoryReport:
         return {each.tier: each.used_bytes for each in self.tiers}
 
     @property
-    def loads(self) -> Mapping[str, float]:
-        """Finished loads, by what asked for them."""
-        return {cause: count for cause, count in self._counted("loads_").items() if not cause.startswith("from_")}
+    def loads(self) -> Mapping[str, int]:
+        """Finished ones, by what asked for them."""
+        return {cause: count for cause, count in self._counts("loads_").items() if not cause.startswith("from_")}
 
     @property
-    def evictions(self) -> Mapping[str, float]:
+    def evictions(self) -> Mapping[str, int]:
         """By tier and reason."""
-        return self._counted("evictions_")
+        return self._counts("evictions_")
 
-    def _counted(self, prefix: str) -> Mapping[str, float]:
-        counters = self.counters.items()
-        return {name.removeprefix(prefix): count for name, count in counters if name.startswith(prefix)}
+    def _counts(self, start: str) -> dict[str, int]:
+        return {key.removeprefix(start): int(n) for key, n in self.counters.items() if key.startswith(start)}
 
     @property
     def chunks_by_owner(self) -> Mapping[str, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 NOT_ON_THE_WAY = {
     *("adapters/__init__.py", "adapters/hub.py", "adapters/inspect.py"),
-    *("memory/stats.py", "memory/care/prediction.py", "memory/care/monitor.py", "memory/care/system_memory.py"),
+    *("memory/stats.py", "memory/care/prediction.py", "memory/care/monitor.py"),
 }
 
 

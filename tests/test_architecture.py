@@ -366,3 +366,92 @@ def test_the_engines_wire_has_no_message_for_a_verb() -> None:
         "loraplex.adapters.registry.views",
         "loraplex.server.engine_surface",
     }
+
+
+# ------------------------------------------------------------------------------------------------ the adapters' memory
+
+MEMORY = PACKAGE / "memory"
+STATE_OF_WEIGHTS = {"state", "host", "device", "job", "layout", "failure"}
+TRANSITIONS = {"begin_load", "loaded", "publish_shared", "begin_copy", "landed", "leave_device", "leave_host"}
+
+
+def memory_files() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(MEMORY.rglob("*.py")):
+        yield str(path.relative_to(MEMORY)), ast.parse(path.read_text())
+
+
+def written_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes of other objects than `self` that are assigned or deleted."""
+    for node in ast.walk(tree):
+        is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and not is_own:
+            yield node
+
+
+def test_residency_has_one_writer() -> None:
+    """`StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure` are written in residency/store.py alone."""
+    for name, tree in memory_files():
+        written = {each.attr for each in written_attributes(tree)} & STATE_OF_WEIGHTS
+        assert name == "residency/store.py" or not written, f"memory/{name} writes {sorted(written)}"
+
+
+def test_the_seven_transitions_stand_in_the_table() -> None:
+    tree = ast.parse((MEMORY / "residency" / "store.py").read_text())
+    table = (ast.get_docstring(tree) or "").partition("\n\n")[2]
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    writers = {each.name for each in functions if "state" in {node.attr for node in written_attributes(each)}}
+    assert {name.strip("_").removesuffix("_locked") for name in writers} == TRANSITIONS
+    assert set(table.split()) >= TRANSITIONS
+
+
+def test_care_and_transfers_see_protocols_and_not_the_store() -> None:
+    for name, tree in memory_files():
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert name == "manager.py" or "loraplex.memory.residency.store" not in imported, f"memory/{name}"
+        for node in ast.walk(tree):
+            is_inside = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
+            if is_inside and not name.startswith("residency/"):
+                assert node.value.attr not in ("store", "_store"), f"memory/{name}:{node.lineno}"
+            if isinstance(node, ast.ClassDef) and node.name in ("Residents", "Transitions"):
+                assert len(node.body) - 1 <= 12, f"{node.name} has {len(node.body) - 1} methods"
+
+
+def test_the_store_is_no_blackboard() -> None:
+    """What is not in residency/ calls methods of the store, and reads none of its attributes."""
+    for name, tree in memory_files():
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            owner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(owner, ast.Attribute) and owner.attr in ("_residency", "_residents"):
+                assert id(node) in called, f"memory/{name}:{node.lineno} reads {node.attr}"
+
+
+def test_the_lock_is_private_to_residency() -> None:
+    """No file takes the lock of another object; `care/` and the manager have none of their own."""
+    for name, tree in memory_files():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in ("lock", "_lock"):
+                assert isinstance(node.value, ast.Name), f"memory/{name}:{node.lineno}"
+                assert node.value.id == "self", f"memory/{name}:{node.lineno}"
+                assert not name.startswith(("care/", "manager.py", "stats.py")), f"memory/{name}:{node.lineno}"
+
+
+def test_locked_methods_are_called_with_the_lock_held() -> None:
+    """In a method with `_locked` in its name, or inside `with ... held()` (`with self._lock` in the store)."""
+    for name, tree in memory_files():
+        if name.startswith(("residency/", "care/", "manager.py")):
+            for line in unlocked_calls(tree, is_held=False):
+                raise AssertionError(f"memory/{name}:{line} calls a `_locked` method without the lock")
+
+
+def unlocked_calls(node: ast.AST, is_held: bool) -> Iterator[int]:
+    if isinstance(node, ast.FunctionDef):
+        is_held = node.name.endswith("_locked")
+    if isinstance(node, ast.With):
+        taken = [ast.unparse(item.context_expr) for item in node.items]
+        is_held |= any(text.endswith(".held()") or text == "self._lock" for text in taken)
+    called = node.func if isinstance(node, ast.Call) else None
+    if isinstance(called, ast.Attribute) and called.attr.endswith("_locked") and not is_held:
+        yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from unlocked_calls(child, is_held)

@@ -167,6 +167,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         scheduler, blocks, graphs = self._scheduler, self._blocks, self._runner.graphs
+        memory = self.memory_report()
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -186,9 +187,9 @@ class EngineCore:
             graph_steps={} if graphs is None else graphs.graph_steps,
             eager_steps={} if graphs is None else graphs.eager_steps,
             cpu=self._runner.cpu_use(),
-            adapters_found={} if self._adapters is None else self._adapters.stats().counters.found,
+            adapters_found=memory.found,
             max_lora=0 if self._adapters is None else self._adapters.table.capacity,
-            memory=self.memory_report(),
+            memory=memory,
         )
 
     @property

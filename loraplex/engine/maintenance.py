@@ -35,11 +35,10 @@ from loraplex.errors import (
 from loraplex.events import EventLog
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.care.damage import damage_error
-from loraplex.memory.care.monitor import MemoryLook, MemoryMonitor, Thresholds
+from loraplex.memory.care.monitor import MemoryLook, MemoryMonitor, Thresholds, system_pressure
 from loraplex.memory.care.prediction import MAX_KEYS, ArrivalPredictor
-from loraplex.memory.care.system_memory import system_pressure
 from loraplex.memory.manager import LoRAModelManager
-from loraplex.memory.stats import TierStats
+from loraplex.metrics import MEMORY_TIERS, TierReport
 
 SCRUB_INTERVAL_S = 1.0
 FORECAST_INTERVAL_S = 1.0
@@ -324,15 +323,14 @@ class EngineMemory:
         if system is not None:
             pressure["system"] = system
         if self._adapters is not None:
-            stats = self._adapters.stats()
-            for tier in (stats.device, stats.host):
-                name = tier.tier.value
+            report = self._adapters.report()
+            for name in MEMORY_TIERS:
+                tier = report.tier(name)
                 occupancy[name] = _occupancy(tier)
                 used_bytes[name] = tier.used_bytes
-            pressure["device"] = min(1.0, stats.committed_bytes / stats.device.max_bytes)
-            if not self._adapters.is_shared:  # what is in use has its copy on the device: the host's is spare
-                pressure["host"] = min(1.0, stats.loading_bytes / stats.host.max_bytes)
-            fragmentation = stats.most_fragmentation
+                if name == "device" or not self._adapters.is_shared:
+                    pressure[name] = tier.pressure
+            fragmentation = report.most_fragmentation
         return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
@@ -361,7 +359,7 @@ class EngineMemory:
         self._scheduler.throttle(THROTTLED_SHARE if is_on else 1)
 
 
-def _occupancy(tier: TierStats) -> float:
+def _occupancy(tier: TierReport) -> float:
     by_count = tier.num_adapters / tier.max_adapters if tier.max_adapters else 0.0
     return max(tier.used_bytes / tier.max_bytes, by_count)
 

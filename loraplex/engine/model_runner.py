@@ -19,8 +19,7 @@ from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError,
 from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
-from loraplex.memory.residency.arrivals import StepGate
-from loraplex.memory.steps import StepPreparation
+from loraplex.memory.weights.copies import StepGate, StepPreparation
 from loraplex.models.decoder import Decoder
 from loraplex.profiler import Profiler
 

@@ -258,7 +258,7 @@ class SlotTable:
 
     On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings it to the
     tensors, in the order of the kernels: a step in flight sees none of it, the next one all. Nobody else calls it: an engine does
-    before each launch (memory/steps.py), other users of a table do before their kernels.
+    before each launch (memory/residency/store.py), other users of a table do before their kernels.
     """
 
     def __init__(

@@ -1,3 +1,1 @@
-"""Where adapters' weights are: `space/` (bytes), `weights/` (forms and copies), `residency/` (tiers), `care/` (health),
-and `manager.py` above them.
-"""
+"""Where adapters' weights are: `space/` (bytes), `weights/` (copies), `residency/` (states), `eviction/`, `care/`; `manager.py` above."""

@@ -6,53 +6,79 @@ of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adap
 them from its own thread; while a step is in flight, other threads must (retired room comes back when the step is committed).
 
 A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it from `try_acquire`:
-every one that asks in the scheduling pass in which the first of them does. After that pass, or when nobody asked for a
+every one that asks in the scheduling pass in which the first of them does. After that pass, or when no request asked for a
 minute, the next `try_acquire` reads the source afresh; so does any verb at any time. `prefetch` alone never tries again.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
-from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget
+from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget, Tier
+from loraplex.errors import AdapterConflictError, ConfigError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
+from loraplex.kernels.plan import SlotTable
 from loraplex.memory.care.compaction import CompactionResult, Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth
 from loraplex.memory.care.housekeeping import Housekeeping
-from loraplex.memory.care.integrity import check_integrity
-from loraplex.memory.care.pressure import reclaim_chunks
-from loraplex.memory.protocols import AdapterMapping, HasAdapterId
-from loraplex.memory.report import memory_report
-from loraplex.memory.residency.adapter_records import AdapterRecords
-from loraplex.memory.residency.jobs import LoadJobs
-from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter, StoredWeights
+from loraplex.memory.eviction.policies import get_policy
+from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
 from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import build_tiers, compressed_copies
+from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers, most_bytes
 from loraplex.memory.residency.transfers import Transfers
 from loraplex.memory.space.arena import Arena
-from loraplex.memory.stats import MemoryStats
-from loraplex.memory.steps import StepPreparation
-from loraplex.memory.weights.copies import CopyEngine
+from loraplex.memory.space.pool import LoRAMemoryPool
+from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_tiers
+from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
+from loraplex.memory.weights.copies import CopyEngine, StepPreparation, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
-from loraplex.memory.weights.loading import Loader, LoaderThreads
+from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
 from loraplex.memory.weights.packing import BaseBias, Packer
-from loraplex.memory.weights.weight_reader import WeightReader
 from loraplex.metrics import MemoryReport
+
+logger = logging.getLogger(__name__)
+
+MIN_SLOTS = 64
+MAX_SLOTS = 4096
+
+
+class HasAdapterId(Protocol):
+    """A LoRARequest, an AdapterSpec, a LoRAModel: anything that names one adapter."""
+
+    @property
+    def adapter_id(self) -> int: ...
+
+
+class AdapterMapping(Protocol):
+    """What the manager needs of engine.batch.LoRAMapping: lora_slot per token and per prompt, -1 the base model."""
+
+    @property
+    def index_mapping(self) -> Any: ...
+
+    @property
+    def prompt_mapping(self) -> Any: ...
+
+    def validate(
+        self, num_tokens: int, num_prompts: int, num_slots: int, is_resident: Callable[[int], bool] | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchOutcome:
     """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves when its last request ends.
 
-    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: who made way, `old` included.
+    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: what left for it, `old` included.
     """
 
     was_active: bool
@@ -91,100 +117,67 @@ class LoRAModelManager:
         disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
+        self._open_weights = open_weights
         self._clock = clock
-        packer = Packer(targets, backend, compute_dtype, base_bias)
-        disk = disk_tier(packer)
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
-        (device.pool or host.pool).ask_kv = ask_kv
-        self.table = device.table
-        self._loader = loader or LoaderThreads(lora_config.num_loader_threads)
-        compressed = compressed_copies(lora_config, packer)
-        events = events or EventLog()
-        self._store = WeightStore(host, device, clock, events, disk, compressed, copies, packer.checksums)
-        self._compactor = Compactor(self._store, clock, events)
-        reader = WeightReader(packer, host, disk, compressed, lora_config.num_loader_threads)
-        damage = DamageControl(self._store)
-        self._jobs = LoadJobs(self._store)
-        self._transfers = Transfers(self._store, self._jobs, reader, self._loader, damage)
-        self.steps = StepPreparation(self._store)
-        self.health = AdapterHealth(self._store, self._transfers, damage, self._loader, self._release)
-        self.housekeeping = Housekeeping(self._store, self._transfers, self._loader, self._release)
-        self._lock = self._store.lock
-        self._adapters = self._store.adapters
-        self._records = AdapterRecords(self._store, open_weights)
         self._mapping: AdapterMapping | None = None
+        packer = Packer(targets, backend, compute_dtype, base_bias)
+        self._disk, self._compressed = disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
+        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
+        tiers = Tiers(host, device, copies or SynchronousCopies(), packer.checksums)
+        tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
+        self._tiers = tiers
+        self._loader = loader = loader or LoaderThreads(lora_config.num_loader_threads)
+        self._log = log = MemoryLog(events or EventLog())
+        self._residency = residency = WeightStore(tiers, clock, log, disk, compressed)
+        self._damage = damage = DamageControl(residency, tiers, log, clock)
+        reader = WeightReader(packer, host.pool, disk, compressed, lora_config.num_loader_threads)
+        self.steps: StepPreparation = residency
+        self.victims_for = residency.victims_for  # what the store does whole is the store's own
+        self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
+        self.wait_for_change = residency.wait_for_change
+        self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log, clock)
+        self._compactor = Compactor(residency, tiers, clock, log.events)
+        self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, transfers.let_damaged_go_locked)
+        self.housekeeping = Housekeeping(residency, tiers, loader, log, clock, compressed, transfers.advance_locked)
 
     # ------------------------------------------------------------------------------------- core.ResidencyView: never waits
 
     def try_acquire(self, adapter_id: int) -> AcquireResult:
         """A reference for one running request, or what it waits for. Raises AdapterError as core.ResidencyView says."""
-        with self._lock:
-            adapter = self._records.get(adapter_id)
-            waits_for = self._transfers.ask(adapter)
+        residency = self._residency
+        with residency.held():
+            adapter = residency.adapter_locked(adapter_id)
+            waits_for = self._transfers.ask_locked(adapter)
             if waits_for is not None:
                 return AcquireResult(None, waits_for)
-            self._store.acquire(adapter)
-            return AcquireResult(adapter.weights.lora_slot)
+            return AcquireResult(residency.acquire_locked(adapter))
 
     def release(self, adapter_id: int) -> None:
         """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees it."""
-        with self._lock:
-            self._release(self._records.in_use(adapter_id))
+        with self._residency.held():
+            self._residency.release_locked(self._residency.in_use_locked(adapter_id))
 
     def prefetch(self, adapter_id: int) -> None:
-        """Bring the adapter nearer, if that costs nobody anything who asked before; an unknown one is ignored."""
-        with self._lock:
-            adapter = self._adapters.get(adapter_id)
+        """Bring the adapter nearer, if that costs no request that asked before; an unknown one is ignored."""
+        with self._residency.held():
+            adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
-                self._transfers.prefetch(adapter.weights)
-
-    def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
-        """As core.ResidencyView says; none for an unknown adapter."""
-        with self._lock:
-            order = list(dict.fromkeys(self._records.in_use(each).weights for each in in_use))
-            wanted = self._adapters.get(adapter_id)
-            victims = [] if wanted is None else self._store.room.victims_for(wanted.weights, order)
-            return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
+                self._transfers.prefetch_locked(adapter.weights)
 
     # -------------------------------------------------------------------------------------------- the engine's steps
 
     def poll(self) -> None:
         """Once a step, before scheduling: a new scheduling pass begins; dropped digests are told to the KV cache."""
-        with self._lock:
-            if self._store.device_lost is not None:
-                raise self._store.device_lost
-            self._store.room.pass_id += 1
-            dropped = [digest for digest in self._store.dropped if digest not in self._store.weights]
-            dropped += self._store.suspect
-            self._store.dropped.clear()
-            self._store.suspect.clear()
+        if self._damage.device_lost is not None:
+            raise self._damage.device_lost
+        forgotten = self._residency.begin_pass()
         if self.on_digest_dropped is not None:
-            for digest in dropped:
+            for digest in forgotten:
                 self.on_digest_dropped(digest)
 
-    def step_launched(self, step_id: int) -> None:
-        """Kernels of this step may read what is on the device now, until it is committed. Ids grow."""
-        with self._lock:
-            self._store.retired.launched(step_id)
-
-    def step_committed(self, step_id: int) -> None:
-        """The step's kernels are done, also if it failed."""
-        with self._lock:
-            if self._store.retired.committed(step_id):
-                self._lock.notify_all()
-
-    def wait_for_change(self, timeout_s: float) -> None:
-        """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
-        with self._lock:
-            self._lock.wait(timeout_s)
-
     def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict idle adapters nobody waits for, until that many chunks of the arena came free; returns how many did.
-
-        Fewer when the rest is in use, pinned or within the adapters' floor. What a step in flight reads comes back with its commit.
-        """
-        with self._lock:
-            return reclaim_chunks(self._store, self._compactor, num_chunks)
+        """Evict idle adapters that no request waits for, until that many chunks of the arena came free; returns how many did."""
+        return self.housekeeping.reclaim_chunks(num_chunks)
 
     def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
         """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from any thread."""
@@ -199,23 +192,23 @@ class LoRAModelManager:
         AdapterNoRoomError, what `open_weights` raises, and AdapterContentChangedError when that gives another digest; the
         adapter is unknown then. A load that began without this adapter's source and fails is followed by one with it.
         """
-        spec, opener = self._records.spec_of(adapter)
-        with self._lock:
-            known = self._records.known(spec)
-            self.health.forgive(spec.adapter_digest)
-            stored = known or self._records.attach(spec, opener)
-            job, is_mine = self._load_of(stored, is_new=known is None)
+        spec, opener = self._spec_of(adapter)
+        with self._residency.held():
+            known = self._known_locked(spec)
+            self.health.forgive_locked(spec.adapter_digest)
+            stored = known or self._residency.attach_locked(spec, opener)
+            job, is_mine = self._load_of_locked(stored, is_new=known is None)
         try:
             while job is not None and not self._has_loaded(job, is_mine, stored):
-                with self._lock:
+                with self._residency.held():
                     stored.check_not_removed()
-                    job, is_mine = self._load_of(stored, is_new=known is None)
-            with self._lock:
+                    job, is_mine = self._load_of_locked(stored, is_new=known is None)
+            with self._residency.held():
                 stored.check_not_removed()
         except BaseException:
-            with self._lock:
+            with self._residency.held():
                 if known is None and not stored.is_removed:
-                    self._records.remove(stored)
+                    self._residency.remove_locked(stored)
             raise
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
@@ -224,37 +217,73 @@ class LoRAModelManager:
 
         Known ids with the same content are passed over. Raises AdapterConflictError for another content.
         """
-        with self._lock:
-            self._records.attach_unread(specs)
+        with self._residency.held():
+            for spec in specs:
+                if self._known_locked(spec) is None:
+                    self._residency.attach_locked(*self._spec_of(spec)).is_attached = True
+
+    def _spec_of(self, adapter: AdapterSpec | LoRAModel) -> tuple[AdapterSpec, Callable[[], LoRAModel]]:
+        """The spec, and what reads its weights."""
+        if isinstance(adapter, AdapterSpec):
+            return adapter, partial(self._open_weights, adapter)
+        digest, name = adapter.adapter_digest, str(adapter.adapter_id)
+        spec = AdapterSpec(adapter.adapter_id, name, 1, digest, "", adapter.nbytes, adapter.rank)
+        return spec, lambda: adapter  # the caller's object is its source
+
+    def _known_locked(self, spec: AdapterSpec) -> StoredAdapter | None:
+        """The adapter of that id, if it is there with the same content; raises AdapterConflictError for another one."""
+        known = self._residency.find_in_use_locked(spec.adapter_id)
+        if known is not None and known.is_removed:
+            raise AdapterConflictError(
+                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {known.name!r} of the same id "
+                f"{spec.adapter_id}; take another id or wait for them"
+            )
+        if known is not None and known.weights.digest != spec.adapter_digest:
+            raise AdapterConflictError(
+                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another content; "
+                "take another id or remove that one first"
+            )
+        return known
+
+    def _load_of_locked(self, adapter: StoredAdapter, is_new: bool) -> tuple[LoadJob | None, bool]:
+        """The load that `add_adapter` waits for, and whether it has to run it itself."""
+        weights = adapter.weights
+        is_first = weights.layout is None
+        if weights.job is not None and not weights.is_on_device:
+            return (weights.job if is_new or is_first else None), False
+        if not is_new or weights.host is not None or weights.device is not None:
+            return None, False
+        self._residency.check_open_locked()
+        return self._residency.begin_load_locked(weights, Demand("add"), may_wait=True), True
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
         """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error otherwise."""
         if is_mine:
             self._transfers.run_load(job)
-        with self._lock:
-            self._jobs.join(job, adapter)
+        with self._residency.held():
+            self._transfers.join_locked(job, adapter)
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory is freed."""
-        with self._lock:
-            adapter = self._adapters.get(adapter_id)
+        with self._residency.held():
+            adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
-                self._records.remove(adapter)
+                self._residency.remove_locked(adapter)
             return adapter is not None
 
     def drop_adapter(self, adapter_id: int) -> None:
         """`remove_adapter`; raises AdapterNotFoundError for an unknown id."""
-        with self._lock:
-            self._records.remove(self._records.get(adapter_id))
+        with self._residency.held():
+            self._residency.remove_locked(self._residency.adapter_locked(adapter_id))
 
     # ------------------------------------------------------------------------------------------------ nearer and farther
 
     def promote_adapter(self, adapter_id: int) -> AddOutcome:
         """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned or in use."""
-        with self._lock:
+        with self._residency.held():
             demand = Demand("promote")
-            is_new = self._transfers.bring(self._records.get(adapter_id), demand)
+            is_new = self._transfers.bring_locked(self._residency.adapter_locked(adapter_id), demand)
             return AddOutcome(is_new, tuple(demand.evicted))
 
     def activate_adapter(self, adapter_id: int) -> bool:
@@ -263,62 +292,67 @@ class LoRAModelManager:
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
         """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is pinned."""
-        with self._lock:
-            adapter = self._records.get(adapter_id)
+        with self._residency.held():
+            adapter = self._residency.adapter_locked(adapter_id)
             was_pinned = adapter.set_pinned(False)
-            return self._demote(adapter.weights) or was_pinned
+            return self._residency.demote_locked(adapter.weights) or was_pinned
 
     def evict_adapter(self, adapter_id: int) -> bool:
         """One tier down: device to host, or host to source. False when it is in use, pinned, loading, or in no tier."""
-        with self._lock:
-            weights = self._records.get(adapter_id).weights
-            if self._demote(weights):
+        with self._residency.held():
+            weights = self._residency.adapter_locked(adapter_id).weights
+            if self._residency.demote_locked(weights):
                 return True
             if weights.host is None or not weights.is_idle:
                 return False
-            self._store.counters.evictions["verb"] += 1
-            self._store.evict_to_source(weights)
-            self._lock.notify_all()
+            self._log.counters.evictions["verb"] += 1
+            self._residency.leave_locked(weights, Tier.HOST)
             return True
 
     def pin_adapter(self, adapter_id: int) -> bool:
         """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the device."""
-        with self._lock:
-            adapter = self._records.get(adapter_id)
+        with self._residency.held():
+            adapter = self._residency.adapter_locked(adapter_id)
             if adapter.is_pinned:
                 return False
-            self._store.room.check_pinnable(adapter.weights, adapter.name)
-            self._transfers.bring(adapter, Demand("pin"))
-            self._store.room.check_pinnable(adapter.weights, adapter.name)
+            self._residency.check_pinnable_locked(adapter)
+            self._transfers.bring_locked(adapter, Demand("pin"))
+            self._residency.check_pinnable_locked(adapter)
             return adapter.set_pinned(True)
 
     def unpin_adapter(self, adapter_id: int) -> bool:
-        with self._lock:
-            return self._records.get(adapter_id).set_pinned(False)
+        with self._residency.held():
+            return self._residency.adapter_locked(adapter_id).set_pinned(False)
 
     def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
         """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request ends.
 
         An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises. `old` need
-        not be active, nor known. Requests are sent to `new` by who knows names (adapters/registry/); until then they queue.
+        not be active, nor known. Requests are sent to `new` by the registry of names (adapters/registry/); until then they queue.
         """
         began_s = self._clock()
         loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)
         loaded_s = self._clock()
         demand = Demand("promote", evicted=list(loaded.evicted))
-        with self._lock:
-            coming = self._records.get(new if isinstance(new, int) else new.adapter_id)
-            going = self._adapters.get(old)
+        with self._residency.held():
+            coming = self._residency.adapter_locked(new if isinstance(new, int) else new.adapter_id)
+            going = self._residency.known_locked().get(old)
             was_active = going is not None and going.weights.is_on_device
             is_apart = going is not None and going.weights is not coming.weights
             if going is not None and is_apart:
                 going.set_pinned(False)
-                self._demote(going.weights, demand)
-            self._transfers.bring(coming, demand)
-            is_draining = going is not None and is_apart and self._see_off(going, demand)
+                self._residency.demote_locked(going.weights, demand)
+            self._transfers.bring_locked(coming, demand)
+            is_draining = going is not None and is_apart and self._see_off_locked(going, demand)
         return SwitchOutcome(
             was_active, is_draining, loaded_s - began_s, self._clock() - loaded_s, tuple(demand.evicted)
         )
+
+    def _see_off_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
+        """Let it leave the device now or, if it is in use, at its last release; whether that is still to come."""
+        self._residency.demote_locked(adapter.weights, demand)
+        adapter.is_evicted_when_idle = adapter.num_running > 0 and not adapter.is_removed
+        return adapter.num_running > 0
 
     # ----------------------------------------------------------------------------------------------- vLLM's batch verbs
 
@@ -328,16 +362,16 @@ class LoRAModelManager:
         Raises AdapterNoRoomError when they do not fit together; those that came in stay.
         """
         held: list[StoredAdapter] = []
-        with self._lock:
+        with self._residency.held():
             try:
                 for adapter_id in dict.fromkeys(request.adapter_id for request in requests):
-                    adapter = self._records.get(adapter_id)
-                    self._transfers.bring(adapter, Demand("promote"))
+                    adapter = self._residency.adapter_locked(adapter_id)
+                    self._transfers.bring_locked(adapter, Demand("promote"))
                     adapter.count_running(1)  # so that the next one does not push it out
                     held.append(adapter)
             finally:
                 for adapter in held:
-                    self._release(adapter)
+                    self._residency.release_locked(adapter)
         if mapping is not None:
             self.set_adapter_mapping(mapping)
 
@@ -346,8 +380,13 @@ class LoRAModelManager:
         steps carry their plan as an argument and do not come here.
         """
         num_tokens, num_prompts = len(mapping.index_mapping), len(mapping.prompt_mapping)
-        with self._lock:
-            mapping.validate(num_tokens, num_prompts, self.table.capacity, lambda slot: not self.table.is_clear(slot))
+        with self._residency.held():
+            mapping.validate(
+                num_tokens,
+                num_prompts,
+                self._tiers.device.table.capacity,
+                lambda slot: not self._tiers.device.table.is_clear(slot),
+            )
             has_changed = mapping is not self._mapping
             self._mapping = mapping
             return has_changed
@@ -357,95 +396,121 @@ class LoRAModelManager:
     @property
     def lora_index_to_id(self) -> list[int | None]:
         """The adapter in each lora_slot (the first one of a shared content), None for a free slot."""
-        index_to_id: list[int | None] = [None] * self.table.capacity
-        with self._lock:
-            for each in self._store.weights.values():
+        index_to_id: list[int | None] = [None] * self._tiers.device.table.capacity
+        with self._residency.held():
+            for each in self._residency.contents_locked().values():
                 if each.is_on_device and each.lora_slot is not None:
                     index_to_id[each.lora_slot] = next(iter(each.adapters), None)
         return index_to_id
 
     def digest_of(self, adapter_id: int) -> str:
         """Of an adapter that resolves, or that somebody still has a reference to."""
-        with self._lock:
-            return self._records.in_use(adapter_id).weights.digest
+        with self._residency.held():
+            return self._residency.in_use_locked(adapter_id).weights.digest
+
+    @property
+    def table(self) -> SlotTable:
+        """Where kernels find adapters."""
+        return self._tiers.device.table
 
     @property
     def is_shared(self) -> bool:
         """Whether host and device are one memory."""
-        return self._store.is_shared
+        return self._tiers.is_shared
 
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
-        self._store.alarm = alarm
+        self._log.alarm = alarm
 
     def release_pages(self) -> int:
         """Give the pages of free memory back to the system; returns the bytes."""
-        return self._store.host.pool.arena.release_pages()
+        return self._tiers.host.pool.arena.release_pages()
 
     def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> list[AdapterResidency]:
         """Of these adapters those that resolve; by default all, in the order in which they were added."""
-        with self._lock:
-            asked = self._adapters if adapter_ids is None else adapter_ids
+        with self._residency.held():
+            known = self._residency.known_locked()
+            asked = known if adapter_ids is None else adapter_ids
             return [
-                adapter.residency(
-                    self._store.resting_tier(adapter.weights), self.health.state_of(adapter.weights.digest)
+                residency_of(
+                    each,
+                    self._residency.resting_tier_locked(each.weights),
+                    self.health.state_of_locked(each.weights.digest),
                 )
-                for adapter in filter(None, map(self._adapters.get, asked))
+                for each in filter(None, map(known.get, asked))
             ]
-
-    def stats(self) -> MemoryStats:
-        with self._lock:
-            return self._store.stats(len(self._adapters))
 
     def report(self) -> MemoryReport:
         """What `GET /v1/memory` shows of the adapters' memory; the engine adds the KV cache's part."""
-        return memory_report(self._store, self.stats(), self.health.quarantined())
+        report, compressed = self._residency.report(), self._compressed
+        return replace(
+            report,
+            tiers=(*report.tiers, *resting_tiers(compressed, self._disk)),
+            chunks=chunk_runs(self._tiers.pool_of(Tier.DEVICE).arena),
+            quarantined=self.health.quarantined(),
+            counters={**report.counters, "compression_max_error": 0.0 if compressed is None else compressed.max_error},
+        )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
-        with self._lock:
-            check_integrity(self._store, self._adapters, self._records.draining)
+        self._residency.check_integrity()
 
     def close(self) -> None:
-        """Stop the loader's threads. Whoever waits gets EngineShutdownError."""
-        self._store.close()
+        """Stop the loader's threads. Threads that wait get EngineShutdownError."""
+        self._residency.close()
         self._loader.close()
 
-    # -------------------------------------------------------------------------------------------------- under the lock
 
-    def _load_of(self, adapter: StoredAdapter, is_new: bool) -> tuple[LoadJob | None, bool]:
-        """The load that `add_adapter` waits for, and whether it has to run it itself."""
-        weights = adapter.weights
-        is_first = weights.layout is None
-        if weights.job is not None and not weights.is_on_device:
-            return (weights.job if is_new or is_first else None), False
-        if not is_new or weights.host is not None or weights.device is not None:
-            return None, False
-        return self._transfers.begin_first_load(weights, Demand("add")), True
+def build_tiers(
+    lora_config: LoRAConfig,
+    targets: Sequence[LoraTarget],
+    packer: Packer,
+    arena: Arena,
+    host_arena: Arena | None,
+    clock: Callable[[], float],
+) -> tuple[HostCache, DeviceCache]:
+    """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
+    pool = LoRAMemoryPool(arena)
+    host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
+    name = lora_config.eviction_policy
+    host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
+    host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
+    most = host.max_bytes if host_arena is None else most_bytes(arena)
+    table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
+    device_pool = None if host_arena is None else pool
+    max_bytes = min(lora_config.adapter_memory_bytes, most)
+    device = DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
+    is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
+    _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
+    return host, device
 
-    def _release(self, adapter: StoredAdapter) -> None:
-        self._store.release(adapter)
-        if adapter.num_running == 0 and adapter.is_removed:
-            self._records.end_draining(adapter)
-        elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
-            adapter.is_evicted_when_idle = False
-            self._demote(adapter.weights)
-        if adapter.weights.num_running == 0:
-            self._transfers.released(adapter.weights)
 
-    def _see_off(self, adapter: StoredAdapter, demand: Demand) -> bool:
-        """Let it leave the device now or, if it is in use, at its last release; whether that is still to come."""
-        self._demote(adapter.weights, demand)
-        adapter.is_evicted_when_idle = adapter.num_running > 0 and not adapter.is_removed
-        return adapter.num_running > 0
+def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
+    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the log."""
+    least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
+    for cache in caches:
+        size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"
+        if cache.max_bytes < least:
+            raise ConfigError(
+                f"{size}, and the smallest that this model can have (rank 1 on one module) takes {least}: every load would be refused; "
+                f"raise {cache.setting}, or turn LoRA off"
+            )
+        if cache.max_bytes < usual:
+            logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)
 
-    def _demote(self, weights: StoredWeights, demand: Demand | None = None) -> bool:
-        """By name, not for room; False when it may not leave the device or is not there."""
-        if not (weights.is_on_device and weights.is_idle):
-            return False
-        if demand is not None:
-            demand.evicted += weights.names
-        self._store.counters.evictions["verb"] += 1
-        self._store.leave_device(weights)
-        self._lock.notify_all()
-        return True
+
+def compressed_bytes(lora_config: LoRAConfig) -> int:
+    """The part of the host's budget that is for compressed copies."""
+    return 0 if lora_config.host_compression == "none" else lora_config.host_memory_bytes // HOST_SHARE
+
+
+def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopies | None:
+    compression = get_compression(lora_config.host_compression, packer)
+    return None if compression is None else CompressedCopies(compression, compressed_bytes(lora_config))
+
+
+def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:
+    """So many that bytes run out first, within MIN_SLOTS..MAX_SLOTS: an eighth of an adapter of rank 1 on every target is what one of
+    16 bits on a few targets has.
+    """
+    return min(MAX_SLOTS, max(MIN_SLOTS, 8 * lora_config.adapter_memory_bytes // max(1, packer.smallest_nbytes())))

@@ -26,7 +26,7 @@ from benchmarks.eviction import (
     replay_belady,
     totals,
 )
-from loraplex.memory.residency.eviction import get_policy
+from loraplex.memory.eviction.policies import get_policy
 
 SHAPE = Shape(num_adapters=50, num_requests=2000, rate=5.0)
 

@@ -54,8 +54,8 @@ class Asked:
 def content_of(driver: Driver, name: str) -> tuple[int | None, bytes]:
     """The adapter's lora_slot and its packed bytes, as kernels find them."""
     ref = driver.registry.resolve(name)
-    store = driver.engine.adapters._store
+    store = driver.engine.adapters._residency
     host = store.weights[ref.adapter_digest].host
     assert host is not None
-    packed = b"".join(store.host.pool.view(extent).numpy().tobytes() for extent in host.extents)
+    packed = b"".join(store.tiers.host.pool.view(extent).numpy().tobytes() for extent in host.extents)
     return driver.registry.describe(name).lora_slot, packed

@@ -54,8 +54,8 @@ class Apart:
         }
         self.driver: Driver = loaded(open_driver(lora=lora, lora_backend="torch"), bench)
         self.manager = self.driver.engine.adapters
-        self.manager._transfers._promoter._loader = self.landings
-        self.store = self.manager._store
+        self.manager._transfers._loader = self.landings
+        self.store = self.manager._residency
 
     def finish(self) -> None:
         for _ in range(400):
@@ -141,7 +141,7 @@ def test_what_does_not_arrive_ends_only_its_own_requests(apart: Apart, bench: Be
 def test_damage_in_the_hosts_copy_ends_the_requests_that_ran_on_it(apart: Apart, bench: Bench) -> None:
     weights = apart.store.weights[apart.driver.registry.resolve("one").adapter_digest]
     assert weights.host is not None
-    apart.store.host.pool.view(weights.host.extents[0])[3] ^= 1
+    apart.store.tiers.host.pool.view(weights.host.extents[0])[3] ^= 1
     weights.checked_s = -math.inf
     other, lost = Asked(apart.driver, bench, "two"), Asked(apart.driver, bench, "one")
     apart.driver.step()

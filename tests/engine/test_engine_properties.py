@@ -167,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
             enable_prefix_caching=is_prefix_caching,
         )
         self.driver.engine._runner._kv.fill_(math.nan)
-        self.pool = self.driver.engine.adapters._store.host.pool
+        self.pool = self.driver.engine.adapters._residency.tiers.host.pool
         self.pool.poison()
         self.directory = TemporaryDirectory()
         self.sources: dict[str, str | None] = {}
@@ -352,12 +352,12 @@ class EngineMachine(RuleBasedStateMachine):
         driver.step()
         driver.check_idle()
         for _ in range(100):  # a load that nobody wants any more ends in its thread
-            if not driver.engine.adapters.stats().num_loading:
+            if not driver.engine.adapters.report().num_loading:
                 break
             driver.engine.adapters.wait_for_change(0.05)
-        stats = driver.engine.adapters.stats()
+        stats = driver.engine.adapters.report()
         assert (stats.num_adapters, stats.num_loading, stats.retiring_bytes, stats.pinned_bytes) == (0, 0, 0, 0)
-        assert stats.device.used_bytes == stats.host.used_bytes == self.pool.used_bytes == 0
+        assert stats.tier("device").used_bytes == stats.tier("host").used_bytes == self.pool.used_bytes == 0
         assert self.pool.arena.chunks_of(Owner.ADAPTERS) == []
         assert set(driver.engine.adapters.lora_index_to_id) == {None}
         cache = driver.engine._blocks._cache
@@ -396,7 +396,7 @@ def test_verbs_in_threads_beside_the_steps(
         lora = replace(lora, adapter_floor=largest)
         shared = {"device_memory": 3 * largest + 12 * KV_BLOCK_BYTES, "block_size": BLOCK_SIZE}
     driver = Driver(world.base, lora, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=24, **shared)
-    driver.engine.adapters._store.host.pool.poison()
+    driver.engine.adapters._residency.tiers.host.pool.poison()
     content_of = {digest_of(driver, path): name for name, path in world.contents.items()}
     errors: list[BaseException] = []
     threads = [threading.Thread(target=churn, args=(driver, world, tmp_path, i, errors)) for i in range(3)]
@@ -420,7 +420,7 @@ def test_verbs_in_threads_beside_the_steps(
         driver.registry.unload(name)
     driver.step()
     driver.check_idle()
-    assert driver.engine.adapters.stats().host.used_bytes == 0
+    assert driver.engine.adapters.report().tier("host").used_bytes == 0
     driver.close()
 
 

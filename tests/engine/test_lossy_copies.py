@@ -10,10 +10,12 @@ from tests.engine.rules_bench import Bench, OpenDriver
 
 def weights_of(driver: Driver) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Checksums of what is in host memory: as found, and as known."""
-    store = driver.engine.adapters._store
+    store = driver.engine.adapters._residency
     weights = next(each for each in store.weights.values() if each.host is not None)
     assert weights.host is not None
-    return store.host_checksums([store.host.pool.view(extent) for extent in weights.host.extents]), weights.checksums
+    return store.tiers.host_checksums(
+        [store.tiers.host.pool.view(extent) for extent in weights.host.extents]
+    ), weights.checksums
 
 
 def ask(driver: Driver) -> None:
@@ -27,7 +29,7 @@ def test_after_a_lossy_copy_the_disk_tier_brings_the_exact_bytes_and_their_check
     lora = {"host_compression": "int8", "disk_cache_dir": str(tmp_path), "host_memory_bytes": 16 * bench.nbytes}
     driver = open_driver(lora=lora)
     driver.registry.load("one", str(bench.adapters["one"]))
-    store, housekeeping = driver.engine.adapters._store, driver.engine.adapters.housekeeping
+    store, housekeeping = driver.engine.adapters._residency, driver.engine.adapters.housekeeping
     exact, known = weights_of(driver)
     assert exact == known
     store.room.pass_id += 5  # nobody asked lately

@@ -11,7 +11,7 @@ import pytest
 from loraplex.core import AcquireResult
 from loraplex.errors import AdapterFaultError, BaseModelFaultError, EngineError
 from loraplex.events import EventKind
-from loraplex.memory.care.recovery import BACKOFF_S
+from loraplex.memory.care.health import BACKOFF_S
 from loraplex.metrics import MemoryMode
 from tests.engine.driver import Driver
 from tests.engine.rules_bench import Asked, Bench, OpenDriver, loaded
@@ -23,20 +23,20 @@ def poison(driver: Driver, name: str) -> None:
     """NaN in the memory of an adapter, with checksums that call it good: as if it had been loaded so."""
     from loraplex.kernels.checksum import checksum
 
-    store = driver.engine.adapters._store
+    store = driver.engine.adapters._residency
     weights = store.weights[driver.registry.resolve(name).adapter_digest]
     assert weights.host is not None
-    views = [store.host.pool.view(extent) for extent in weights.host.extents]
+    views = [store.tiers.host.pool.view(extent) for extent in weights.host.extents]
     for view in views:
         view.fill_(NAN_BYTE)
     weights.checksums = tuple(checksum(view) for view in views)
 
 
 def flip(driver: Driver, name: str) -> None:
-    store = driver.engine.adapters._store
+    store = driver.engine.adapters._residency
     weights = store.weights[driver.registry.resolve(name).adapter_digest]
     assert weights.host is not None
-    store.host.pool.view(weights.host.extents[0])[3] ^= 1
+    store.tiers.host.pool.view(weights.host.extents[0])[3] ^= 1
     weights.checked_s = -math.inf  # some time after it was read
 
 

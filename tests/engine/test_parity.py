@@ -238,7 +238,7 @@ def test_everything_at_once(family: FamilyCases) -> None:
         aging_steps=8,
     ) as llm:
         llm.engine._runner._kv.fill_(math.nan)
-        llm.engine.adapters._store.host.pool.poison()
+        llm.engine.adapters._residency.tiers.host.pool.poison()
         generate(llm, family.cases)
         generate(llm, family.cases[:6])
         stats = llm.stats()
@@ -257,10 +257,10 @@ def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch
     with start(
         family, device_memory=max(2 * wanted // 3, floor + 4 * longest), adapter_floor=floor, aging_steps=8
     ) as llm:
-        arena, blocks = llm.engine.adapters._store.host.pool.arena, llm.engine._blocks
+        arena, blocks = llm.engine.adapters._residency.tiers.host.pool.arena, llm.engine._blocks
         assert arena.num_bytes < wanted
         llm.engine._runner._kv.fill_(math.nan)
-        llm.engine.adapters._store.host.pool.poison()
+        llm.engine.adapters._residency.tiers.host.pool.poison()
         shares: list[tuple[int, int]] = []
         step = llm.engine.step
 

@@ -81,7 +81,7 @@ def test_rule_1_residue_of_a_victim_never_shows(open_driver: OpenDriver, bench: 
     }
     most = max(packed_nbytes(bench.base, path) for path in paths.values())
     driver = open_driver(lora={"adapter_memory_bytes": most, "host_memory_bytes": most, "max_loras": 1})
-    driver.engine.adapters._store.host.pool.poison()
+    driver.engine.adapters._residency.tiers.host.pool.poison()
     driver.engine._runner._kv.fill_(math.nan)
     for field in [*paths, *reversed(paths)]:
         driver.registry.load(field, str(paths[field]))
@@ -103,7 +103,7 @@ def test_rule_2_a_load_does_not_share_a_failure_that_is_not_its_own(
 ) -> None:
     """The same content is loaded from a good source while a request's load from a vanished one is under way, and fails."""
     manager = driver.engine.adapters
-    store, transfers = manager._store, manager._transfers
+    store, transfers = manager._residency, manager._transfers
     evict_to_source(driver, "mine")
     shutil.rmtree(own_copy)
     jobs, loader = HeldJobs(), transfers._loader
@@ -524,7 +524,7 @@ def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_b
     driver.step()
     assert driver.stats.waiting_by_cause == {"seat": 0, "load": 0, "room": 3}
     assert len(driver.stats.waiting_adapter_ids) == 3
-    assert driver.engine.adapters.stats().num_waiting["room"] == 3
+    assert driver.engine.adapters.report().num_waiting["room"] == 3
     first_step_of: dict[str, int] = {}
     for step in range(1, 400):
         driver.step()
@@ -675,11 +675,11 @@ def test_rule_11_logits_that_cannot_be_used(driver: Driver, bench: Bench) -> Non
     healthy = [Asked(driver, bench, name) for name in (None, "two")]
     sick = Asked(driver, bench, "one")
     driver.step(2)
-    store = driver.engine.adapters._store
+    store = driver.engine.adapters._residency
     host = store.weights[driver.registry.resolve("one").adapter_digest].host
     assert host is not None
     for extent in host.extents:
-        store.host.pool.view(extent).fill_(0xFF)
+        store.tiers.host.pool.view(extent).fill_(0xFF)
     driver.finish()
     with pytest.raises(AdapterFaultError, match="NaN"):
         driver.tokens(sick.request_id)

@@ -19,7 +19,7 @@ from loraplex.core import Tier
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.weights import copies, weight_reader
+from loraplex.memory.weights import copies, loading
 
 # ------------------------------------------------------------------------------------------------------ bytes of weights
 
@@ -36,7 +36,7 @@ def flip_device_bytes(manager: LoRAModelManager, adapter_id: int, rng: Random, n
 
 def poison_with_nan(manager: LoRAModelManager, adapter_id: int) -> bool:
     """Fill what kernels read of the adapter with NaN: its logits become NaN. False when it is not on the device."""
-    with manager._lock:
+    with manager._residency.held():
         pool, extents = _memory_of(manager, adapter_id, Tier.DEVICE)
         for extent in extents:
             pool.view(extent).fill_(POISON)
@@ -44,7 +44,7 @@ def poison_with_nan(manager: LoRAModelManager, adapter_id: int) -> bool:
 
 
 def _flip_bytes(manager: LoRAModelManager, adapter_id: int, tier: Tier, rng: Random, num_bytes: int) -> list[int]:
-    with manager._lock:
+    with manager._residency.held():
         pool, extents = _memory_of(manager, adapter_id, tier)
         if not extents:
             return []
@@ -57,16 +57,16 @@ def _flip_bytes(manager: LoRAModelManager, adapter_id: int, tier: Tier, rng: Ran
 
 def _memory_of(manager: LoRAModelManager, adapter_id: int, tier: Tier) -> tuple[LoRAMemoryPool, tuple[Extent, ...]]:
     """The extents that hold the adapter in a tier, and their pool; none while they are being written. Lock held."""
-    store = manager._store
-    adapter = manager._adapters.get(adapter_id)
+    store = manager._residency
+    adapter = manager._residency.adapters.get(adapter_id)
     weights = None if adapter is None else adapter.weights
     if weights is None or weights.layout is None or weights.job is not None:
-        return store.host.pool, ()
+        return store.tiers.host.pool, ()
     if tier is Tier.DEVICE and not weights.is_on_device:
-        return store.host.pool, ()
-    is_apart = tier is Tier.DEVICE and store.device.pool is not None
+        return store.tiers.host.pool, ()
+    is_apart = tier is Tier.DEVICE and store.tiers.device.pool is not None
     place = weights.device if is_apart else weights.host
-    pool = store.device.pool if is_apart else store.host.pool
+    pool = store.tiers.device.pool if is_apart else store.tiers.host.pool
     assert pool is not None
     return pool, () if place is None else place.extents
 
@@ -100,8 +100,8 @@ def truncate_file(path: Path, rng: Random) -> int:
 @contextlib.contextmanager
 def failing_allocations(manager: LoRAModelManager, error: BaseException | None = None) -> Iterator[None]:
     """No pool of the adapters has an extent to give: `allocate_all` says None, or raises `error` (a MemoryError, say)."""
-    store = manager._store
-    pools = {id(pool): pool for pool in (store.host.pool, store.device.pool) if pool is not None}.values()
+    store = manager._residency
+    pools = {id(pool): pool for pool in (store.tiers.host.pool, store.tiers.device.pool) if pool is not None}.values()
     with contextlib.ExitStack() as stack:
         for pool in pools:
             stack.enter_context(mock.patch.object(pool, "allocate_all", _failing(error)))
@@ -132,20 +132,20 @@ def failing_copies(error: BaseException) -> Iterator[None]:
 @contextlib.contextmanager
 def failing_reads(error: Exception) -> Iterator[None]:
     """Loads are killed: whatever reads a source raises `error`."""
-    with mock.patch.object(weight_reader, "read_weights", _failing(error)):
+    with mock.patch.object(loading, "read_weights", _failing(error)):
         yield
 
 
 @contextlib.contextmanager
 def hanging_reads(patience_s: float = 60.0) -> Iterator[threading.Event]:
     """Loads hang before they read their source, until the event is set; at the end it is."""
-    may_go_on, read_weights = threading.Event(), weight_reader.read_weights
+    may_go_on, read_weights = threading.Event(), loading.read_weights
 
     def wait_and_read(*arguments: Any) -> Any:
         assert may_go_on.wait(patience_s), "nobody let the load go on"
         return read_weights(*arguments)
 
-    with mock.patch.object(weight_reader, "read_weights", wait_and_read):
+    with mock.patch.object(loading, "read_weights", wait_and_read):
         try:
             yield may_go_on
         finally:

@@ -36,8 +36,8 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 
 
 def memory(rig: Rig) -> list[torch.Tensor]:
-    store = rig.manager._store
-    pools = [store.host.pool] + ([] if store.device.pool is None else [store.device.pool])
+    store = rig.manager._residency
+    pools = [store.tiers.host.pool] + ([] if store.tiers.device.pool is None else [store.tiers.device.pool])
     return [pool.arena.memory.clone() for pool in pools]
 
 
@@ -53,7 +53,7 @@ def test_one_bit_of_each_chosen_host_byte_flips(rig: Rig) -> None:
     assert 1 <= len(offsets) <= 3
     for offset in offsets:
         assert (int(host_before[offset]) ^ int(host_after[offset])).bit_count() == 1
-    extents = rig.manager._adapters[1].weights.host.extents  # type: ignore[union-attr]
+    extents = rig.manager._residency.adapters[1].weights.host.extents  # type: ignore[union-attr]
     assert all(any(extent.offset <= offset < extent.end for extent in extents) for offset in offsets)
     rig.manager.check_integrity()
 
@@ -76,8 +76,10 @@ def test_the_same_seed_flips_the_same_bytes() -> None:
 def test_poisoned_weights_give_nan(rig: Rig) -> None:
     assert not poison_with_nan(rig.manager, 2)
     assert poison_with_nan(rig.manager, 1)
-    store, weights = rig.manager._store, rig.manager._adapters[1].weights
-    place, pool = (weights.device, store.device.pool) if rig.is_separate else (weights.host, store.host.pool)
+    store, weights = rig.manager._residency, rig.manager._residency.adapters[1].weights
+    place, pool = (
+        (weights.device, store.tiers.device.pool) if rig.is_separate else (weights.host, store.tiers.host.pool)
+    )
     assert place is not None
     assert pool is not None
     assert len(place.extents) == NUM_LAYERS
@@ -110,7 +112,7 @@ def test_allocations_fail_for_a_while(rig: Rig, error: MemoryError | None) -> No
 
 
 def test_the_arena_lends_nothing_to_one_owner(rig: Rig) -> None:
-    arena = rig.manager._store.host.pool.arena
+    arena = rig.manager._residency.tiers.host.pool.arena
     with failing_lends(arena, Owner.KV):
         assert arena.lend(Owner.KV) is None
     chunks = arena.lend(Owner.KV)
@@ -140,7 +142,7 @@ def test_loads_hang_until_they_may_go_on(rig: Rig) -> None:
     with hanging_reads() as may_go_on:
         loading = threading.Thread(target=rig.add, args=(3,))
         loading.start()
-        while 3 not in rig.manager._adapters:
+        while 3 not in rig.manager._residency.adapters:
             loading.join(0.001)
         assert rig.manager.try_acquire(3).waits_for is WaitsFor.LOAD
         assert flip_host_bytes(rig.manager, 3, Random(0)) == [], "nothing is there yet"

@@ -234,10 +234,10 @@ class Rig:
             loader=self.loader,
             on_digest_dropped=self.dropped.append,
         )
-        store = self.manager._store
-        store.host.pool.poison()
-        if store.device.pool is not None:
-            store.device.pool.poison()
+        store = self.manager._residency
+        store.tiers.host.pool.poison()
+        if store.tiers.device.pool is not None:
+            store.tiers.device.pool.poison()
 
     @staticmethod
     def packed_nbytes(model: LoRAModel) -> int:
@@ -306,8 +306,8 @@ class Rig:
     def check_empty(self) -> None:
         """Everything has returned: no bytes, no slots, no references."""
         self.manager.check_integrity()
-        stats = self.manager.stats()
-        assert (stats.device.used_bytes, stats.host.used_bytes, stats.retiring_bytes) == (0, 0, 0)
+        stats = self.manager.report()
+        assert (stats.tier("device").used_bytes, stats.tier("host").used_bytes, stats.retiring_bytes) == (0, 0, 0)
         assert (stats.num_adapters, stats.num_loading, stats.pinned_bytes, stats.in_use_bytes) == (0, 0, 0, 0)
         assert self.arena.num_free_chunks == self.arena.num_chunks
         assert not any(self.manager.lora_index_to_id)

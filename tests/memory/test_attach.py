@@ -42,7 +42,7 @@ def load(rig: Rig) -> None:
 def test_attaching_reads_nothing(rig: Rig) -> None:
     assert rig.source.opens == {}
     assert {each.tier for each in rig.manager.list_adapters()} == {"source"}
-    assert rig.manager.stats().host.used_bytes == 0
+    assert rig.manager.report().tier("host").used_bytes == 0
     rig.manager.attach_adapters([rig.spec(1)])  # known already
     with pytest.raises(AdapterConflictError, match="another content"):
         rig.manager.attach_adapters([replace(rig.spec(1), adapter_digest="other")])
@@ -57,7 +57,7 @@ def test_the_first_request_loads_in_the_background(rig: Rig) -> None:
     assert ask(rig) is None
     rig.check_output(0, make_model("d1"))
     assert rig.source.opens == {"/p1": 1}
-    assert rig.manager.stats().counters.loads == {"request": 1}
+    assert rig.manager._log.counters.loads == {"request": 1}
     rig.manager.release(1)
 
 
@@ -78,7 +78,7 @@ def test_what_is_dropped_before_it_was_loaded_is_gone(rig: Rig) -> None:
     ask(rig, 2)
     rig.manager.drop_adapter(2)
     load(rig)
-    assert rig.manager.stats().host.used_bytes == 0
+    assert rig.manager.report().tier("host").used_bytes == 0
     assert [each.adapter_id for each in rig.manager.list_adapters()] == [3, 4]
 
 

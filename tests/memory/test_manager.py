@@ -146,7 +146,7 @@ def test_two_ids_of_one_content_share_everything(rig: Rig) -> None:
     assert sum(rig.source.opens.values()) == 1
     slot = rig.acquire(1)
     assert rig.manager.try_acquire(2).lora_slot == slot
-    assert rig.manager.stats().host.num_adapters == 1
+    assert rig.manager.report().tier("host").num_adapters == 1
     assert rig.slots() == [1, None]
     rig.manager.release(1)
     rig.manager.remove_adapter(1)
@@ -214,7 +214,7 @@ def test_eviction_goes_one_tier_down_and_the_name_still_resolves(rig: Rig) -> No
     assert rig.tier_of(1) == "host"
     assert rig.manager.evict_adapter(1)
     assert rig.tier_of(1) == "source"
-    assert rig.manager.stats().host.used_bytes == 0
+    assert rig.manager.report().tier("host").used_bytes == 0
     rig.check_output(rig.acquire(1), make_model("d1"))
 
 
@@ -367,17 +367,19 @@ def test_stats_count_what_happens(rig: Rig) -> None:
         rig.manager.release(adapter_id)
     rig.manager.evict_adapter(3)
     rig.manager.remove_adapter(3)
-    stats = rig.manager.stats()
-    counters = stats.counters
+    stats = rig.manager.report()
+    counters = rig.manager._log.counters
     assert (counters.num_hits, counters.num_misses) == (1, 3)
     assert counters.loads == {"add": 3}
     assert counters.evictions == {"device_room": 1, "verb": 1}
     assert (counters.num_promotions, counters.num_drops, counters.num_load_failures) == (3, 1, 0)
     assert counters.num_copies == (3 if rig.is_separate else 0)
-    assert (stats.device.num_adapters, stats.host.num_adapters, stats.num_adapters) == (1, 2, 2)
-    assert stats.device.pressure == 0.5
-    stats.counters.loads["add"] = 99
-    assert rig.manager.stats().counters.loads == {"add": 3}
+    assert (stats.tier("device").num_adapters, stats.tier("host").num_adapters, stats.num_adapters) == (1, 2, 2)
+    assert stats.tier("device").used_bytes == stats.tier("device").max_bytes / 2
+    assert stats.tier("device").pressure == 0, "all of it is idle"
+    assert (stats.loads, stats.evictions) == (counters.loads, counters.evictions)
+    counters.loads["add"] = 99
+    assert stats.loads == {"add": 3}, "a snapshot"
 
 
 def test_slots_are_bounded_by_bytes_unless_max_loras_says_otherwise() -> None:

@@ -203,10 +203,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.manager.check_integrity()
         running = {r.adapter_id: r.num_running for r in self.manager.list_adapters() if r.num_running}
         assert all(self.references[adapter_id] == count for adapter_id, count in running.items())
-        stats = self.manager.stats()
-        assert stats.device.used_bytes <= stats.device.max_bytes
-        assert stats.host.used_bytes <= stats.host.max_bytes
-        assert stats.pinned_bytes <= stats.device.max_bytes
+        stats = self.manager.report()
+        assert stats.tier("device").used_bytes <= stats.tier("device").max_bytes
+        assert stats.tier("host").used_bytes <= stats.tier("host").max_bytes
+        assert stats.pinned_bytes <= stats.tier("device").max_bytes
 
     @invariant()
     def slots_hold_what_they_say(self) -> None:
@@ -216,7 +216,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def check_unless_arriving(self, lora_slot: int, adapter_id: int) -> None:
         """Looking as a step does would end the copy."""
-        if lora_slot not in self.manager._store.arriving:
+        if lora_slot not in self.manager._residency.arriving:
             self.rig.check_output(lora_slot, MODELS[DIGEST_OF[adapter_id]])
 
     def teardown(self) -> None:
@@ -258,7 +258,7 @@ class Arriving(MemoryMachine):
     def run_layers(self, data: st.DataObject) -> None:
         """A step on what may be arriving: each layer is right when its gate opens."""
         adapter_id = data.draw(st.sampled_from(sorted(self.references)))
-        weights = next(each for each in self.manager._store.weights.values() if adapter_id in each.adapters)
+        weights = next(each for each in self.manager._residency.weights.values() if adapter_id in each.adapters)
         slot = weights.lora_slot
         assert slot is not None
         self.rig.check_output(slot, MODELS[DIGEST_OF[adapter_id]])

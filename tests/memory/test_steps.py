@@ -25,7 +25,7 @@ def test_a_victims_bytes_stay_as_they_are_until_the_step_is_committed(rig: Rig) 
     rig.manager.step_launched(1)
     rig.manager.release(1)
     rig.manager.remove_adapter(1)
-    assert rig.manager.stats().retiring_bytes > 0
+    assert rig.manager.report().retiring_bytes > 0
     assert rows.lora_a.equal(before)  # what the step reads
     rig.manager.check_integrity()
     rig.manager.step_committed(1)
@@ -91,7 +91,7 @@ def test_an_add_waits_for_the_commit_in_its_own_thread(rig: Rig) -> None:
     rig.manager.release(1)
     thread = threading.Thread(target=rig.add, args=(2,))
     thread.start()
-    while rig.manager.stats().retiring_bytes == 0:
+    while rig.manager.report().retiring_bytes == 0:
         rig.manager.wait_for_change(0.001)
     assert thread.is_alive()
     rig.manager.step_committed(1)
@@ -119,7 +119,7 @@ def test_closing_wakes_up_who_waits(rig: Rig) -> None:
 
     thread = threading.Thread(target=add)
     thread.start()
-    while rig.manager.stats().retiring_bytes == 0:
+    while rig.manager.report().retiring_bytes == 0:
         rig.manager.wait_for_change(0.001)
     rig.manager.close()
     thread.join(10)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from loraplex.core import SamplingParams, TokenOutput
 from loraplex.engine.sampler import DrawnTokens, SamplingRow
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
-from loraplex.memory.care.recovery import DOUBT_INTERVAL_S
+from loraplex.memory.care.health import DOUBT_INTERVAL_S
 from loraplex.text.processor import InputProcessor, ModelLimits, OutputProcessor, _Completion
 from tests.engine.driver import Driver
 from tests.engine.test_maintenance import poison, settle
@@ -91,7 +91,7 @@ def under(attack: Attack, driver: Driver, quiet: list[tuple[int, ...]]) -> None:
 
 def check_well(driver: Driver) -> None:
     assert driver.engine.adapters.health.quarantined() == {}
-    assert driver.engine.adapters.stats().counters.num_quarantined == 0
+    assert driver.engine.adapters.report().counters["quarantines"] == 0
     driver.check_integrity()
 
 
@@ -288,8 +288,8 @@ def test_an_adapter_that_is_really_bad_is_quarantined_and_comes_back(
                 attacked.tokens(each)
         else:
             assert attacked.tokens(each) == expected
-    settle(attacked, lambda: attacked.engine.adapters.stats().counters.num_recovered == 1)
-    assert attacked.engine.adapters.stats().counters.num_quarantined == 1
+    settle(attacked, lambda: attacked.engine.adapters.report().counters["recoveries"] == 1)
+    assert attacked.engine.adapters.report().counters["quarantines"] == 1
     again = ask_neighbours(attacked)
     attacked.finish()
     assert [attacked.tokens(each) for each in again] == quiet

@@ -74,7 +74,7 @@ class OrderServer(socketserver.ThreadingUnixStreamServer):
 
 def build(*arguments: Any, **options: Any) -> EngineCore:
     engine = build_engine(*arguments, **options)
-    engine.adapters._store.host.pool.poison()
+    engine.adapters._residency.tiers.host.pool.poison()
     engine._runner._kv.fill_(math.nan)
     OrderServer(engine, socket_of(Path(os.environ[FOLDER_VARIABLE]), os.getpid()))
     return engine

@@ -1,7 +1,7 @@
 """Extents moved out of sparse chunks, so that the chunks go back to the arena.
 
 A move copies the bytes, writes the new place into the record of the weights and the rows of the slot table, and retires the old
-extent (retired.py): a step in flight still finds it. What is being loaded, copied or checked stays where it is, and while a step is
+extent (RetiredMemory): a step in flight still finds it. What is being loaded, copied or checked stays where it is, and while a step is
 in flight so does what it may read. Moves within a GPU are enqueued in the order of the steps. The lock is held for the moves of one
 chunk at a time.
 """
@@ -9,16 +9,14 @@ chunk at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from loraplex.core import Tier
 from loraplex.events import EventKind, EventLog
-from loraplex.memory.care.moves import Move
+from loraplex.memory.care.damage import Residents
 from loraplex.memory.residency.records import StoredWeights
-from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Place
+from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Extent
-from loraplex.memory.space.pool import LoRAMemoryPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +38,21 @@ class CompactionResult:
 class Compactor:
     """Compacts the pools of both tiers: one where they share their memory."""
 
-    def __init__(self, store: WeightStore, clock: Callable[[], float], events: EventLog) -> None:
-        self._store = store
+    def __init__(self, residents: Residents, tiers: Tiers, clock: Callable[[], float], events: EventLog) -> None:
+        self._residents = residents
+        self._tiers = tiers
         self._clock = clock
         self._events = events
 
     def run(self, max_bytes: int, deadline_s: float) -> CompactionResult:
         """Until nothing more is to be had, `max_bytes` are moved, or the clock says `deadline_s`. Takes the lock again and again."""
-        with self._store.lock:
-            sides = self.sides()
         total = CompactionResult()
-        for side in sides:
+        for tier in reversed(self._tiers.in_memory):
+            side = CompactionSide(self._residents, self._tiers, tier)
             is_moving = True
             while is_moving and self._clock() < deadline_s and total.moved_bytes < max_bytes:
-                with self._store.lock:
-                    done = side.empty_one(max_bytes - total.moved_bytes)
-                    if done.num_chunks_freed:
-                        self._store.lock.notify_all()
+                with self._residents.held():
+                    done = side.empty_one_locked(max_bytes - total.moved_bytes)
                 total += done
                 is_moving = done.num_moved > 0
         if total.num_chunks_freed:
@@ -64,70 +60,41 @@ class Compactor:
             self._events.add(EventKind.COMPACTION, text, num_moved=total.num_moved, nbytes=total.moved_bytes)
         return total
 
-    def sides(self) -> list[CompactionSide]:
-        """The pool of the host tier and that of the device, if it has its own. Lock held."""
-        pools = {Tier.HOST: self._store.host.pool, Tier.DEVICE: self._store.device.pool}
-        return [CompactionSide(self._store, pool, tier) for tier, pool in pools.items() if pool is not None]
-
 
 class CompactionSide:
-    """One pool and who owns what in it now; made for one compaction. Lock held."""
+    """One tier's pool and what owns which extent in it, looked up at the first moves; made for one compaction."""
 
-    def __init__(self, store: WeightStore, pool: LoRAMemoryPool, tier: Tier) -> None:
-        self._store = store
-        self._pool = pool
+    def __init__(self, residents: Residents, tiers: Tiers, tier: Tier) -> None:
+        self._residents = residents
+        self._tiers = tiers
         self._tier = tier
-        self._owners = {  # what is retired is nobody's
-            extent: (weights, index)
-            for weights in store.weights.values()
-            if (place := self._place_of(weights)) is not None
-            for index, extent in enumerate(place.extents)
-        }
+        self._owners: dict[Extent, tuple[StoredWeights, int]] | None = None
 
-    def empty_one(self, max_bytes: int) -> CompactionResult:
+    def empty_one_locked(self, max_bytes: int) -> CompactionResult:
         """The moves of one chunk."""
-        pool = self._pool
+        pool = self._tiers.pool_of(self._tier)
+        if self._owners is None:
+            self._owners = self._owners_locked()
+        owners = self._owners
         lent_bytes = pool.lent_bytes
-        moves = pool.compaction_moves(max_bytes, self._may_move)
+        moves = pool.compaction_moves(max_bytes, lambda extent: self._may_move_locked(owners.get(extent), extent))
         for move in moves:
-            self._move(move)
+            weights, index = owners[move.target] = owners.pop(move.source)
+            self._residents.move_locked(weights, self._tier, index, move.target)
         num_freed = (lent_bytes - pool.lent_bytes) // pool.arena.chunk_bytes
         return CompactionResult(len(moves), sum(move.source.nbytes for move in moves), num_freed)
 
-    def _may_move(self, extent: Extent) -> bool:
-        weights, index = self._owners.get(extent, (None, 0))
-        place = None if weights is None else self._place_of(weights)
-        if weights is None or place is None or extent not in place.extents[index : index + 1]:
+    def _owners_locked(self) -> dict[Extent, tuple[StoredWeights, int]]:
+        """What is retired has no owner."""
+        return {
+            extent: (weights, index)
+            for weights in self._residents.contents_locked().values()
+            if (place := self._tiers.place_of(weights, self._tier)) is not None
+            for index, extent in enumerate(place.extents)
+        }
+
+    def _may_move_locked(self, owner: tuple[StoredWeights, int] | None, extent: Extent) -> bool:
+        place = None if owner is None else self._tiers.place_of(owner[0], self._tier)
+        if owner is None or place is None or extent not in place.extents[owner[1] : owner[1] + 1]:
             return False  # it came or went since the lock was released
-        is_read = self._store.retired.is_waiting_for_steps and weights.num_running > 0
-        return weights.is_at_rest and weights.layout is not None and not is_read
-
-    def _move(self, move: Move) -> None:
-        weights, index = self._owners.pop(move.source)
-        place, layout = self._place_of(weights), weights.layout
-        assert place is not None
-        assert layout is not None
-        source, target = self._pool.view(move.source), self._pool.view(move.target)
-        if self._tier is Tier.DEVICE:
-            self._store.copies.move(source, target)
-        else:
-            target.copy_(source)
-        extents = (*place.extents[:index], move.target, *place.extents[index + 1 :])
-        self._set_place(weights, replace(place, extents=extents))
-        self._owners[move.target] = weights, index
-        if self._tier is Tier.HOST and not self._store.is_shared:
-            self._pool.free(move.source)  # no kernel reads it
-            return
-        if weights.is_on_device:
-            assert weights.lora_slot is not None
-            self._store.device.publish_extent(weights.lora_slot, layout, index, move.target)
-        self._store.retired.retire((move.source,))
-
-    def _place_of(self, weights: StoredWeights) -> Place | None:
-        return weights.host if self._tier is Tier.HOST else weights.device
-
-    def _set_place(self, weights: StoredWeights, place: Place) -> None:
-        if self._tier is Tier.HOST:
-            weights.host = place
-        else:
-            weights.device = place
+        return self._residents.may_move_locked(owner[0])

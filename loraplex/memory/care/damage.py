@@ -8,121 +8,153 @@ fenced    a chunk that does not hold a pattern, or whose contents were found dam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 
 from loraplex.core import Tier
-from loraplex.errors import AdapterFaultError
+from loraplex.errors import AdapterFaultError, DeviceLostError, LoraplexError
 from loraplex.events import EventKind
-from loraplex.memory.residency.records import StoredWeights, tell
-from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Place
+from loraplex.memory.residency.records import StoredAdapter, StoredWeights
+from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.space.arena import Arena, Extent
-from loraplex.memory.space.pool import LoRAMemoryPool
+from loraplex.memory.stats import MemoryLog
+from loraplex.memory.weights.loading import is_device_lost
 
 MAX_FAULTS_OF_A_CHUNK = 1
 FRESH_S = 1.0
 PATTERNS = (0x55, 0xAA)
 
 
-class DamageControl:
-    """Called with the store's lock held; `find` and `find_unless_fresh` also without it, for weights that are not at rest: they stay
-    where they are.
-    """
+class Residents(Protocol):
+    """All that care sees of the residency (store.WeightStore). `_locked` methods are called inside `with held()`."""
 
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
-        self._faults: Counter[tuple[Tier, int]] = Counter()
+    def held(self) -> AbstractContextManager[object]: ...
+
+    def known_locked(self) -> Mapping[int, StoredAdapter]: ...
+
+    def contents_locked(self) -> Mapping[str, StoredWeights]: ...
+
+    def is_unwanted_locked(self, weights: StoredWeights, num_passes: int) -> bool: ...
+
+    def want_locked(self, weights: StoredWeights) -> None: ...
+
+    def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]: ...
+
+    def leave_locked(self, weights: StoredWeights, tier: Tier) -> None: ...
+
+    def end_reading_locked(self, weights: StoredWeights) -> None: ...
+
+    def release_locked(self, adapter: StoredAdapter) -> None: ...
+
+    def may_move_locked(self, weights: StoredWeights) -> bool: ...
+
+    def move_locked(self, weights: StoredWeights, tier: Tier, index: int, target: Extent) -> None: ...
+
+    def suspect_locked(self, weights: StoredWeights) -> None: ...
+
+
+class DamageControl:
+    """device_lost: why the device cannot be used any more."""
+
+    def __init__(self, residents: Residents, tiers: Tiers, log: MemoryLog, clock: Callable[[], float]) -> None:
+        self._residents = residents
+        self._tiers = tiers
+        self._log = log
+        self._clock = clock
+        self._num_faults: Counter[tuple[Tier, int]] = Counter()
+        self._spoilt: list[StoredWeights] = []
+        self.device_lost: DeviceLostError | None = None
 
     def find_unless_fresh(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
-        """`find`; [] for what was read or checked less than FRESH_S ago."""
-        now_s = self._store.clock()
+        """`Tiers.changed`; [] for what was read or checked less than FRESH_S ago."""
+        now_s = self._clock()
         if now_s - weights.checked_s < FRESH_S:
             return []
         weights.checked_s = now_s
-        return self.find(weights, tier)
+        return self._tiers.changed(weights, tier)
 
-    def find(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
-        """The extents of one tier that have changed since the load. [] where the weights are not."""
-        place = self._place(weights, tier)
-        if place is None or not weights.checksums:
-            return []
-        views = [self._pool(tier).view(extent) for extent in place.extents]
-        store = self._store
-        found = store.copies.checksums(views) if tier is Tier.DEVICE else store.host_checksums(views)
-        triples = zip(place.extents, found, weights.checksums, strict=True)
-        return [extent for extent, number, expected in triples if number != expected]
-
-    def discard_damaged(self, weights: StoredWeights) -> bool:
-        """Look at every tier and let go what has changed; whether anything had. Nobody may be running on it."""
-        has_changed = False
-        for tier in self.tiers:
-            damaged = self.find(weights, tier)
+    def discard_damaged_locked(self, weights: StoredWeights) -> None:
+        """Look at every tier and let go what has changed. No request may be running on it."""
+        for tier in self._tiers.in_memory:
+            damaged = self._tiers.changed(weights, tier)
             if damaged:
-                self.discard(weights, tier, damaged)
-                has_changed = True
-        return has_changed
+                self.discard_locked(weights, tier, damaged)
 
-    @property
-    def tiers(self) -> tuple[Tier, ...]:
-        """Those in memory, the nearest first."""
-        return (Tier.HOST,) if self._store.is_shared else (Tier.DEVICE, Tier.HOST)
-
-    def discard(self, weights: StoredWeights, tier: Tier, damaged: Sequence[Extent]) -> None:
-        """Let the copies of `tier` and nearer go; nobody may be running on them. The next demand restores them."""
+    def discard_locked(self, weights: StoredWeights, tier: Tier, damaged: Sequence[Extent]) -> None:
+        """Let the copies of `tier` and nearer go; no request may be running on them. The next demand restores them."""
         assert weights.num_running == 0, f"requests run on {weights.names}"
         assert weights.is_at_rest, f"{weights.names} are on their way"
-        store = self._store
-        store.counters.num_damaged += 1
-        store.suspect.append(weights.digest)
-        fenced = self._fence_bad_chunks(tier, damaged, weights)
+        self._log.counters.num_damaged += 1
+        self._residents.suspect_locked(weights)
+        fenced = self._fence_bad_chunks_locked(tier, damaged, weights)
         text = f"has {len(damaged)} damaged pieces in {tier.value} memory and is read again"
-        tell(store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=fenced)
+        self._log.tell(EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=fenced)
         weights.is_restoring = True
-        if tier is Tier.DEVICE and not store.is_shared:
-            store.leave_device(weights)
-        else:
-            store.evict_to_source(weights)
+        self._residents.leave_locked(weights, tier)
 
-    def fence(self, weights: StoredWeights, tier: Tier, extents: Sequence[Extent]) -> None:
-        """Memory that could not be written or read: its chunks are lent to nobody any more."""
-        chunks = {chunk for extent in extents for chunk in _chunks(self._pool(tier).arena, extent)}
-        self._fence_chunks(tier, chunks, weights)
-        text = f"met {tier.value} memory that fails; {len(chunks)} chunks are fenced"
-        tell(self._store.events, EventKind.FAULT, weights, text, tier=tier.value, num_fenced_chunks=len(chunks))
+    def fence_locked(self, weights: StoredWeights, error: Exception) -> None:
+        """Device memory that could not be written: its chunks are lent to no tier any more."""
+        self.look_for_loss(error)
+        place = self._tiers.place_of(weights, Tier.DEVICE)
+        assert place is not None
+        arena = self._tiers.pool_of(Tier.DEVICE).arena
+        chunks = {chunk for extent in place.extents for chunk in _chunks(arena, extent)}
+        self._fence_chunks_locked(Tier.DEVICE, chunks, weights)
+        text = f"met device memory that fails; {len(chunks)} chunks are fenced"
+        self._log.tell(EventKind.FAULT, weights, text, tier="device", num_fenced_chunks=len(chunks))
 
-    def _place(self, weights: StoredWeights, tier: Tier) -> Place | None:
-        return weights.device if tier is Tier.DEVICE and not self._store.is_shared else weights.host
+    def look_for_loss(self, error: Exception) -> None:
+        """Remember when an error means that the device cannot be used any more."""
+        if is_device_lost(error):
+            self.device_lost = DeviceLostError(f"the device does not answer any more: {error}")
 
-    def _pool(self, tier: Tier) -> LoRAMemoryPool:
-        pool = self._store.device.pool if tier is Tier.DEVICE else None
-        return self._store.host.pool if pool is None else pool
+    def suspect_locked(self, weights: StoredWeights) -> None:
+        """What was computed with it may be wrong."""
+        self._residents.suspect_locked(weights)
 
-    def _fence_bad_chunks(self, tier: Tier, damaged: Sequence[Extent], owner: StoredWeights) -> int:
-        arena = self._pool(tier).arena
+    def spoil_locked(self, weights: StoredWeights, error: LoraplexError) -> None:
+        """Requests run on what is not to be used: `take_faults` tells it, and requests that come until then get the error."""
+        if weights.fault is None:
+            self._spoilt.append(weights)
+        weights.fault = error
+
+    def take_faults(self) -> dict[int, LoraplexError]:
+        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive."""
+        if not self._spoilt:
+            return {}
+        faults: dict[int, LoraplexError] = {}
+        with self._residents.held():
+            spoilt, self._spoilt = self._spoilt, []
+            for weights in spoilt:
+                assert weights.fault is not None
+                self._residents.suspect_locked(weights)
+                faults |= dict.fromkeys(weights.adapters, weights.fault)
+                weights.fault = None
+        return faults
+
+    def _fence_bad_chunks_locked(self, tier: Tier, damaged: Sequence[Extent], owner: StoredWeights) -> int:
+        arena = self._tiers.pool_of(tier).arena
         bad = set()
         for extent in damaged:
             holds = holds_patterns(arena.view(extent))
             for chunk in _chunks(arena, extent):
-                self._faults[tier, chunk] += 1
-                if not holds or self._faults[tier, chunk] > MAX_FAULTS_OF_A_CHUNK:
+                self._num_faults[tier, chunk] += 1
+                if not holds or self._num_faults[tier, chunk] > MAX_FAULTS_OF_A_CHUNK:
                     bad.add(chunk)
-        self._fence_chunks(tier, bad, owner)
+        self._fence_chunks_locked(tier, bad, owner)
         return len(bad)
 
-    def _fence_chunks(self, tier: Tier, chunks: set[int], besides: StoredWeights) -> None:
+    def _fence_chunks_locked(self, tier: Tier, chunks: set[int], besides: StoredWeights) -> None:
         """They take nothing new, and what is idle in them leaves; what is in use leaves them when it moves or is evicted."""
-        store, pool = self._store, self._pool(tier)
+        pool = self._tiers.pool_of(tier)
         lying_there = {extent for chunk in chunks for extent in pool.fence(chunk)}
-        for each in list(store.weights.values()):
-            place = self._place(each, tier)
-            if each is besides or not each.is_idle or place is None or lying_there.isdisjoint(place.extents):
-                continue
-            if tier is Tier.DEVICE and not store.is_shared:
-                store.leave_device(each)
-            else:
-                store.evict_to_source(each)
+        for each in list(self._residents.contents_locked().values()):
+            place = self._tiers.place_of(each, tier)
+            if each is not besides and each.is_idle and place and not lying_there.isdisjoint(place.extents):
+                self._residents.leave_locked(each, tier)
 
 
 def _chunks(arena: Arena, extent: Extent) -> range:

@@ -1,42 +1,54 @@
 """Adapters that give wrong results or lie in damaged memory: quarantined, restored, served again.
 
+    odd result -> in doubt, diagnosed where it lies --(answers rightly)--> no doubt, and no other look for a second
+                                  `--(wrong)--> quarantined
+    quarantined, read again, diagnosed at once --(answers rightly)--> served again
+                  ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded again
+
+A doubt ends no request: what one prompt makes of an adapter says little about the others, and may be done on purpose. Cases are kept
+by content digest: two names with one content are ill together.
+
 The engine calls this between steps. It ends the requests of the adapters that it is told to end, and runs the diagnoses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from loraplex.core import Tier
-from loraplex.errors import AdapterFaultError, DeviceLostError, LoraplexError
+from loraplex.errors import AdapterFaultError, LoraplexError
 from loraplex.events import EventKind
-from loraplex.memory.care.damage import DamageControl, damage_error
-from loraplex.memory.care.recovery import Recovery
-from loraplex.memory.residency.records import StoredAdapter, StoredWeights, tell
-from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.transfers import Transfers
-from loraplex.memory.weights.loading import Loader, is_device_lost
+from loraplex.memory.care.damage import DamageControl, Residents, damage_error
+from loraplex.memory.residency.records import StoredWeights
+from loraplex.memory.residency.tiers import Tiers
+from loraplex.memory.stats import MemoryLog
+from loraplex.memory.weights.loading import Loader
 
 
 class AdapterHealth:
-    """Thread-safe: takes the store's lock. release: returns a reference to an adapter, with all that follows from the last one."""
+    """Thread-safe. let_damaged_go_locked: lets copies whose bytes have changed go (Transfers.let_damaged_go_locked)."""
 
     def __init__(
         self,
-        store: WeightStore,
-        transfers: Transfers,
+        residents: Residents,
+        tiers: Tiers,
         damage: DamageControl,
         loader: Loader,
-        release: Callable[[StoredAdapter], None],
+        log: MemoryLog,
+        clock: Callable[[], float],
+        let_damaged_go_locked: Callable[[StoredWeights], None],
     ) -> None:
-        self._store = store
-        self._transfers = transfers
+        self._residents = residents
+        self._tiers = tiers
         self._damage = damage
         self._loader = loader
-        self._release = release
-        self._recovery = Recovery(store.clock)
+        self._log = log
+        self._let_damaged_go_locked = let_damaged_go_locked
+        self._recovery = Recovery(clock)
         self._last_scrubbed = ""
         self._is_scrubbing = False
 
@@ -44,29 +56,29 @@ class AdapterHealth:
 
     def quarantine(self, adapter_id: int, reason: str) -> list[int]:
         """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose requests must end."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is None:
                 return []
             if self._recovery.open(weights.digest, reason):
-                self._store.counters.num_quarantined += 1
-                self._store.suspect.append(weights.digest)
-                tell(self._store.events, EventKind.FAULT, weights, f"is quarantined: {reason}", cause="results")
+                self._log.counters.num_quarantined += 1
+                self._residents.suspect_locked(weights)
+                self._log.tell(EventKind.FAULT, weights, f"is quarantined: {reason}", cause="results")
             return list(weights.adapters)
 
     def doubt(self, adapter_id: int) -> None:
         """A result of this adapter was odd. It is served on; `doubted` tells when to look at it."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is not None:
                 self._recovery.doubt(weights.digest)
 
     def doubted(self) -> list[int]:
         """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`."""
-        with self._store.lock:
+        with self._residents.held():
             found: list[int] = []
             for digest in self._recovery.due_doubts():
-                weights = self._store.weights.get(digest)
+                weights = self._residents.contents_locked().get(digest)
                 if weights is None or not weights.adapters or not weights.is_on_device:
                     self._recovery.looked(digest)
                 elif weights.is_at_rest:
@@ -75,34 +87,34 @@ class AdapterHealth:
 
     def looked(self, adapter_id: int) -> None:
         """The diagnosis of an adapter in doubt was made, or could not be: the next one is an interval later."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is not None:
                 self._recovery.looked(weights.digest)
 
     def refusal(self, adapter_id: int) -> AdapterFaultError | None:
         """The error for a request of a quarantined adapter; None for one that is well or unknown."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is None:
                 return None
-            return self._recovery.refusal(weights.digest, self._store.adapters[adapter_id].name)
+            return self._recovery.refusal(weights.digest, weights.adapters[adapter_id].name)
 
-    def forgive(self, digest: str) -> None:
-        """Somebody adds an adapter of this content: what was given up is served again, and judged anew. The lock is held."""
+    def forgive_locked(self, digest: str) -> None:
+        """An adapter of this content is added: what was given up is served again, and judged again."""
         self._recovery.forgive(digest)
 
-    def state_of(self, digest: str) -> str | None:
-        """Why a content is quarantined. The lock is held."""
+    def state_of_locked(self, digest: str) -> str | None:
+        """Why a content is quarantined."""
         return self._recovery.state_of(digest)
 
     def quarantined(self) -> dict[int, str]:
         """adapter_id -> why."""
-        with self._store.lock:
+        with self._residents.held():
             cases = {case.digest: self._recovery.state_of(case.digest) for case in self._recovery}
             return {
                 adapter_id: text
-                for adapter_id, adapter in self._store.adapters.items()
+                for adapter_id, adapter in self._residents.known_locked().items()
                 if (text := cases.get(adapter.weights.digest)) is not None
             }
 
@@ -116,20 +128,19 @@ class AdapterHealth:
 
         From the second try on copies on disk or compressed are not trusted either. Cases of contents that are gone are closed.
         """
-        with self._store.lock:
-            for gone in [case.digest for case in self._recovery if case.digest not in self._store.weights]:
+        with self._residents.held():
+            contents = self._residents.contents_locked()
+            for gone in [case.digest for case in self._recovery if case.digest not in contents]:
                 self._recovery.close(gone)
             case = self._recovery.due()
             if case is None:
                 return None
-            weights = self._store.weights[case.digest]
+            weights = contents[case.digest]
             if not weights.adapters or weights.num_running or not weights.is_at_rest:
                 self._recovery.postpone(case.digest)
                 return None
-            self._store.evict_to_source(weights)
+            self._residents.leave_locked(weights, Tier.DISK if case.num_tries > 1 else Tier.HOST)
             weights.is_restoring = weights.num_pinned > 0
-            if case.num_tries > 1:
-                self._store.forget_copies(weights)
             return next(iter(weights.adapters))
 
     @contextmanager
@@ -149,8 +160,8 @@ class AdapterHealth:
 
     @contextmanager
     def _lend(self, is_meant: Callable[[StoredWeights], bool]) -> Iterator[tuple[str, int] | None]:
-        with self._store.lock:
-            found = next(filter(is_meant, self._store.weights.values()), None)
+        with self._residents.held():
+            found = next(filter(is_meant, self._residents.contents_locked().values()), None)
             adapter = None if found is None else next(iter(found.adapters.values()))
             if adapter is not None:
                 adapter.count_running(1)
@@ -161,8 +172,8 @@ class AdapterHealth:
                 yield found.digest, found.lora_slot
         finally:
             if adapter is not None:
-                with self._store.lock:
-                    self._release(adapter)
+                with self._residents.held():
+                    self._residents.release_locked(adapter)
 
     def _is_lendable(self, weights: StoredWeights, is_wanted: Callable[[str], bool]) -> bool:
         is_there = weights.is_on_device and weights.is_at_rest and bool(weights.adapters) and weights.num_running == 0
@@ -172,27 +183,27 @@ class AdapterHealth:
 
     def cleared(self, adapter_id: int) -> None:
         """The diagnosis found the adapter well."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is not None and self._recovery.close(weights.digest) is not None:
-                self._store.counters.num_recovered += 1
-                tell(self._store.events, EventKind.RECOVERY, weights, "answers rightly and is served again")
+                self._log.counters.num_recovered += 1
+                self._log.tell(EventKind.RECOVERY, weights, "answers rightly and is served again")
 
     def postpone(self, adapter_id: int) -> None:
         """The diagnosis could not be made: it is due again soon."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is not None:
                 self._recovery.postpone(weights.digest)
 
     def still_ill(self, adapter_id: int, reason: str) -> None:
         """The diagnosis failed; the next one is later, or never."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is not None:
                 self._recovery.failed(weights.digest, reason)
                 state = self._recovery.state_of(weights.digest)
-                tell(self._store.events, EventKind.FAULT, weights, f"is {state}", cause="diagnosis")
+                self._log.tell(EventKind.FAULT, weights, f"is {state}", cause="diagnosis")
 
     # ------------------------------------------------------------------------------------------------ damaged memory
 
@@ -202,35 +213,40 @@ class AdapterHealth:
         What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are asynchronous
         a loader's thread does it beside the steps, and those that run are told by `take_faults`.
         """
-        with self._store.lock:
+        with self._residents.held():
             if self._is_scrubbing:
                 return {}
-            chosen = self._after_last(max_bytes)
+            chosen = self._after_last_locked(max_bytes)
             for weights in chosen:
                 self._last_scrubbed = weights.digest
-            return self._scrub(chosen)
+            return self._scrub_locked(chosen)
 
     def scrub_one(self, adapter_id: int) -> dict[int, str]:
         """As `scrub`, of one adapter at once; not while others are checked beside the steps."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
-            return {} if weights is None or not weights.is_at_rest or self._is_scrubbing else self._scrub([weights])
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
+            return (
+                {} if weights is None or not weights.is_at_rest or self._is_scrubbing else self._scrub_locked([weights])
+            )
 
-    def _scrub(self, chosen: list[StoredWeights]) -> dict[int, str]:
+    def _scrub_locked(self, chosen: list[StoredWeights]) -> dict[int, str]:
         in_use: dict[int, str] = {}
-        self._store.counters.scrubbed_bytes += sum(weights.nbytes for weights in chosen)
-        if self._store.copies.is_asynchronous:
-            self._scrub_beside(chosen)
+        self._log.counters.scrubbed_bytes += sum(weights.nbytes for weights in chosen)
+        if self._tiers.copies.is_asynchronous:
+            self._scrub_beside_locked(chosen)
             return {}
         for weights in chosen:
-            if any(self._damage.find(weights, tier) for tier in self._damage.tiers):
-                in_use |= self._discard_or_name(weights)
+            if any(self._tiers.changed(weights, tier) for tier in self._tiers.in_memory):
+                in_use |= self._discard_or_name_locked(weights)
         return in_use
 
-    def _scrub_beside(self, chosen: list[StoredWeights]) -> None:
+    def _scrub_beside_locked(self, chosen: list[StoredWeights]) -> None:
         """What comes nearer meanwhile is not looked at: only tiers that have the weights now."""
         self._is_scrubbing = True
-        found = [(each, [tier for tier in self._damage.tiers if _is_in(each, tier)]) for each in chosen]
+        found = [
+            (each, [tier for tier in self._tiers.in_memory if self._tiers.place_of(each, tier) is not None])
+            for each in chosen
+        ]
         for weights in chosen:
             weights.num_readers += 1
         self._loader.submit(partial(self._check_all, found))
@@ -240,43 +256,33 @@ class AdapterHealth:
         for weights, tiers in found:
             is_damaged = False
             try:
-                is_damaged = any(self._damage.find(weights, tier) for tier in tiers)
+                is_damaged = any(self._tiers.changed(weights, tier) for tier in tiers)
             except RuntimeError as error:
-                if is_device_lost(error):
-                    self._store.device_lost = DeviceLostError(f"the device does not answer any more: {error}")
-            with self._store.lock:
-                weights.num_readers -= 1
-                if not weights.adapters:
-                    self._store.drop(weights)
-                elif is_damaged and self._discard_or_name(weights):
-                    self._store.faults[weights.digest] = damage_error(next(iter(weights.adapters.values())).name)
-                self._store.lock.notify_all()
+                self._damage.look_for_loss(error)
+            with self._residents.held():
+                self._residents.end_reading_locked(weights)
+                if is_damaged and weights.adapters and self._discard_or_name_locked(weights):
+                    self._damage.spoil_locked(weights, damage_error(next(iter(weights.adapters.values())).name))
         self._is_scrubbing = False
 
     def take_faults(self) -> dict[int, LoraplexError]:
         """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore` them then."""
-        if not self._store.faults:
-            return {}
-        with self._store.lock:
-            faults, self._store.faults = self._store.faults, {}
-            self._store.suspect += faults
-            return {
-                adapter_id: error
-                for digest, error in faults.items()
-                if digest in self._store.weights
-                for adapter_id in self._store.weights[digest].adapters
-            }
+        return self._damage.take_faults()
 
     def restore(self, adapter_id: int) -> None:
         """Let the damaged copies of an adapter go, now that its requests have ended."""
-        with self._store.lock:
-            weights = self._weights(adapter_id)
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
             if weights is not None and weights.is_at_rest and not weights.num_running:
-                self._discard_or_name(weights)
+                self._discard_or_name_locked(weights)
 
-    def _after_last(self, max_bytes: int) -> list[StoredWeights]:
+    def _after_last_locked(self, max_bytes: int) -> list[StoredWeights]:
         resident = sorted(
-            (each for each in self._store.weights.values() if each.host is not None or each.device is not None),
+            (
+                each
+                for each in self._residents.contents_locked().values()
+                if each.host is not None or each.device is not None
+            ),
             key=lambda each: (each.digest <= self._last_scrubbed, each.digest),
         )
         chosen: list[StoredWeights] = []
@@ -286,16 +292,143 @@ class AdapterHealth:
                 max_bytes -= each.nbytes
         return chosen
 
-    def _discard_or_name(self, weights: StoredWeights) -> dict[int, str]:
+    def _discard_or_name_locked(self, weights: StoredWeights) -> dict[int, str]:
         if weights.num_running or not weights.is_at_rest:
             return {adapter.adapter_id: adapter.name for adapter in weights.adapters.values()}
-        self._transfers.let_damaged_go(weights)
+        self._let_damaged_go_locked(weights)
         return {}
 
-    def _weights(self, adapter_id: int) -> StoredWeights | None:
-        adapter = self._store.adapters.get(adapter_id)
+    def _weights_locked(self, adapter_id: int) -> StoredWeights | None:
+        adapter = self._residents.known_locked().get(adapter_id)
         return None if adapter is None else adapter.weights
 
 
-def _is_in(weights: StoredWeights, tier: Tier) -> bool:
-    return (weights.host if tier is Tier.HOST else weights.device) is not None
+# ------------------------------------------------------------------------------------------------------------ recovery
+
+
+BACKOFF_S = (5.0, 10.0, 20.0, 40.0, 80.0)
+"""Seconds before each further try to restore a content."""
+
+DOUBT_INTERVAL_S = 1.0
+"""Between two looks at a content that is in doubt: what a client that causes them can cost the others."""
+
+DIAGNOSIS_S = 1.0
+"""What a client is told to wait while a diagnosis runs."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One content that is ill. retry_at_s: when its next diagnosis is due; None while one runs, and when tries have run out."""
+
+    digest: str
+    reason: str
+    num_tries: int = 0
+    retry_at_s: float | None = 0.0
+    is_running: bool = False
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.num_tries > len(BACKOFF_S) and not self.is_running
+
+
+class Recovery:
+    """The open cases. Pure bookkeeping, not thread-safe: AdapterHealth calls it with the lock held."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._cases: dict[str, Case] = {}
+        self._doubts: dict[str, float] = {}  # digest -> when to look
+        self._last_looks: dict[str, float] = {}  # of the last interval
+
+    def __iter__(self) -> Iterator[Case]:
+        return iter(self._cases.values())
+
+    def doubt(self, digest: str) -> None:
+        """A result was odd: look at the content soon, and serve it meanwhile."""
+        if digest not in self._cases:
+            self._doubts.setdefault(digest, self._last_looks.get(digest, -math.inf) + DOUBT_INTERVAL_S)
+
+    def due_doubts(self) -> list[str]:
+        """Contents to look at now; `looked` says that it was done."""
+        now_s = self._clock()
+        return [digest for digest, due_s in self._doubts.items() if due_s <= now_s]
+
+    def looked(self, digest: str) -> None:
+        now_s = self._clock()
+        self._doubts.pop(digest, None)
+        recent = {each: at_s for each, at_s in self._last_looks.items() if now_s - at_s < DOUBT_INTERVAL_S}
+        self._last_looks = recent | {digest: now_s}
+
+    def open(self, digest: str, reason: str) -> bool:
+        """Quarantine a content; False when it is already."""
+        self._doubts.pop(digest, None)
+        if digest in self._cases:
+            return False
+        self._cases[digest] = Case(digest, reason, retry_at_s=self._clock())
+        return True
+
+    def close(self, digest: str) -> Case | None:
+        """It is well again, or gone; None when there was no case."""
+        return self._cases.pop(digest, None)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the diagnosis of a case or of a doubt is due."""
+        is_case_due = bool(self._cases) and self._next_due() is not None
+        return is_case_due or (bool(self._doubts) and bool(self.due_doubts()))
+
+    def due(self) -> Case | None:
+        """A case whose diagnosis is due; from now on it counts as running, until `close` or `failed`."""
+        case = self._next_due()
+        if case is not None:
+            case.retry_at_s, case.is_running = None, True
+            case.num_tries += 1
+        return case
+
+    def _next_due(self) -> Case | None:
+        now_s = self._clock()
+        due = (each for each in self._cases.values() if each.retry_at_s is not None and each.retry_at_s <= now_s)
+        return next(due, None)
+
+    def postpone(self, digest: str) -> None:
+        """The diagnosis could not begin: it is due again soon, and was no try."""
+        case = self._cases.get(digest)
+        if case is None:
+            return
+        case.num_tries -= 1
+        case.retry_at_s, case.is_running = self._clock() + DIAGNOSIS_S, False
+
+    def forgive(self, digest: str) -> None:
+        """Somebody loads it again: a content that was given up has another chance."""
+        case = self._cases.get(digest)
+        if case is not None and case.is_given_up:
+            del self._cases[digest]
+
+    def failed(self, digest: str, reason: str) -> None:
+        """The diagnosis failed: the next one is later, or never."""
+        case = self._cases.get(digest)
+        if case is None:
+            return
+        case.reason, case.is_running = reason, False
+        case.retry_at_s = None if case.is_given_up else self._clock() + BACKOFF_S[case.num_tries - 1]
+
+    def state_of(self, digest: str) -> str | None:
+        """In words, for the API; None for a content that is well."""
+        case = self._cases.get(digest)
+        if case is None:
+            return None
+        if case.is_given_up:
+            return f"quarantined until it is loaded again: {case.reason}"
+        return f"quarantined, try {case.num_tries + 1} of {1 + len(BACKOFF_S)} to restore it is pending: {case.reason}"
+
+    def refusal(self, digest: str, adapter_name: str) -> AdapterFaultError | None:
+        """What a request for an ill content is told."""
+        case = self._cases.get(digest)
+        if case is None:
+            return None
+        if case.is_given_up:
+            advice, wait_s = "it stays quarantined; load it again", BACKOFF_S[-1]
+        else:
+            wait_s = DIAGNOSIS_S if case.retry_at_s is None else max(DIAGNOSIS_S, case.retry_at_s - self._clock())
+            advice = f"it is being restored; try again in {wait_s:.0f} s"
+        return AdapterFaultError(f"adapter {adapter_name!r} is quarantined ({case.reason}); {advice}", wait_s)

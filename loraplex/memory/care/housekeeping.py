@@ -1,4 +1,8 @@
-"""What the monitor does to the adapters' memory: the long idle leave, what can be read again is let go, what will be asked for comes."""
+"""What the monitor and the KV cache do to the adapters' memory.
+
+The long idle leave, what can be read again is let go, what will be asked for comes; and adapters leave for the KV cache
+(`LoRAMemoryPool.ask_kv` is the other side of that).
+"""
 
 from __future__ import annotations
 
@@ -8,117 +12,146 @@ from functools import partial
 
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterError, EngineShutdownError
-from loraplex.memory.residency.compressed_copies import CompressedCopies
+from loraplex.memory.care.compaction import CompactionSide
+from loraplex.memory.care.damage import Residents
 from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
-from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Budget
-from loraplex.memory.residency.transfers import Transfers
+from loraplex.memory.residency.tiers import Tiers
+from loraplex.memory.space.arena import Owner
+from loraplex.memory.stats import MemoryLog
+from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.loading import Loader
+
+NUM_WAITING_PASSES = 2
+"""What a request asked for in so many scheduling passes is waited for."""
 
 
 class Housekeeping:
-    """Thread-safe: takes the store's lock. release: returns a reference to an adapter, with all that follows from the last one."""
+    """Thread-safe. advance_locked: brings weights nearer (Transfers.advance_locked)."""
 
     def __init__(
         self,
-        store: WeightStore,
-        transfers: Transfers,
+        residents: Residents,
+        tiers: Tiers,
         loader: Loader,
-        release: Callable[[StoredAdapter], None],
+        log: MemoryLog,
+        clock: Callable[[], float],
+        compressed: CompressedCopies | None,
+        advance_locked: Callable[[StoredWeights, Demand], WaitsFor | None],
     ) -> None:
-        self._store = store
-        self._transfers = transfers
+        self._residents = residents
+        self._tiers = tiers
         self._loader = loader
-        self._release = release
+        self._log = log
+        self._clock = clock
+        self._compressed = compressed
+        self._advance_locked = advance_locked
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
-        """One in `share` (at least one) of the adapters that nobody used for `idle_s` leaves a tier, longest idle first; how many.
+        """One in `share` (at least one) of the adapters that were not used for `idle_s` leaves a tier, longest idle first; how many.
 
         What the policy `none` keeps, stays.
         """
-        store = self._store
-        with store.lock:
-            cache: Budget = store.device if tier == Tier.DEVICE.value else store.host
-            if not cache.policy.evicts:
-                return 0
-            oldest_s = store.clock() - idle_s
-            idle = [each for each in self._idle(cache) if each.last_used_s <= oldest_s]
+        left = Tier(tier)
+        with self._residents.held():
+            oldest_s = self._clock() - idle_s
+            idle = [
+                each for each in self._residents.idle_locked(left, NUM_WAITING_PASSES) if each.last_used_s <= oldest_s
+            ]
             leaving = sorted(idle, key=lambda each: each.last_used_s)[: -(-len(idle) // share)]
             for each in leaving:
-                if store.compressed is not None and cache is store.host:
-                    self._compress_soon(each, store.compressed)
+                if self._compressed is not None and left is Tier.HOST:
+                    self._compress_soon(each, self._compressed)
                 else:
-                    self._let_go(each, cache, "idle")
+                    self._let_go_locked(each, left, "idle")
             return len(leaving)
 
     def _compress_soon(self, weights: StoredWeights, copies: CompressedCopies) -> None:
-        """Held as by a request until a loader thread has compressed it; then it leaves, unless somebody wants it meanwhile."""
+        """Held as by a request until a loader's thread has compressed it; then it leaves, unless it is wanted meanwhile."""
         adapter = next(iter(weights.adapters.values()))
         adapter.count_running(1)
         self._loader.submit(partial(self._compress, adapter, copies))
 
     def _compress(self, adapter: StoredAdapter, copies: CompressedCopies) -> None:
-        store, weights = self._store, adapter.weights
+        weights = adapter.weights
         assert weights.layout is not None
         assert weights.host is not None
-        views = [store.host.pool.view(extent) for extent in weights.host.extents]
+        views = [self._tiers.host.pool.view(extent) for extent in weights.host.extents]
         kept = copies.compress(weights.layout, views, weights.checksums)
-        with store.lock:
-            self._release(adapter)
-            is_unwanted = weights.is_idle and weights.wanted_in_pass < store.room.pass_id - 1
-            if is_unwanted and weights.digest in store.weights and copies.put(weights.digest, kept):
-                store.counters.num_compressed += 1
-                self._let_go(weights, store.host, "compressed")
+        with self._residents.held():
+            self._residents.release_locked(adapter)
+            is_unwanted = self._residents.is_unwanted_locked(weights, NUM_WAITING_PASSES)
+            if is_unwanted and weights.adapters and copies.put(weights.digest, kept):
+                self._log.counters.num_compressed += 1
+                self._let_go_locked(weights, Tier.HOST, "compressed")
 
     def release_idle(self) -> int:
-        """All that nobody uses leaves the device and, where that is the same memory, the host; returns the bytes."""
-        store = self._store
-        with store.lock:
-            cache: Budget = store.host if store.is_shared else store.device
+        """All idle adapters leave the device and, where that is the same memory, the host; returns the bytes."""
+        tier = self._tiers.in_memory[0]
+        with self._residents.held():
             released = 0
-            for each in self._idle(cache) if cache.policy.evicts else []:
+            for each in self._residents.idle_locked(tier, NUM_WAITING_PASSES):
                 released += each.nbytes
-                self._let_go(each, cache, "low_memory")
-            return released + (0 if store.compressed is None else store.compressed.clear())
+                self._let_go_locked(each, tier, "low_memory")
+            return released + (0 if self._compressed is None else self._compressed.clear())
 
     def prefetch(self, adapter_ids: Sequence[int]) -> int:
-        """Bring adapters nearer that are expected, the likeliest first; none of them makes way for another. How many were begun."""
-        store = self._store
-        with store.lock:
-            if store.is_closed:
-                return 0
-            expected = [store.adapters[each].weights for each in adapter_ids if each in store.adapters]
+        """Bring adapters nearer that are expected, the likeliest first; none of them leaves for another. How many were begun."""
+        with self._residents.held():
+            known = self._residents.known_locked()
+            expected = [known[each].weights for each in adapter_ids if each in known]
             for weights in expected:
-                weights.wanted_in_pass = store.room.pass_id
-                store.host.policy.touch(weights.digest)
-                store.device.policy.touch(weights.digest)
-            return sum(self._begin(weights) for weights in expected)
+                self._residents.want_locked(weights)
+            return sum(self._begin_locked(weights) for weights in expected)
 
-    def _begin(self, weights: StoredWeights) -> bool:
-        store = self._store
-        is_near = weights.host is not None and (store.is_shared or weights.device is not None)
+    def _begin_locked(self, weights: StoredWeights) -> bool:
+        is_near = weights.host is not None and (self._tiers.is_shared or weights.device is not None)
         if is_near or weights.job is not None or weights.is_prefetch_off:
             return False
         is_begun = False
         with suppress(AdapterError, EngineShutdownError):
-            waits_for = self._transfers.advance(weights, Demand("prediction", is_for_request=True))
-            is_begun = waits_for is not WaitsFor.ROOM
+            is_begun = self._advance_locked(weights, Demand("prediction", is_for_request=True)) is not WaitsFor.ROOM
         if is_begun:
             nbytes = next(iter(weights.adapters.values())).spec.nbytes
-            store.ledger.prefetched(weights.digest, nbytes)
+            self._log.ledger.prefetched(weights.digest, nbytes)
         return is_begun
 
-    def _idle(self, cache: Budget) -> list[StoredWeights]:
-        """What may leave `cache`; not what a request waits for."""
-        store = self._store
-        held = [store.weights[digest] for digest in cache.policy.order()]
-        return [each for each in held if each.is_idle and each.wanted_in_pass < store.room.pass_id - 1]
+    def reclaim_chunks(self, num_chunks: int) -> int:
+        """Evict, in the policy's order, as little as gives `num_chunks` chunks of the device's arena back; returns how many came.
 
-    def _let_go(self, weights: StoredWeights, cache: Budget, cause: str) -> None:
-        self._store.counters.evictions[f"{cache.tier.value}_{cause}"] += 1
-        cache.policy.evict(weights.digest)
-        if cache is self._store.device:
-            self._store.leave_device(weights)
-        else:
-            self._store.evict_to_source(weights)
-        self._store.lock.notify_all()
+        None leaves when all that may leave is not enough: it would come back for nothing. An eviction leaves holes in several chunks:
+        once they add up, compaction makes chunks of them. Adapters keep their floor. What a step in flight reads comes back with its
+        commit.
+        """
+        tier = self._tiers.in_memory[0]
+        pool = self._tiers.pool_of(tier)
+        with self._residents.held():
+            had_bytes, wanted_bytes = pool.lent_bytes, num_chunks * pool.arena.chunk_bytes
+            victims = self._victims_locked(tier, wanted_bytes - (had_bytes - pool.used_bytes))
+            if victims is None:
+                return 0
+            for victim in victims:
+                self._log.counters.evictions["kv_pressure"] += 1
+                self._residents.leave_locked(victim, tier)
+            side = CompactionSide(self._residents, self._tiers, tier)
+            while had_bytes - pool.lent_bytes < wanted_bytes and side.empty_one_locked(4 * wanted_bytes).num_moved:
+                pass
+            return max(0, had_bytes - pool.lent_bytes) // pool.arena.chunk_bytes
+
+    def _victims_locked(self, tier: Tier, nbytes: int) -> list[StoredWeights] | None:
+        """The first to go that have `nbytes` together and that no request asked for in this pass; None when all of them have less."""
+        cache, arena = self._tiers.cache(tier), self._tiers.pool_of(tier).arena
+        spare_bytes = cache.used_bytes - arena.limits(Owner.ADAPTERS).floor * arena.chunk_bytes
+        victims: list[StoredWeights] = []
+        found_bytes = 0
+        for each in self._residents.idle_locked(tier, 1):
+            if found_bytes >= nbytes:
+                break
+            if found_bytes + each.nbytes <= spare_bytes:
+                victims.append(each)
+                found_bytes += each.nbytes
+        return victims if found_bytes >= nbytes else None
+
+    def _let_go_locked(self, weights: StoredWeights, tier: Tier, cause: str) -> None:
+        self._log.counters.evictions[f"{tier.value}_{cause}"] += 1
+        self._tiers.cache(tier).policy.evict(weights.digest)
+        self._residents.leave_locked(weights, tier)

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from loraplex.memory.residency.records import StoredAdapter, StoredWeights, WeightState
-from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Budget, DeviceCache
+from loraplex.memory.residency.tiers import Budget, DeviceCache, Tiers
 from loraplex.memory.space.arena import Extent
+from loraplex.memory.space.pool import RetiredMemory
+from loraplex.memory.weights.copies import Arriving
 from loraplex.memory.weights.packing import PackedBlock
 
 
 def check_integrity(
-    store: WeightStore, adapters: Mapping[int, StoredAdapter], draining: Mapping[int, StoredAdapter]
+    tiers: Tiers,
+    retired: RetiredMemory,
+    weights: Mapping[str, StoredWeights],
+    adapters: Sequence[StoredAdapter],
+    arriving: Mapping[int, Arriving],
 ) -> None:
-    """Raises AssertionError unless bytes, extents, references, slots and rows of the slot table all agree. Lock held."""
-    _check_references(store, [*adapters.values(), *draining.values()])
-    for each in store.weights.values():
-        _check_state(each, store.is_shared)
-    _check_pools(store)
-    holders = store.weights.values()
-    _check_budget(store.host, [each for each in holders if each.host is not None])
-    _check_budget(store.device, [each for each in holders if each.device is not None])
-    _check_slots(store)
-    _check_arrivals(store)
+    """Raises AssertionError unless bytes, extents, references, slots and rows of the slot table all agree. The lock is held.
+
+    weights: by digest. adapters: those that resolve, and removed ones on which requests run. arriving: by lora_slot.
+    """
+    _check_references(weights, adapters)
+    holders = weights.values()
+    for each in holders:
+        _check_state(each, tiers.is_shared)
+    _check_pools(tiers, retired, holders)
+    _check_budget(tiers.host, [each for each in holders if each.host is not None])
+    _check_budget(tiers.device, [each for each in holders if each.device is not None])
+    _check_slots(tiers, holders)
+    _check_arrivals(holders, arriving)
 
 
-def _check_references(store: WeightStore, adapters: list[StoredAdapter]) -> None:
-    assert sum(len(each.adapters) for each in store.weights.values()) == len(adapters)
+def _check_references(weights: Mapping[str, StoredWeights], adapters: Sequence[StoredAdapter]) -> None:
+    assert sum(len(each.adapters) for each in weights.values()) == len(adapters)
     for adapter in adapters:
         assert adapter.weights.adapters[adapter.adapter_id] is adapter, f"{adapter.name} is not among its digest's"
-        assert store.weights[adapter.weights.digest] is adapter.weights
+        assert weights[adapter.weights.digest] is adapter.weights
         assert adapter.num_running >= 0
         assert not adapter.is_removed or (adapter.num_running > 0 and not adapter.is_pinned)
-    for each in store.weights.values():
+    for each in weights.values():
         assert each.num_running == sum(adapter.num_running for adapter in each.adapters.values())
         assert each.num_pinned == sum(adapter.is_pinned for adapter in each.adapters.values())
-        assert each.adapters or not each.is_at_rest, f"digest {each.digest} belongs to nobody"
+        assert each.adapters or not each.is_at_rest, f"digest {each.digest} belongs to no adapter"
 
 
 def _check_state(weights: StoredWeights, is_shared: bool) -> None:
@@ -52,18 +60,18 @@ def _check_state(weights: StoredWeights, is_shared: bool) -> None:
         assert weights.is_on_device, f"{weights.digest} is in use or pinned, and {state}"
 
 
-def _check_pools(store: WeightStore) -> None:
-    host = [extent for each in store.weights.values() if each.host for extent in each.host.extents]
-    device = [extent for each in store.weights.values() if each.device for extent in each.device.extents]
-    store.retired.check_integrity()
-    if store.device.pool is None:
+def _check_pools(tiers: Tiers, retired: RetiredMemory, holders: Iterable[StoredWeights]) -> None:
+    host = [extent for each in holders if each.host for extent in each.host.extents]
+    device = [extent for each in holders if each.device for extent in each.device.extents]
+    retired.check_integrity()
+    if tiers.device.pool is None:
         assert not device, "a tier without memory of its own has extents"
-        host += store.retired.extents()
+        host += retired.extents()
     else:
-        _check_extents(device + store.retired.extents(), store.device.pool.used_bytes)
-        store.device.pool.check_integrity()
-    _check_extents(host, store.host.pool.used_bytes)
-    store.host.pool.check_integrity()
+        _check_extents(device + retired.extents(), tiers.device.pool.used_bytes)
+        tiers.device.pool.check_integrity()
+    _check_extents(host, tiers.host.pool.used_bytes)
+    tiers.host.pool.check_integrity()
 
 
 def _check_extents(extents: list[Extent], used_bytes: int) -> None:
@@ -82,29 +90,29 @@ def _check_budget(cache: Budget, held: list[StoredWeights]) -> None:
     assert sorted(cache.policy.order()) == sorted(each.digest for each in held), f"{cache.tier} policy tracks others"
 
 
-def _check_arrivals(store: WeightStore) -> None:
-    """What is arriving is known to the steps, has its host copy, and nobody but its job may end that."""
-    arriving = [each for each in store.weights.values() if each.state is WeightState.ARRIVING]
-    assert store.arriving.keys() == {each.lora_slot for each in arriving}, "steps wait for other adapters than arrive"
+def _check_arrivals(holders: Iterable[StoredWeights], known: Mapping[int, Arriving]) -> None:
+    """What is arriving is known to the steps, has its host copy, and only its job may end that."""
+    arriving = [each for each in holders if each.state is WeightState.ARRIVING]
+    assert known.keys() == {each.lora_slot for each in arriving}, "steps wait for other adapters than arrive"
     for each in arriving:
         assert each.job is not None
-        assert each.job.arriving is store.arriving[each.lora_slot or 0]
+        assert each.job.arriving is known[each.lora_slot or 0]
         assert not each.job.is_done
-        assert each.job.error is None or each.num_running, f"{each.names} did not arrive, and nobody runs on it"
+        assert each.job.error is None or each.num_running, f"{each.names} did not arrive, and no request runs on it"
 
 
-def _check_slots(store: WeightStore) -> None:
-    store.device.table.check_integrity()
-    by_slot = {each.lora_slot: each for each in store.weights.values() if each.device is not None}
-    free_slots = store.device.free_slots
-    assert len(by_slot) + len(free_slots) == store.device.table.capacity
+def _check_slots(tiers: Tiers, holders: Iterable[StoredWeights]) -> None:
+    tiers.device.table.check_integrity()
+    by_slot = {each.lora_slot: each for each in holders if each.device is not None}
+    free_slots = tiers.device.free_slots
+    assert len(by_slot) + len(free_slots) == tiers.device.table.capacity
     assert free_slots.isdisjoint(by_slot), "a lora_slot is free and taken"
-    for lora_slot in range(store.device.table.capacity):
+    for lora_slot in range(tiers.device.table.capacity):
         weights = by_slot.get(lora_slot)
         if weights is None or not weights.is_on_device:
-            assert store.device.table.is_clear(lora_slot), f"lora_slot {lora_slot} still points somewhere"
+            assert tiers.device.table.is_clear(lora_slot), f"lora_slot {lora_slot} still points somewhere"
         else:
-            _check_rows(store.device, weights, store.is_shared)
+            _check_rows(tiers.device, weights, tiers.is_shared)
 
 
 def _check_rows(device: DeviceCache, weights: StoredWeights, is_shared: bool) -> None:

@@ -1,11 +1,7 @@
 """The records of the memory: what is known of each adapter, and of the weights of each content digest.
 
-    source -> loading -> host -> arriving -> device       (on a CPU host -> device at once: nothing is copied)
-       ^_________________ |  ^_______________ |           evict: one tier down; drop: the record goes
-
-What is arriving has its rows in the slot table: requests run on it, and their steps wait for its layers one by one (arrivals.py).
-
-Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot.
+Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot. Its transitions are in
+store.py, which alone writes `state`, `host`, `device`, `job`, `layout` and `failure`.
 """
 
 from __future__ import annotations
@@ -16,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from loraplex.adapters.weights import LoRAModel
-from loraplex.core import AdapterResidency, AdapterSpec, Tier, WaitsFor
+from loraplex.core import AdapterSpec, WaitsFor
 from loraplex.errors import AdapterNotFoundError, LoraplexError
-from loraplex.events import Detail, EventKind, EventLog
-from loraplex.memory.residency.arrivals import Arriving
-from loraplex.memory.residency.tiers import Place
+from loraplex.memory.space.arena import Extent
+from loraplex.memory.weights.copies import Arriving
 from loraplex.memory.weights.packing import PackedLayout
 
 
@@ -32,13 +27,12 @@ class WeightState(enum.Enum):
     DEVICE = "device"
 
 
-_TIERS = {
-    WeightState.SOURCE: Tier.SOURCE,
-    WeightState.LOADING: Tier.SOURCE,
-    WeightState.HOST: Tier.HOST,
-    WeightState.ARRIVING: Tier.DEVICE,
-    WeightState.DEVICE: Tier.DEVICE,
-}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if the tier has slots."""
+
+    extents: tuple[Extent, ...] = ()
+    lora_slot: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -133,23 +127,6 @@ class StoredAdapter:
                 f"adapter {self.name!r} (id {self.adapter_id}) was removed meanwhile; add it again"
             )
 
-    def residency(self, resting_tier: Tier, fault: str | None) -> AdapterResidency:
-        """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is quarantined."""
-        weights = self.weights
-        error = None if weights.failed_job is None else weights.failed_job.error_of(self)
-        is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)
-        return AdapterResidency(
-            adapter_id=self.adapter_id,
-            tier=resting_tier if is_out else _TIERS[weights.state],
-            lora_slot=weights.lora_slot if weights.is_on_device else None,
-            nbytes=self.spec.nbytes if weights.layout is None else weights.nbytes,
-            num_running=self.num_running,
-            is_pinned=self.is_pinned,
-            is_loading=weights.job is not None,
-            last_used_s=weights.last_used_s,
-            error=fault or (None if error is None else error.message),
-        )
-
 
 @dataclass(slots=True, eq=False)
 class StoredWeights:
@@ -158,12 +135,13 @@ class StoredWeights:
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.
     wanted_in_pass: the last scheduling pass in which a request asked in vain.
+    fault: requests run on what is not to be used, and are to end with this error.
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
     is_restoring: damaged copies were let go and the weights are on their way back.
     failed_job: the last one, when it failed.
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
     brought_from: what the load read that a request caused and that no request has used yet, None when there was none.
-    is_prefetch_off: the last load failed and nobody asked since.
+    is_prefetch_off: the last load failed and no request asked since.
     reload_s: what the last load took, its wait for others included; None before the first.
     """
 
@@ -182,6 +160,7 @@ class StoredWeights:
     job: LoadJob | None = None
     failure: LoadFailure | None = None
     failed_job: LoadJob | None = None
+    fault: LoraplexError | None = None
     waits_for: WaitsFor | None = None
     wanted_in_pass: int = -1
     has_missed: bool = False
@@ -219,11 +198,3 @@ class StoredWeights:
     @property
     def names(self) -> list[str]:
         return [adapter.name for adapter in self.adapters.values() if not adapter.is_removed]
-
-
-def tell(events: EventLog, kind: EventKind, weights: StoredWeights, text: str, **details: Detail) -> None:
-    """An event of the newest adapter of a content."""
-    adapter = next(reversed(weights.adapters.values()), None)
-    name = f"digest {weights.digest[:12]}" if adapter is None else f"adapter {adapter.name!r}"
-    adapter_id, adapter_name = (None, None) if adapter is None else (adapter.adapter_id, adapter.name)
-    events.add(kind, f"{name} {text}", adapter_id=adapter_id, adapter_name=adapter_name, **details)

@@ -1,248 +1,548 @@
-"""Weights by content digest: what is in which tier, who uses it, and how it leaves: demote, evict, drop.
+"""The residency of weights by content digest: the state machine, and the only lock.
 
-How weights come nearer is in transfers.py. Everything here is called with `lock` held, except where it says otherwise.
+    begin_load      SOURCE -> LOADING                    its host room is taken: here, or by `reserve` when the size is known
+    loaded          LOADING -> HOST or SOURCE            SOURCE: there was no room, so that only the layout was learnt
+    publish_shared  HOST -> DEVICE                       one memory (a CPU): rows of the slot table, nothing is copied
+    begin_copy      HOST, ARRIVING -> ARRIVING           room on the device, copies under way, rows written; again: to another place
+    landed          ARRIVING -> DEVICE
+    leave_device    ARRIVING, DEVICE -> HOST or SOURCE   SOURCE: the host has no copy
+    leave_host      LOADING, HOST, DEVICE -> SOURCE      DEVICE stays when the device has a copy of its own
+
+These write `StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure`; no other file does. How weights come nearer is in
+transfers.py, which of them leave for others in eviction/room.py. The lock is a condition: it is notified when a load ends and when room
+comes back. Public methods take it; `_locked` in a name means that it is held.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from loraplex.core import Tier, WaitsFor
-from loraplex.errors import DeviceLostError, EngineShutdownError, LoraplexError
-from loraplex.events import EventKind, EventLog
-from loraplex.kernels.checksum import Checksums, checksums
-from loraplex.memory.care.prediction import PrefetchLedger
-from loraplex.memory.residency.arrivals import Arriving
-from loraplex.memory.residency.compressed_copies import CompressedCopies
-from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights, WeightState, tell
-from loraplex.memory.residency.room import Room
-from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Place
-from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.space.retired import RetiredMemory
-from loraplex.memory.stats import MemoryCounters, MemoryStats
-from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
+from loraplex.adapters.weights import LoRAModel
+from loraplex.core import AdapterSpec, Tier
+from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShutdownError, LoraplexError
+from loraplex.events import EventKind
+from loraplex.memory.care.integrity import check_integrity
+from loraplex.memory.eviction.room import Room
+from loraplex.memory.residency.records import (
+    Demand,
+    LoadFailure,
+    LoadJob,
+    Place,
+    StoredAdapter,
+    StoredWeights,
+    WeightState,
+)
+from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers
+from loraplex.memory.space.arena import Extent
+from loraplex.memory.space.pool import RetiredMemory
+from loraplex.memory.stats import MemoryLog
+from loraplex.memory.weights.compression import CompressedCopies
+from loraplex.memory.weights.copies import Arriving, StepGate
 from loraplex.memory.weights.disk_cache import DiskCache
+from loraplex.memory.weights.packing import PackedLayout
+from loraplex.metrics import MemoryReport
 
 
 class WeightStore:
-    """The residency of every digest. `lock` is a condition: it is notified when a load ends and when room comes back."""
+    """compressed, disk: where weights may rest outside the memory that kernels read."""
 
     def __init__(
         self,
-        host: HostCache,
-        device: DeviceCache,
+        tiers: Tiers,
         clock: Callable[[], float],
-        events: EventLog,
+        log: MemoryLog,
         disk: DiskCache | None = None,
         compressed: CompressedCopies | None = None,
-        copies: CopyEngine | None = None,
-        host_checksums: Checksums = checksums,
     ) -> None:
-        self.lock = threading.Condition(threading.Lock())
-        self.host = host
-        self.device = device
+        self._lock = threading.Condition(threading.Lock())
+        self.tiers = tiers
+        self.clock = clock
+        self.log = log
         self.disk = disk
         self.compressed = compressed
-        self.is_shared = device.pool is None  # both tiers are one memory
-        self.copies = copies or SynchronousCopies()
-        self.host_checksums = host_checksums
-        self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
-        self.faults: dict[str, LoraplexError] = {}  # by digest: requests run on what is not to be used; they are to end
-        self.retired = RetiredMemory(host.pool if device.pool is None else device.pool)
+        self.retired = RetiredMemory(tiers.pool_of(Tier.DEVICE))
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
+        self.draining: dict[int, StoredAdapter] = {}  # removed ones on which requests still run
         self.weights: dict[str, StoredWeights] = {}
-        self.room = Room(host, device, self.retired, self.weights)
-        self.counters = MemoryCounters()
-        self.ledger = PrefetchLedger()
-        self.dropped: list[str] = []  # contents that are gone: the KV cache is to be told
-        self.suspect: list[str] = []  # contents that may have computed wrong KV
-        self.alarm: Callable[[str], None] = lambda reason: None  # told when memory cannot be allocated
-        self.is_closed = False
-        self.device_lost: DeviceLostError | None = None
-        self.events = events
-        self.clock = clock
+        self.room = Room(tiers, self.retired, self.weights)
+        self.arriving: dict[int, Arriving] = {}  # by lora_slot; the step's thread looks without the lock
+        self._dropped: list[str] = []  # contents that are gone: the KV cache is to be told
+        self._suspect: list[str] = []  # contents that may have computed wrong KV
+        self.pass_id = 0  # of the scheduling pass
+        self._is_closed = False
 
-    def weights_of(self, digest: str) -> StoredWeights:
-        return self.weights.setdefault(digest, StoredWeights(digest))
+    # --------------------------------------------------------------------------------------------------------------- the lock
 
-    def touch(self, weights: StoredWeights) -> None:
-        """Looked at now. A request that gets the weights is a use (`acquire`): that happens once, this with every ask."""
-        weights.last_used_s = self.clock()
-        self.host.policy.touch(weights.digest)
-        self.device.policy.touch(weights.digest)
+    def held(self) -> AbstractContextManager[object]:
+        """The lock, for what takes several steps: with it, methods with `_locked` in their names may be called."""
+        return self._lock
 
-    def acquire(self, adapter: StoredAdapter) -> None:
-        """One more running request; its weights are on the device."""
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Sleep until a load ends or room comes back, for a thread that has nothing else to do."""
+        with self._lock:
+            self._lock.wait(timeout_s)
+
+    def wait_locked(self) -> None:
+        """Until something changes. Raises EngineShutdownError after `close`."""
+        self._lock.wait()
+        self.check_open_locked()
+
+    def check_open_locked(self) -> None:
+        if self._is_closed:
+            raise EngineShutdownError("the engine has shut down; its adapters are gone")
+
+    def close(self) -> None:
+        """Wake up all threads that wait; they get EngineShutdownError."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+
+    # ---------------------------------------------------------------------------------------------------- the engine's steps
+
+    def begin_pass(self) -> list[str]:
+        """A new scheduling pass; the contents that the KV cache is to forget."""
+        with self._lock:
+            self.room.pass_id += 1
+            self.pass_id = self.room.pass_id
+            forgotten = [digest for digest in self._dropped if digest not in self.weights] + self._suspect
+            self._dropped.clear()
+            self._suspect.clear()
+        return forgotten
+
+    def step_launched(self, step_id: int) -> None:
+        """Kernels of this step may read what is on the device now, until it is committed. Ids grow."""
+        with self._lock:
+            self.retired.launched(step_id)
+
+    def step_committed(self, step_id: int) -> None:
+        """The step's kernels are done, also if it failed."""
+        with self._lock:
+            if self.retired.committed(step_id):
+                self._lock.notify_all()
+
+    def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
+        """copies.StepPreparation: the slot table is right on the device, and the step waits for what is arriving."""
+        slots, table = list(lora_slots), self.tiers.device.table
+        if slots and table.has_changes:
+            with self._lock:
+                table.flush()
+        known = self.arriving
+        arriving = {slot: each for slot in slots if (each := known.get(slot)) is not None} if known else {}
+        return StepGate(arriving) if arriving else None
+
+    # -------------------------------------------------------------------------------------------------------- adapters by id
+
+    def adapter_locked(self, adapter_id: int) -> StoredAdapter:
+        """One that resolves; raises AdapterNotFoundError."""
+        adapter = self.adapters.get(adapter_id)
+        if adapter is None:
+            raise AdapterNotFoundError(f"adapter id {adapter_id} is unknown; add the adapter first")
+        return adapter
+
+    def known_locked(self) -> Mapping[int, StoredAdapter]:
+        """Those that resolve, in the order in which they were added."""
+        return self.adapters
+
+    def find_in_use_locked(self, adapter_id: int) -> StoredAdapter | None:
+        """One that a request runs on, removed or not, or that resolves."""
+        return self.draining.get(adapter_id) or self.adapters.get(adapter_id)
+
+    def in_use_locked(self, adapter_id: int) -> StoredAdapter:
+        """The same; raises AdapterNotFoundError."""
+        return self.draining.get(adapter_id) or self.adapter_locked(adapter_id)
+
+    def contents_locked(self) -> Mapping[str, StoredWeights]:
+        """By digest."""
+        return self.weights
+
+    def attach_locked(self, spec: AdapterSpec, open_weights: Callable[[], LoRAModel]) -> StoredAdapter:
+        """A new adapter over the weights of its content."""
+        weights = self.weights.setdefault(spec.adapter_digest, StoredWeights(spec.adapter_digest))
+        adapter = StoredAdapter(spec, open_weights, weights)
+        weights.adapters[spec.adapter_id] = self.adapters[spec.adapter_id] = adapter
+        return adapter
+
+    def remove_locked(self, adapter: StoredAdapter) -> None:
+        """It resolves no more; its weights go now, or with its last request."""
+        del self.adapters[adapter.adapter_id]
+        adapter.set_pinned(False)
+        adapter.is_removed = True
+        if adapter.num_running:
+            self.draining[adapter.adapter_id] = adapter
+        else:
+            self._detach_locked(adapter)
+
+    def _detach_locked(self, adapter: StoredAdapter) -> None:
+        del adapter.weights.adapters[adapter.adapter_id]
+        if not adapter.weights.adapters:
+            self.drop_locked(adapter.weights)
+
+    def acquire_locked(self, adapter: StoredAdapter) -> int | None:
+        """One more running request; its weights are on the device, in this lora_slot."""
         weights = adapter.weights
         adapter.count_running(1)
-        self.host.policy.use(weights.digest)
-        self.device.policy.use(weights.digest)
-        self.counters.num_misses += weights.has_missed
-        self.counters.num_hits += not weights.has_missed
-        (self.ledger.missed if weights.is_cold else self.ledger.used)(weights.digest)
-        self.counters.found[weights.brought_from or (Tier.HOST if weights.has_missed else Tier.DEVICE).value] += 1
-        weights.has_missed = weights.is_cold = False
-        weights.brought_from = None
+        self.tiers.host.policy.use(weights.digest)
+        self.tiers.device.policy.use(weights.digest)
+        self.log.acquired(weights)
+        return weights.lora_slot
 
-    def release(self, adapter: StoredAdapter) -> None:
+    def release_locked(self, adapter: StoredAdapter) -> None:
+        """One request less, with all that follows from the last one."""
+        weights = adapter.weights
         adapter.count_running(-1)
-        self.touch(adapter.weights)
-        if adapter.weights.num_running == 0:
-            self.lock.notify_all()
+        self.tiers.touch(weights, self.clock())
+        if adapter.num_running == 0 and adapter.is_removed:
+            del self.draining[adapter.adapter_id]
+            self._detach_locked(adapter)
+        elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
+            adapter.is_evicted_when_idle = False
+            self.demote_locked(weights)
+        if weights.num_running == 0:
+            self._lock.notify_all()
+            if weights.job is not None and weights.job.error is not None:  # what did not arrive can go
+                weights.job.is_awaited = False  # they have its error
+                self.failed_locked(weights.job, weights.job.error)
 
-    @property
-    def device_pool(self) -> LoRAMemoryPool:
-        """Of the memory that kernels read: the host's where both tiers are one memory."""
-        return self.device.pool or self.host.pool
+    # ------------------------------------------------------------------------------------------------- transitions: nearer
 
-    def stats(self, num_adapters: int) -> MemoryStats:
-        everything, counters = list(self.weights.values()), self.counters
-        fragmentation = self.device_pool.stats().fragmentation
-        return MemoryStats(
-            device=self.device.stats(),
-            host=self.host.stats(),
-            pinned_bytes=self.room.pinned_bytes,
-            in_use_bytes=sum(each.nbytes for each in everything if each.num_running),
-            committed_bytes=sum(each.nbytes for each in everything if each.num_running or each.num_pinned),
-            loading_bytes=sum(each.nbytes for each in everything if each.job is not None and each.layout is not None),
-            retiring_bytes=self.retired.nbytes,
-            num_adapters=num_adapters,
-            num_loading=sum(each.job is not None for each in everything),
-            num_waiting={cause: sum(self.room.is_waiting(each, cause) for each in everything) for cause in WaitsFor},
-            fragmentation=fragmentation,
-            most_fragmentation=max(fragmentation, self.host.pool.stats().fragmentation),
-            counters=replace(counters, loads=counters.loads.copy(), evictions=counters.evictions.copy()),
-        )
+    def begin_load_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob | None:
+        """None: it waits for room. Raises AdapterNoRoomError when none can come.
 
-    # ------------------------------------------------------------------------------------------------ away from the device
+        may_wait: for room that `reserve` takes, in the thread that runs the load.
+        """
+        assert weights.state is WeightState.SOURCE
+        assert weights.job is None
+        if weights.layout is not None and not may_wait:
+            weights.host = self._take_locked(self.tiers.host, weights, weights.layout.sizes, demand)
+            if weights.host is None:
+                self._check_can_come_locked(self.tiers.host, weights)
+                return None
+        weights.state = WeightState.LOADING
+        return self._begin_job_locked(weights, demand, may_wait)
 
-    def evict_to_source(self, weights: StoredWeights) -> None:
-        """Out of memory; the source is read again by need."""
+    def reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
+        """The host room of a load; a first load takes it here. None for one that has no room and may not wait."""
+        weights, name, host = job.weights, job.sources[-1].name, self.tiers.host
+        with self._lock:
+            if weights.host is None:
+                self.room.check_size(name, sum(sizes))
+            while weights.host is None:
+                weights.host = self._take_locked(host, weights, sizes, job.demand)
+                if weights.host is None and not job.may_wait:
+                    return None
+                if weights.host is None:
+                    self.wait_for_room_locked(host, weights, name, sum(sizes))
+            assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
+            return weights.host
+
+    def loaded_locked(self, job: LoadJob, layout: PackedLayout, checksums: tuple[int, ...], is_placed: bool) -> None:
+        weights = job.weights
+        weights.layout, weights.checksums = layout, checksums
+        weights.state = WeightState.HOST if is_placed else WeightState.SOURCE
+        self._end_job_locked(job)
+
+    def publish_shared_locked(self, weights: StoredWeights, demand: Demand) -> bool:
+        """False: it waits for room. Raises AdapterNoRoomError when none can come."""
+        assert weights.state is WeightState.HOST
+        assert weights.host is not None
+        assert weights.layout is not None
+        place = self._take_locked(self.tiers.device, weights, weights.layout.sizes, demand)
+        if place is None:
+            self._check_can_come_locked(self.tiers.device, weights)
+            return False
+        weights.device, weights.state = place, WeightState.DEVICE
+        self._publish_locked(place, weights.layout, weights.host.extents)
+        return True
+
+    def begin_copy_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None:
+        """None: it waits for room. Raises AdapterNoRoomError when none can come, and what the copy raises when it cannot be begun:
+        then the job is `weights.job`, to be begun again, at another place, or `failed`.
+        """
+        assert weights.host is not None
+        assert weights.layout is not None
+        if weights.state is WeightState.ARRIVING:
+            self.leave_device_locked(weights)
+        assert weights.state is WeightState.HOST
+        device, job = self.tiers.device, weights.job
+        weights.device = self._take_locked(device, weights, weights.layout.sizes, demand)
+        if weights.device is None:
+            if job is None:
+                self._check_can_come_locked(device, weights)
+            return None
+        weights.state = WeightState.ARRIVING
+        if job is None:
+            job = self._begin_job_locked(weights, demand)
+            job.is_awaited = demand.is_for_request
+        pool = self.tiers.pool_of(Tier.DEVICE)
+        sources = [self.tiers.host.pool.view(extent) for extent in weights.host.extents]
+        arrival = self.tiers.copies.copy(sources, [pool.view(extent) for extent in weights.device.extents])
+        self._publish_locked(weights.device, weights.layout, weights.device.extents)
+        job.arriving = Arriving(arrival, device.piece_of_layer(weights.layout))
+        if self.tiers.copies.is_asynchronous:
+            assert weights.lora_slot is not None
+            self.arriving[weights.lora_slot] = job.arriving
+        return job
+
+    def landed_locked(self, job: LoadJob) -> None:
+        weights = job.weights
+        assert weights.lora_slot is not None
+        weights.state = WeightState.DEVICE
+        self.arriving.pop(weights.lora_slot, None)
+        self._end_job_locked(job)
+
+    def _publish_locked(self, place: Place, layout: PackedLayout, extents: tuple[Extent, ...]) -> None:
+        assert place.lora_slot is not None
+        self.tiers.device.publish(place.lora_slot, layout, extents)
+        self.log.counters.num_promotions += 1
+
+    def _begin_job_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob:
+        weights.failure = None
+        weights.is_prefetch_off = False
+        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.clock(), may_wait=may_wait)
+        return weights.job
+
+    def _end_job_locked(self, job: LoadJob) -> None:
+        weights = job.weights
+        weights.job, weights.failed_job, job.is_done = None, job if job.error is not None else None, True
+        if not weights.adapters:
+            self.drop_locked(weights)
+        self._lock.notify_all()
+
+    def failed_locked(self, job: LoadJob, error: LoraplexError) -> None:
+        """What was under way leaves; the threads and requests that wait get the error."""
+        weights = job.weights
+        job.error = error
+        if weights.state is WeightState.ARRIVING:
+            self.leave_device_locked(weights)
+        elif weights.state is WeightState.LOADING:
+            self._leave_host_locked(weights)
+        if job.is_awaited and not isinstance(error, AdapterNoRoomError):  # of an add: requests wait for room
+            weights.failure = LoadFailure(job, self.clock())
+        weights.is_prefetch_off = True
+        self.log.counters.num_load_failures += 1
+        text = f"could not be loaded: {error}"
+        self.log.tell(EventKind.LOAD_FAILED, weights, text, cause=job.demand.cause)
+        if weights.layout is None:
+            self._forget_sources_locked(job)
+        self._end_job_locked(job)
+
+    def _forget_sources_locked(self, job: LoadJob) -> None:
+        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises; those that came later
+        load for themselves.
+        """
+        for adapter in job.sources:
+            if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
+                adapter.is_removed = True
+                del job.weights.adapters[adapter.adapter_id], self.adapters[adapter.adapter_id]
+
+    # ------------------------------------------------------------------------------------------------ transitions: farther
+
+    def leave_device_locked(self, weights: StoredWeights) -> None:
+        place, weights.device = weights.device, None
+        assert place is not None
+        assert place.lora_slot is not None
+        device = self.tiers.device
+        self.log.tell(EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
+        self.arriving.pop(place.lora_slot, None)
+        device.free_slot(place.lora_slot)
+        device.give(weights.nbytes)
+        device.policy.forget(weights.digest)
+        self.retired.retire(place.extents)
+        weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
+        self._lock.notify_all()
+
+    def _leave_host_locked(self, weights: StoredWeights) -> None:
+        place, weights.host = weights.host, None
+        if place is not None:
+            host = self.tiers.host
+            if weights.layout is not None:
+                self.log.tell(EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
+            host.give(sum(extent.nbytes for extent in place.extents))
+            host.policy.forget(weights.digest)
+            self.log.ledger.evicted_unused(weights.digest)
+            weights.brought_from = None
+            if self.tiers.is_shared:
+                self.retired.retire(place.extents)
+            else:
+                host.pool.free_all(place.extents)
+        if weights.device is None:
+            weights.state = WeightState.SOURCE
+        self._lock.notify_all()
+
+    def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
+        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of the compressed copies and the disk tier too."""
         if weights.device is not None:
-            self.leave_device(weights)
-        self.leave_host(weights)
+            self.leave_device_locked(weights)
+        if tier is not Tier.DEVICE:
+            self._leave_host_locked(weights)
+        if tier is Tier.DISK and self.compressed is not None:
+            self.compressed.drop(weights.digest)
+        if tier is Tier.DISK and self.disk is not None:
+            self.disk.drop(weights.digest)
 
-    def resting_tier(self, weights: StoredWeights) -> Tier:
+    def drop_locked(self, weights: StoredWeights) -> None:
+        """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its end."""
+        if not weights.is_at_rest:
+            return
+        self.leave_locked(weights, Tier.DISK)
+        self.log.tell(EventKind.DROP, weights, "is gone from every tier")
+        del self.weights[weights.digest]
+        self._dropped.append(weights.digest)
+        self.log.counters.num_drops += 1
+
+    def end_reading_locked(self, weights: StoredWeights) -> None:
+        """A thread beside the engine's has read its memory (`num_readers`)."""
+        weights.num_readers -= 1
+        if not weights.adapters:
+            self.drop_locked(weights)
+        self._lock.notify_all()
+
+    def demote_locked(self, weights: StoredWeights, demand: Demand | None = None) -> bool:
+        """By name, not for room; False when it may not leave the device or is not there."""
+        if not (weights.is_on_device and weights.is_idle):
+            return False
+        if demand is not None:
+            demand.evicted += weights.names
+        self.log.counters.evictions["verb"] += 1
+        self.leave_device_locked(weights)
+        return True
+
+    def move_locked(self, weights: StoredWeights, tier: Tier, index: int, target: Extent) -> None:
+        """Its extent number `index` lies in `target` from now on, the bytes too; the old place comes free."""
+        place, layout, pool = self.tiers.place_of(weights, tier), weights.layout, self.tiers.pool_of(tier)
+        assert place is not None
+        assert layout is not None
+        source = place.extents[index]
+        if tier is Tier.DEVICE:
+            self.tiers.copies.move(pool.view(source), pool.view(target))
+        else:
+            pool.view(target).copy_(pool.view(source))
+        place = replace(place, extents=(*place.extents[:index], target, *place.extents[index + 1 :]))
+        if tier is Tier.DEVICE:
+            weights.device = place
+        else:
+            weights.host = place
+        if tier is Tier.HOST and not self.tiers.is_shared:
+            pool.free(source)  # no kernel reads it
+        else:
+            if weights.is_on_device:
+                assert weights.lora_slot is not None
+                self.tiers.device.publish_extent(weights.lora_slot, layout, index, target)
+            self.retired.retire((source,))
+        self._lock.notify_all()
+
+    def may_move_locked(self, weights: StoredWeights) -> bool:
+        """What is being loaded, copied or checked stays where it is, and what a step in flight may read."""
+        is_read = self.retired.is_waiting_for_steps and weights.num_running > 0
+        return weights.is_at_rest and weights.layout is not None and not is_read
+
+    # ----------------------------------------------------------------------------------------------------------------- room
+
+    def _take_locked(
+        self, cache: HostCache | DeviceCache, weights: StoredWeights, sizes: tuple[int, ...], demand: Demand
+    ) -> Place | None:
+        """A place in `cache`, for which as few others as needed leave; None, and none left, when that is not enough.
+
+        While freed memory is retired, none leaves for lack of pieces: waiting for it may be enough. For a request it is then
+        promised, or those who ask later in the pass would take it, and each would evict the other again and again.
+        """
+        nbytes, room = sum(sizes), self.room
+        if demand.is_for_request and room.promised(cache) not in (None, weights):
+            return None
+        leaving = room.fewest(cache, nbytes, room.candidates(cache, weights, demand))
+        place = None
+        while leaving is not None and place is None:
+            for victim in leaving:
+                self._make_way_locked(victim, cache, demand)
+            try:
+                place = cache.allocate(sizes)
+            except MemoryError as error:  # not for want of room: none leaves for it
+                self.log.alarm(f"no memory for an adapter in the {cache.tier.value} tier: {error}")
+                break
+            is_stuck = place is None and self.retired.nbytes == 0
+            victim_by_fragments = next(room.candidates(cache, weights, demand), None) if is_stuck else None
+            leaving = None if victim_by_fragments is None else [victim_by_fragments]
+        if place is not None:
+            cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.tiers.host else None)
+        elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
+            weights.wanted_in_pass = room.pass_id
+            room.promise(cache, weights)
+        return place
+
+    def _make_way_locked(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:
+        is_spare_copy = cache is self.tiers.host and victim.is_on_device and not self.tiers.is_shared
+        cache.policy.evict(victim.digest)
+        if is_spare_copy:
+            self._leave_host_locked(victim)
+            return
+        demand.evicted += [name for name in victim.names if name not in demand.evicted]
+        self.log.counters.evictions[f"{cache.tier.value}_room"] += 1
+        if cache is self.tiers.device:
+            self.leave_device_locked(victim)
+        else:
+            self.leave_locked(victim, Tier.HOST)
+
+    def _check_can_come_locked(self, cache: Budget, weights: StoredWeights) -> None:
+        """Raises AdapterNoRoomError when no room can come."""
+        name = next(iter(weights.adapters.values())).name
+        self.room.check_can_come(cache, weights, name, weights.nbytes)
+
+    def check_pinnable_locked(self, adapter: StoredAdapter) -> None:
+        """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
+        self.room.check_pinnable(adapter.weights, adapter.name)
+
+    def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None:
+        """Until something changes, for a verb; raises AdapterNoRoomError when nothing will."""
+        if not self.room.is_coming(weights):
+            raise self.room.no_room(cache, weights, name, nbytes)
+        self.wait_locked()
+
+    def want_locked(self, weights: StoredWeights) -> None:
+        """It is asked for in this scheduling pass; that is no use."""
+        weights.wanted_in_pass = self.room.pass_id
+        self.tiers.touch(weights, weights.last_used_s)
+
+    def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
+        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling passes."""
+        cache = self.tiers.cache(tier)
+        leaving = self.room.candidates(cache, None, Demand("idle"))
+        return [each for each in leaving if self.is_unwanted_locked(each, num_passes)]
+
+    def is_unwanted_locked(self, weights: StoredWeights, num_passes: int) -> bool:
+        """It is idle, and no request asked for it in the last `num_passes` scheduling passes."""
+        return weights.is_idle and weights.wanted_in_pass <= self.room.pass_id - num_passes
+
+    def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> list[int]:
+        """As core.ResidencyView says; none for an unknown adapter."""
+        with self._lock:
+            wanted = self.adapters.get(adapter_id)
+            order = list(dict.fromkeys(self.in_use_locked(each).weights for each in in_use))
+            victims = [] if wanted is None else self.room.victims_for(wanted.weights, order)
+            return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
+
+    # ---------------------------------------------------------------------------------------------------------------- views
+
+    def suspect_locked(self, weights: StoredWeights) -> None:
+        """What was computed with it may be wrong: the KV cache forgets it."""
+        self._suspect.append(weights.digest)
+        self._lock.notify_all()
+
+    def resting_tier_locked(self, weights: StoredWeights) -> Tier:
         """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its source."""
         if self.compressed is not None and self.compressed.get(weights.digest) is not None:
             return Tier.HOST
         return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
 
-    def forget_copies(self, weights: StoredWeights) -> None:
-        """Drop the compressed copy and the disk tier's."""
-        if self.compressed is not None:
-            self.compressed.drop(weights.digest)
-        if self.disk is not None:
-            self.disk.drop(weights.digest)
+    def report(self) -> MemoryReport:
+        with self._lock:
+            contents = list(self.weights.values())
+            return self.log.report(self.tiers, self.room, self.retired.nbytes, contents, len(self.adapters))
 
-    def drop(self, weights: StoredWeights) -> None:
-        """Nobody has this content any more: every tier is freed, and the KV cache is told. A job or reader does it at its end."""
-        if not weights.is_at_rest:
-            return
-        self.evict_to_source(weights)
-        self.forget_copies(weights)
-        tell(self.events, EventKind.DROP, weights, "is gone from every tier")
-        del self.weights[weights.digest]
-        self.faults.pop(weights.digest, None)
-        self.dropped.append(weights.digest)
-        self.counters.num_drops += 1
-        self.lock.notify_all()
-
-    def take(
-        self, cache: HostCache | DeviceCache, weights: StoredWeights, sizes: tuple[int, ...], demand: Demand
-    ) -> Place | None:
-        """A place in `cache`, for which as few others as needed leave; None, and nobody left, when that is not enough.
-
-        While freed memory is retired, nobody leaves for lack of pieces: waiting for it may be enough. For a request it is then
-        promised, or those who ask later in the pass would take it, and each would evict the other for ever.
-        """
-        nbytes = sum(sizes)
-        if demand.is_for_request and self.room.promised(cache) not in (None, weights):
-            return None
-        leaving = self.room.fewest(cache, nbytes, self.room.candidates(cache, weights, demand))
-        place = None
-        while leaving is not None and place is None:
-            for victim in leaving:
-                self._make_way(victim, cache, demand)
-            try:
-                place = cache.allocate(sizes)
-            except MemoryError as error:  # not for want of room: nobody leaves for it
-                self.alarm(f"no memory for an adapter in the {cache.tier.value} tier: {error}")
-                break
-            is_stuck = place is None and self.retired.nbytes == 0
-            victim_by_fragments = next(self.room.candidates(cache, weights, demand), None) if is_stuck else None
-            leaving = None if victim_by_fragments is None else [victim_by_fragments]
-        if place is not None:
-            cache.policy.enter(weights.digest, nbytes, weights.reload_s if cache is self.host else None)
-        elif demand.is_for_request and self.retired.nbytes and cache.fits(nbytes):
-            weights.wanted_in_pass = self.room.pass_id
-            self.room.promise(cache, weights)
-        return place
-
-    def _make_way(self, victim: StoredWeights, cache: Budget, demand: Demand) -> None:
-        is_spare_copy = cache is self.host and victim.is_on_device and not self.is_shared
-        cache.policy.evict(victim.digest)
-        if not is_spare_copy:
-            demand.evicted += [name for name in victim.names if name not in demand.evicted]
-            self.counters.evictions[f"{cache.tier.value}_room"] += 1
-        if cache is self.device:
-            self.leave_device(victim)
-        elif is_spare_copy:
-            self.leave_host(victim)
-        else:
-            self.evict_to_source(victim)
-
-    def wait_for_room(self, cache: Budget, weights: StoredWeights) -> WaitsFor:
-        """ROOM; raises AdapterNoRoomError when no room can come."""
-        name = next(iter(weights.adapters.values())).name
-        self.room.check_can_come(cache, weights, name, weights.nbytes)
-        return WaitsFor.ROOM
-
-    def leave_device(self, weights: StoredWeights) -> None:
-        """Device to host (to source when the host has no copy)."""
-        place, weights.device = weights.device, None
-        assert place is not None
-        assert place.lora_slot is not None
-        assert weights.layout is not None
-        tell(self.events, EventKind.EVICT, weights, "left the device", tier="device", nbytes=weights.nbytes)
-        self.arriving.pop(place.lora_slot, None)
-        self.device.free_slot(place.lora_slot)
-        self.device.give(weights.nbytes)
-        self.device.policy.forget(weights.digest)
-        self.retired.retire(place.extents)
-        weights.state = WeightState.SOURCE if weights.host is None else WeightState.HOST
-
-    def leave_host(self, weights: StoredWeights) -> None:
-        place, weights.host = weights.host, None
-        if place is not None:
-            if weights.layout is not None:
-                tell(self.events, EventKind.EVICT, weights, "left host memory", tier="host", nbytes=weights.nbytes)
-            self.host.give(sum(extent.nbytes for extent in place.extents))
-            self.host.policy.forget(weights.digest)
-            self.ledger.evicted_unused(weights.digest)
-            weights.brought_from = None
-            if self.is_shared:
-                self.retired.retire(place.extents)
-            else:
-                self.host.pool.free_all(place.extents)
-        if weights.device is None:
-            weights.state = WeightState.SOURCE
-
-    # --------------------------------------------------------------------------------------------------------------- waiting
-
-    def wait(self) -> None:
-        """Until something changes. Raises EngineShutdownError after `close`."""
-        self.lock.wait()
-        self.check_open()
-
-    def check_open(self) -> None:
-        if self.is_closed:
-            raise EngineShutdownError("the engine has shut down; its adapters are gone")
-
-    def close(self) -> None:
-        """Wake up everybody who waits; they get EngineShutdownError. Takes the lock."""
-        with self.lock:
-            self.is_closed = True
-            self.lock.notify_all()
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
+        with self._lock:
+            adapters = [*self.adapters.values(), *self.draining.values()]
+            check_integrity(self.tiers, self.retired, self.weights, adapters, self.arriving)

@@ -5,44 +5,33 @@
 
 On a CPU both are the same memory: an extent of the host cache is "on the device" while rows of the slot table point at it, so the
 device budget bounds those and the host budget both. On another device the device cache has a pool of its own and weights are copied.
-Not thread-safe: the manager calls them under its lock.
+Not thread-safe: the store calls them under its lock.
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget, Tier
-from loraplex.errors import ConfigError
+from loraplex.core import Tier
+from loraplex.kernels.checksum import Checksums
 from loraplex.kernels.plan import SlotImage, SlotTable
-from loraplex.memory.residency.compressed_copies import HOST_SHARE, CompressedCopies
-from loraplex.memory.residency.eviction import EvictionPolicy, get_policy
+from loraplex.memory.eviction.policies import EvictionPolicy
+from loraplex.memory.residency.records import Place, StoredWeights
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.stats import TierStats
-from loraplex.memory.weights.compression import get_compression
-from loraplex.memory.weights.packing import PackedLayout, Packer
-
-logger = logging.getLogger(__name__)
-
-MIN_SLOTS = 64
-MAX_SLOTS = 4096
+from loraplex.memory.weights.copies import CopyEngine
+from loraplex.memory.weights.packing import PackedLayout
 
 MAX_IMAGES = 64
 """Images of layouts that are kept: one for each rank and set of targets that adapters come in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if the tier has slots."""
-
-    extents: tuple[Extent, ...] = ()
-    lora_slot: int | None = None
+def most_bytes(arena: Arena) -> int:
+    """All that adapters may ever have of an arena."""
+    return arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +68,6 @@ class Budget:
     def fits(self, nbytes: int) -> bool:
         return self.allows(nbytes, self.used_bytes, self.num_adapters)
 
-    def stats(self) -> TierStats:
-        return TierStats(self.tier, self.used_bytes, self.max_bytes, self.num_adapters, self.max_adapters)
-
     def take(self, nbytes: int) -> None:
         self.used_bytes += nbytes
         self.num_adapters += 1
@@ -96,7 +82,7 @@ class HostCache(Budget):
     """Packed weights at rest, in extents of `pool`."""
 
     def __init__(self, pool: LoRAMemoryPool, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy) -> None:
-        super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, _most_bytes(pool.arena)), max_adapters, policy)
+        super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, most_bytes(pool.arena)), max_adapters, policy)
         self.pool = pool
 
     def allocate(self, sizes: Sequence[int]) -> Place | None:
@@ -167,60 +153,47 @@ class DeviceCache(Budget):
         return frozenset(self._free_slots)
 
 
-def build_tiers(
-    lora_config: LoRAConfig,
-    targets: Sequence[LoraTarget],
-    packer: Packer,
-    arena: Arena,
-    host_arena: Arena | None,
-    clock: Callable[[], float],
-) -> tuple[HostCache, DeviceCache]:
-    """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
-    pool = LoRAMemoryPool(arena)
-    host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
-    name = lora_config.eviction_policy
-    host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
-    host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
-    most = host.max_bytes if host_arena is None else _most_bytes(arena)
-    table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
-    device_pool = None if host_arena is None else pool
-    max_bytes = min(lora_config.adapter_memory_bytes, most)
-    device = DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
-    is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
-    _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
-    return host, device
+class Tiers:
+    """Both tiers, and how bytes get from one to the other. `host_checksums`: of extents in the host's memory.
 
-
-def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
-    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the log."""
-    least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
-    for cache in caches:
-        size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"
-        if cache.max_bytes < least:
-            raise ConfigError(
-                f"{size}, and the smallest that this model can have (rank 1 on one module) takes {least}: every load would be refused; "
-                f"raise {cache.setting}, or turn LoRA off"
-            )
-        if cache.max_bytes < usual:
-            logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)
-
-
-def compressed_bytes(lora_config: LoRAConfig) -> int:
-    """The part of the host's budget that is for compressed copies."""
-    return 0 if lora_config.host_compression == "none" else lora_config.host_memory_bytes // HOST_SHARE
-
-
-def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopies | None:
-    compression = get_compression(lora_config.host_compression, packer)
-    return None if compression is None else CompressedCopies(compression, compressed_bytes(lora_config))
-
-
-def _most_bytes(arena: Arena) -> int:
-    return arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
-
-
-def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:
-    """So many that bytes run out first, within MIN_SLOTS..MAX_SLOTS: an eighth of an adapter of rank 1 on every target is what one of
-    16 bits on a few targets has.
+    is_shared: both are one memory. in_memory: the tiers with a memory of their own, the nearest first.
     """
-    return min(MAX_SLOTS, max(MIN_SLOTS, 8 * lora_config.adapter_memory_bytes // max(1, packer.smallest_nbytes())))
+
+    def __init__(self, host: HostCache, device: DeviceCache, copies: CopyEngine, host_checksums: Checksums) -> None:
+        self.host = host
+        self.device = device
+        self.copies = copies
+        self.host_checksums = host_checksums
+        self.is_shared = device.pool is None
+        self.in_memory = (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
+
+    def cache(self, tier: Tier) -> HostCache | DeviceCache:
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def pool_of(self, tier: Tier) -> LoRAMemoryPool:
+        """The memory that `tier` reads."""
+        device = self.device.pool if tier is Tier.DEVICE else None
+        return self.host.pool if device is None else device
+
+    def place_of(self, weights: StoredWeights, tier: Tier) -> Place | None:
+        """Where in `pool_of(tier)` the weights are."""
+        return weights.device if tier is Tier.DEVICE and not self.is_shared else weights.host
+
+    def touch(self, weights: StoredWeights, now_s: float) -> None:
+        """Looked at now. A request that gets the weights is a use: that happens once, this with every ask."""
+        weights.last_used_s = now_s
+        self.host.policy.touch(weights.digest)
+        self.device.policy.touch(weights.digest)
+
+    def changed(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
+        """The extents of one tier whose bytes are not what was loaded; [] where the weights are not.
+
+        With the lock held, or for weights that are not at rest: they stay where they are.
+        """
+        place = self.place_of(weights, tier)
+        if place is None or not weights.checksums:
+            return []
+        views = [self.pool_of(tier).view(extent) for extent in place.extents]
+        found = self.copies.checksums(views) if tier is Tier.DEVICE else self.host_checksums(views)
+        triples = zip(place.extents, found, weights.checksums, strict=True)
+        return [extent for extent, number, expected in triples if number != expected]

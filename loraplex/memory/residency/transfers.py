@@ -1,207 +1,346 @@
 """How weights come nearer: from the source or the disk to the host, from the host to the device.
 
-`advance` makes the one next move towards the device that needs no waiting and says what has to be waited for. A load is begun under
-the store's lock and run outside it: files are read and blocks packed with no lock held, and the result is taken over in a short
-critical section by the thread that did the work, so nobody's poll is needed. A promote (promote.py) only enqueues its copies.
+`advance_locked` makes the one next move towards the device that needs no waiting and says what has to be waited for. A load is begun
+with the lock held and run without it: files are read and blocks packed, and the result is taken over in a short critical section by the
+thread that did the work, so that no poll is needed.
 
     first load (add)     in the thread that asked: how large the adapter is shows only when it is open
     first load (attach)  in a loader's thread; when it finds no room, what it learnt of the size is kept, and later loads wait for room
     later loads          in the loader's threads: their room is reserved when they begin, so they never wait
 
-Everything here is called with the lock held, except where it says otherwise.
+    promote, one memory      rows only
+    promote, synchronous     checked on the host, copied, rows written: on the device at once
+    promote, asynchronous    copied beside the steps: arriving at once (copies.StepGate). Checked on the device when it has arrived,
+                             since summing the host's bytes would take longer than the copy
+
+Device memory that could not be written is fenced, and other places are tried; when requests run on what did not arrive, they end first.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from typing import Protocol
 
 from loraplex.core import Tier, WaitsFor
-from loraplex.errors import AdapterError, EngineShutdownError
+from loraplex.errors import AdapterError, AdapterUnavailableError, EngineShutdownError, LoraplexError
 from loraplex.events import EventKind
 from loraplex.memory.care.damage import DamageControl
-from loraplex.memory.residency.jobs import LoadJobs
-from loraplex.memory.residency.promote import Promoter
-from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter, StoredWeights, WeightState, tell
-from loraplex.memory.residency.store import WeightStore
-from loraplex.memory.residency.tiers import Place
-from loraplex.memory.weights.loading import Loader, raise_again
-from loraplex.memory.weights.weight_reader import LoadedWeights, WeightReader
+from loraplex.memory.residency.records import Demand, LoadJob, Place, StoredAdapter, StoredWeights, WeightState
+from loraplex.memory.residency.tiers import Budget, Tiers
+from loraplex.memory.stats import MemoryLog
+from loraplex.memory.weights.loading import (
+    LoadedWeights,
+    Loader,
+    WeightReader,
+    as_adapter_error,
+    errors_of,
+    is_out_of_memory,
+    raise_again,
+)
+from loraplex.memory.weights.packing import PackedLayout
 
 REQUESTS_CAUSES = ("request", "prefetch")
 """Loads that a request causes: when it is to run, or when it arrives. (`prediction` comes before the request.)"""
 
+MAX_FAILED_COPIES = 2
+"""Places on the device that are tried after one that could not be written."""
+
+FAILURE_TTL_S = 60.0
+"""After this long no request waits any more for the error of a failed load: those that did have ended otherwise."""
+
+
+class Transitions(Protocol):
+    """What transfers see of the store (store.WeightStore)."""
+
+    pass_id: int
+
+    def held(self) -> AbstractContextManager[object]: ...
+
+    def check_open_locked(self) -> None: ...
+
+    def wait_locked(self) -> None: ...
+
+    def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None: ...
+
+    def begin_load_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None: ...
+
+    def reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None: ...
+
+    def loaded_locked(
+        self, job: LoadJob, layout: PackedLayout, checksums: tuple[int, ...], is_placed: bool
+    ) -> None: ...
+
+    def publish_shared_locked(self, weights: StoredWeights, demand: Demand) -> bool: ...
+
+    def begin_copy_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None: ...
+
+    def landed_locked(self, job: LoadJob) -> None: ...
+
+    def failed_locked(self, job: LoadJob, error: LoraplexError) -> None: ...
+
 
 class Transfers:
-    """Moves the weights of a store towards the device."""
+    """Moves weights towards the device."""
 
     def __init__(
-        self, store: WeightStore, jobs: LoadJobs, reader: WeightReader, loader: Loader, damage: DamageControl
+        self,
+        store: Transitions,
+        tiers: Tiers,
+        reader: WeightReader,
+        loader: Loader,
+        damage: DamageControl,
+        log: MemoryLog,
+        clock: Callable[[], float],
     ) -> None:
         self._store = store
-        self._damage = damage
+        self._tiers = tiers
         self._reader = reader
         self._loader = loader
-        self._jobs = jobs
-        self._promoter = Promoter(store, jobs, loader, damage, self.let_damaged_go)
+        self._damage = damage
+        self._log = log
+        self._clock = clock
 
-    def advance(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
+    # -------------------------------------------------------------------------------------------------------------- demands
+
+    def advance_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         """One move towards the device; None when it is there, or arriving. LOAD: `weights.job` is under way.
 
         Raises AdapterNoRoomError when no room can come, EngineShutdownError after `close`.
         """
-        self._store.check_open()
+        self._store.check_open_locked()
         if weights.job is None and weights.state is WeightState.SOURCE:
-            return self._start_load(weights, demand)
+            return self._load_locked(weights, demand)
         if weights.job is None and weights.state is WeightState.HOST:
-            return self._promote(weights, demand)
+            return self._promote_locked(weights, demand)
         return None if weights.is_on_device else WaitsFor.LOAD
 
-    def ask(self, adapter: StoredAdapter) -> WaitsFor | None:
-        """`advance` for a request. Raises the error of a failed load to those who waited for it (`LoadFailure`)."""
+    def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
+        """`advance_locked` for a request. Raises the error of a failed load to those who waited for it (`LoadFailure`)."""
         weights = adapter.weights
-        if weights.digest in self._store.faults:
-            raise_again(self._store.faults[weights.digest])
-        self._jobs.raise_failure(adapter)
-        was_on_device = weights.is_on_device
-        waits_for = self.advance(weights, Demand("request", is_for_request=True))
-        weights.has_missed |= not was_on_device
-        weights.is_cold |= waits_for is WaitsFor.LOAD
+        if weights.fault is not None or weights.job is not None or weights.failure is not None:
+            self._raise_failure_locked(adapter)
+        if weights.is_on_device:
+            self._store.check_open_locked()
+            waits_for = None
+        else:
+            waits_for = self.advance_locked(weights, Demand("request", is_for_request=True))
+            weights.has_missed = True
+            weights.is_cold |= waits_for is WaitsFor.LOAD
         weights.waits_for = waits_for
         if waits_for is not None:
-            weights.wanted_in_pass = self._store.room.pass_id
+            weights.wanted_in_pass = self._store.pass_id
             if weights.job is not None:
                 weights.job.is_awaited = True
-        self._store.touch(weights)
+        self._tiers.touch(weights, self._clock())
         return waits_for
 
-    def prefetch(self, weights: StoredWeights) -> None:
-        """`advance` for a request that is not admitted yet. A source that failed is not read again before somebody really asks."""
-        weights.wanted_in_pass = self._store.room.pass_id
-        is_near_enough = weights.host is not None and self._store.is_shared
+    def prefetch_locked(self, weights: StoredWeights) -> None:
+        """`advance_locked` for a request that is not admitted yet. A source that failed is not read again before a request asks."""
+        weights.wanted_in_pass = self._store.pass_id
+        is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
             with suppress(AdapterError, EngineShutdownError):
-                self.advance(weights, Demand("prefetch", is_for_request=True))
-        self._store.touch(weights)
+                self.advance_locked(weights, Demand("prefetch", is_for_request=True))
+        self._tiers.touch(weights, self._clock())
 
-    def bring(self, adapter: StoredAdapter, demand: Demand) -> bool:
-        """`advance` until the weights are on the device, all of them, for a verb that may wait; whether anything had to be done."""
+    def bring_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
+        """`advance_locked` until all is on the device, for a verb that may wait; whether anything had to be done."""
         weights = adapter.weights
         has_changed = not weights.is_on_device
-        while self.advance(weights, demand) is not None or weights.job is not None:
+        while self.advance_locked(weights, demand) is not None or weights.job is not None:
             if weights.job is not None:
-                self._jobs.join(weights.job, adapter)
-            elif self._store.room.is_coming(weights):
-                self._store.wait()
+                self.join_locked(weights.job, adapter)
             else:
-                cache = self._store.host if weights.host is None else self._store.device
-                raise self._store.room.no_room(cache, weights, adapter.name, weights.nbytes)
+                cache = self._tiers.host if weights.host is None else self._tiers.device
+                self._store.wait_for_room_locked(cache, weights, adapter.name, weights.nbytes)
             adapter.check_not_removed()
-        self._store.touch(weights)
+        self._tiers.touch(weights, self._clock())
         return has_changed
 
-    def _promote(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
-        if not self._store.copies.is_asynchronous:
-            damaged = self._damage.find_unless_fresh(weights, Tier.HOST)
-            if damaged and weights.num_running == 0:
-                self._damage.discard(weights, Tier.HOST, damaged)
-                return self._start_load(weights, demand)
-        return self._promoter.promote(weights, demand)
+    def join_locked(self, job: LoadJob, adapter: StoredAdapter) -> None:
+        """Wait for a job; raises its error for `adapter` if it failed, also while requests still run on what did not arrive.
 
-    def released(self, weights: StoredWeights) -> None:
-        """The last request on it has ended."""
-        self._promoter.released(weights)
+        When it failed without having tried the adapter's source, nothing is raised: another job is to be begun.
+        """
+        while not job.is_done and job.error is None:
+            self._store.wait_locked()
+        error = job.error_of(adapter)
+        if error is not None:
+            raise_again(error)
 
-    def let_damaged_go(self, weights: StoredWeights) -> None:
-        """Nobody runs on it: copies whose bytes have changed leave. A pinned adapter is not left outside until somebody asks."""
-        self._damage.discard_damaged(weights)
+    def _raise_failure_locked(self, adapter: StoredAdapter) -> None:
+        """The error of a failed load, to those who waited for it; of weights that are not to be used, to all until they are gone."""
+        weights = adapter.weights
+        if weights.fault is not None:
+            raise_again(weights.fault)
+        if weights.job is not None and weights.job.error is not None:
+            raise_again(weights.job.error)
+        failure = weights.failure
+        if failure is None:
+            return
+        if failure.raised_in_pass is None and self._clock() - failure.failed_s <= FAILURE_TTL_S:
+            failure.raised_in_pass = self._store.pass_id
+        error = failure.job.error_of(adapter)
+        if failure.raised_in_pass == self._store.pass_id and error is not None:
+            raise_again(error)
+
+    def let_damaged_go_locked(self, weights: StoredWeights) -> None:
+        """No request runs on it: copies whose bytes have changed leave. A pinned adapter does not wait outside for a request."""
+        self._damage.discard_damaged_locked(weights)
         if weights.num_pinned:
             try:
-                self.advance(weights, Demand("restore"))
+                self.advance_locked(weights, Demand("restore"))
             except AdapterError as error:
-                tell(self._store.events, EventKind.FAULT, weights, f"is pinned and cannot come back: {error}")
+                self._log.tell(EventKind.FAULT, weights, f"is pinned and cannot come back: {error}")
 
-    # -------------------------------------------------------------------------------------------------------- loads
+    # ---------------------------------------------------------------------------------------------------------------- loads
 
-    def begin_first_load(self, weights: StoredWeights, demand: Demand) -> LoadJob:
-        """The caller runs it with `run_load`, with the lock released."""
-        self._store.check_open()
-        weights.state = WeightState.LOADING
-        job = self._jobs.begin(weights, demand)
-        job.may_wait = True
-        return job
-
-    def run_load(self, job: LoadJob) -> None:
-        """Read, pack, take over. Without the lock, in any thread. Errors go into the job; only what ends the process is raised."""
-        try:
-            loaded = self._reader.read(job, partial(self._reserve, job))
-        except BaseException as error:
-            self._jobs.fail(job, error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self._finish_load(job, loaded)
-
-    def _start_load(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
-        if weights.layout is not None:
-            weights.host = self._store.take(self._store.host, weights, weights.layout.sizes, demand)
-            if weights.host is None:
-                return self._store.wait_for_room(self._store.host, weights)
-        weights.state = WeightState.LOADING
-        job = self._jobs.begin(weights, demand)
+    def _load_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
+        job = self._store.begin_load_locked(weights, demand)
+        if job is None:
+            return WaitsFor.ROOM
         self._loader.submit(partial(self.run_load, job))
         return WaitsFor.LOAD
 
-    def _reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None:
-        """The host room of a load; a first load takes it here. Takes the lock. None for one that has no room and may not wait."""
-        weights, name = job.weights, job.sources[-1].name
-        with self._store.lock:
-            if weights.host is None:
-                self._store.room.check_size(name, sum(sizes))
-            while weights.host is None:
-                weights.host = self._store.take(self._store.host, weights, sizes, job.demand)
-                if weights.host is None and not job.may_wait:
-                    return None
-                if weights.host is None and not self._store.room.is_coming(weights):
-                    raise self._store.room.no_room(self._store.host, weights, name, sum(sizes))
-                if weights.host is None:
-                    self._store.wait()
-            assert sum(sizes) == sum(extent.nbytes for extent in weights.host.extents), "equal content, unequal size"
-            return weights.host
+    def run_load(self, job: LoadJob) -> None:
+        """Read, pack, take over; in any thread. Errors go into the job; only what ends the process is raised."""
+        try:
+            loaded = self._reader.read(job, partial(self._store.reserve, job))
+        except BaseException as error:
+            if is_out_of_memory(error):
+                self._log.alarm(f"the load of adapter {job.sources[-1].name!r} could not allocate memory: {error}")
+            with self._store.held():
+                job.errors = errors_of(error, job.sources)
+                self._store.failed_locked(job, job.errors[job.sources[-1].adapter_id])
+            if not isinstance(error, Exception):
+                raise
+        else:
+            with self._store.held():
+                self._take_over_locked(job, loaded)
 
-    def _finish_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
-        with self._store.lock:
-            weights = job.weights
-            weights.layout, weights.checksums = loaded.layout, loaded.checksums
-            weights.state = WeightState.HOST if loaded.is_placed else WeightState.SOURCE
-            if not loaded.is_placed:
-                self._jobs.end(job)
-                return
-            self._count_load(job, loaded)
-            self._jobs.end(job)
-            is_for_request = job.demand.is_for_request and not self._store.is_shared
-            if (is_for_request or weights.num_pinned) and weights.adapters and not self._store.is_closed:
-                with suppress(AdapterError):
-                    self.advance(weights, job.demand)
+    def _take_over_locked(self, job: LoadJob, loaded: LoadedWeights) -> None:
+        weights, demand = job.weights, job.demand
+        if loaded.is_placed:
+            now_s = self._clock()
+            weights.reload_s, nbytes = now_s - job.began_s, loaded.layout.nbytes
+            weights.brought_from = loaded.origin if demand.cause in REQUESTS_CAUSES else None
+            weights.checked_s = weights.last_used_s = now_s  # what was just loaded is not long idle
+            self._tiers.host.policy.enter(weights.digest, nbytes, weights.reload_s)
+            self._log.loaded(job, loaded.origin, nbytes, weights.reload_s)
+        self._store.loaded_locked(job, loaded.layout, loaded.checksums, loaded.is_placed)
+        is_for_request = demand.is_for_request and not self._tiers.is_shared
+        if loaded.is_placed and (is_for_request or weights.num_pinned) and weights.adapters:
+            with suppress(AdapterError, EngineShutdownError):
+                self.advance_locked(weights, demand)
+            if weights.job is not None:
+                weights.job.is_awaited |= job.is_awaited
+
+    # ------------------------------------------------------------------------------------------------------------- promotes
+
+    def _promote_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
+        """None: it is on the device, or arriving there. Raises AdapterUnavailableError when no place can be written."""
+        if not self._tiers.copies.is_asynchronous:
+            damaged = self._damage.find_unless_fresh(weights, Tier.HOST)
+            if damaged and weights.num_running == 0:
+                self._damage.discard_locked(weights, Tier.HOST, damaged)
+                return self._load_locked(weights, demand)
+        if self._tiers.is_shared:
+            return None if self._store.publish_shared_locked(weights, demand) else WaitsFor.ROOM
+        try:
+            return None if self._send_locked(weights, demand) else WaitsFor.ROOM
+        except LoraplexError:
+            if weights.failure is not None:  # others who ask in this pass get it too, later ones try again
+                weights.failure.raised_in_pass = self._store.pass_id
+            raise
+
+    def _send_locked(self, weights: StoredWeights, demand: Demand, error: Exception | None = None) -> bool:
+        """Begin the copies, at another place when one cannot be written. False: it waits for room. Raises the job's error if all fail.
+
+        error: of copies that were begun before and failed.
+        """
+        while error is None or self._may_try_elsewhere_locked(weights, error):
+            try:
+                job = self._store.begin_copy_locked(weights, demand)
+            except (RuntimeError, OSError) as failure:
+                error = failure
+            except Exception as failure:
                 if weights.job is not None:
-                    weights.job.is_awaited |= job.is_awaited
+                    self._store.failed_locked(weights.job, as_adapter_error(failure, weights.job.sources[-1].name))
+                raise
+            else:
+                if job is None:
+                    break
+                if self._tiers.copies.is_asynchronous:
+                    self._loader.submit(partial(self._land, job))
+                else:
+                    self._landed_locked(job, is_damaged=False)
+                return True
+        job = weights.job
+        if job is None:
+            return False
+        self._store.failed_locked(job, _not_copied(job, error))
+        raise _not_copied(job, error)
 
-    def _count_load(self, job: LoadJob, loaded: LoadedWeights) -> None:
-        store, weights, cause = self._store, job.weights, job.demand.cause
-        seconds, nbytes, origin = store.clock() - job.began_s, loaded.layout.nbytes, loaded.origin
-        store.counters.loads[cause] += 1
-        store.counters.loads_from[origin] += 1
-        store.counters.load_s += seconds
-        weights.brought_from = origin if cause in REQUESTS_CAUSES else None
-        weights.reload_s = seconds
-        weights.checked_s = store.clock()
-        weights.last_used_s = store.clock()  # what was just loaded is not long idle
-        store.host.policy.enter(weights.digest, nbytes, seconds)
-        text = f"came to host memory from the {origin}"
-        tell(store.events, EventKind.LOAD, weights, text, cause=cause, seconds=seconds, nbytes=nbytes, origin=origin)
-        for damaged in job.damaged_copies:
-            store.counters.num_damaged += 1
-            tell(store.events, EventKind.FAULT, weights, f"had a damaged copy ({damaged})", tier=damaged)
-        if weights.is_restoring or job.damaged_copies:
+    def _may_try_elsewhere_locked(self, weights: StoredWeights, error: Exception) -> bool:
+        """The memory that could not be written is fenced."""
+        job = weights.job
+        if job is None:
+            raise error
+        self._damage.fence_locked(weights, error)
+        job.num_failed_copies += 1
+        return job.num_failed_copies <= MAX_FAILED_COPIES and self._damage.device_lost is None
+
+    def _land(self, job: LoadJob) -> None:
+        """Wait for the copies and compare what arrived, unless it was just read. In a loader's thread."""
+        weights = job.weights
+        assert job.arriving is not None
+        try:
+            job.arriving.arrival.join()
+            is_damaged = bool(self._damage.find_unless_fresh(weights, Tier.DEVICE))
+        except (RuntimeError, OSError) as error:
+            with self._store.held():
+                self._did_not_arrive_locked(job, error)
+        else:
+            with self._store.held():
+                self._landed_locked(job, is_damaged)
+
+    def _landed_locked(self, job: LoadJob, is_damaged: bool) -> None:
+        weights, counters = job.weights, self._log.counters
+        counters.num_copies += 1
+        counters.copy_s += self._clock() - job.began_s
+        if (job.num_failed_copies or weights.is_restoring) and not is_damaged:
             weights.is_restoring = False
-            tell(store.events, EventKind.RECOVERY, weights, f"was restored from the {origin}", nbytes=nbytes)
+            self._log.tell(EventKind.RECOVERY, weights, "was copied to the device again")
+        self._store.landed_locked(job)
+        if is_damaged and weights.adapters:
+            text = f"{_named(job)} was found damaged when it came to the device and is read again; try again in 1 s"
+            self._is_not_to_be_used_locked(job, AdapterUnavailableError(text))
+            if not weights.num_running and weights.is_at_rest:
+                self.let_damaged_go_locked(weights)
+
+    def _did_not_arrive_locked(self, job: LoadJob, error: Exception) -> None:
+        weights = job.weights
+        self._damage.suspect_locked(weights)
+        if weights.num_running:
+            self._damage.fence_locked(weights, error)
+            job.error = _not_copied(job, error)
+            self._is_not_to_be_used_locked(job, job.error)
+            return
+        with suppress(LoraplexError):  # the threads that wait for the job get it
+            self._send_locked(weights, job.demand, error)
+
+    def _is_not_to_be_used_locked(self, job: LoadJob, error: LoraplexError) -> None:
+        assert job.arriving is not None
+        job.arriving.error = error
+        if job.weights.num_running:
+            self._damage.spoil_locked(job.weights, error)
+
+
+def _not_copied(job: LoadJob, error: Exception | None) -> LoraplexError:
+    return AdapterUnavailableError(f"{_named(job)} could not be copied to the device: {error}")
+
+
+def _named(job: LoadJob) -> str:
+    return f"adapter {job.sources[-1].name!r}"

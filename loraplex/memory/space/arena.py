@@ -9,17 +9,22 @@ every float dtype), so that a test sees who reads or writes what it does not own
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import logging
 import math
+import mmap
+import sys
 import threading
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from loraplex.kernels.plan import ALIGNMENT
-from loraplex.memory.space.pages import release_pages
-from loraplex.memory.space.pinning import pin
 
 POISON = 0xFF
 """The byte of poisoned memory: all ones is NaN in float32, float16 and bfloat16."""
@@ -287,3 +292,65 @@ def _runs(chunks: Iterable[int]) -> list[range]:
         else:
             runs.append(range(chunk, chunk + 1))
     return runs
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+def release_pages(address: int, nbytes: int) -> int:
+    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until they are written again.
+
+    Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be private and writable.
+    """
+    if not sys.platform.startswith("linux"):
+        return 0
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length <= 0:
+        return 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    is_refused = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(mmap.MADV_DONTNEED))
+    return 0 if is_refused else length
+
+
+# ------------------------------------------------------------------------------------------------------------- pinning
+
+
+logger = logging.getLogger(__name__)
+
+
+def forget_refusal() -> None:
+    """The runtime reports a call that failed once more, to who launches the thread's next kernel: that is this one."""
+    with suppress(RuntimeError, AssertionError):  # the latter from a torch without CUDA
+        torch.zeros(1, device="cuda")
+
+
+def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None] = forget_refusal) -> bool:
+    """Page-lock a tensor's memory as long as the tensor is there; False, with a warning, when the system does not allow it: copies
+    hold steps up then.
+
+    As one block, of exactly its size (torch's own pinned allocator rounds up to a power of two). The system makes every page of it
+    now: about a second for 4 GiB. cuda: the module, forget: what is called after a refusal, for tests.
+    """
+    try:
+        status = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        reason = f"error {status}"
+    except RuntimeError as error:
+        status, reason = -1, str(error)
+    if status == 0:
+        weakref.finalize(memory, _unpin, cuda, memory.data_ptr()).atexit = False
+        return True
+    forget()
+    logger.warning(
+        "%d bytes of host memory for adapters could not be page-locked (%s): cold adapters take longer and hold steps up; "
+        "lower host_memory_bytes, or raise the limit of locked memory (ulimit -l)",
+        memory.numel(),
+        reason,
+    )
+    return False
+
+
+def _unpin(cuda: Any, address: int) -> None:
+    """Before the memory goes back: other pages may come to lie at its address, and a GPU would go on reading the old ones."""
+    with suppress(RuntimeError):
+        cuda.cudart().cudaHostUnregister(address)

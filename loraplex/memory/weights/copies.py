@@ -1,21 +1,30 @@
 """Copies of weights between the host and a device, beside the steps.
 
-    CudaCopies          enqueued on a stream of their own, with an event for each piece; nobody's host thread waits
+    CudaCopies          enqueued on a stream of their own, with an event for each piece; no host thread waits
     SynchronousCopies   any other device: done when the call returns
 
 Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a move or a
 KV block still touches is not overwritten, whoever gave it back. What a step launches after `hold_steps(i)` begins when piece i is
 there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind them.
+
+A step may use an adapter whose copies are under way, and waits at each layer for its piece:
+
+    promote   copies enqueued, rows of the slot table written: the adapter is on the device, and arriving
+    step      before the kernels of layer i: `StepGate.wait_for_layer(i)`, only in steps with an arriving adapter
+    landed    a loader's thread has seen the last piece and compared its checksums: it is a resident like any other
+    failed    the requests that run on it are told, no other gets it, and it goes when the last of them has ended
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from loraplex.errors import LoraplexError
 from loraplex.kernels.checksum import checksums
 
 
@@ -133,3 +142,53 @@ class CudaCopies:
 def copies_for(device: torch.device) -> CopyEngine:
     """How bytes come to `device`."""
     return CudaCopies(device) if device.type == "cuda" else SynchronousCopies()
+
+
+# ------------------------------------------------------------------------------------------------------------ arrivals
+
+
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads; none where it reads nothing.
+
+    error: why it is not to be used, once that is known.
+    """
+
+    arrival: Arrival
+    piece_of_layer: Mapping[int, int]
+    error: LoraplexError | None = None
+
+
+class StepPreparation(Protocol):
+    """What the adapters' memory does for a step before its kernels are launched."""
+
+    def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
+        """Make the slot table right on the device; the gate of those of these adapters that are arriving, None when all are there.
+
+        Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its requests.
+        """
+        ...
+
+
+class StepGate:
+    """kernels.plan.LayerGate of one step: the adapters in it that were arriving when it was launched."""
+
+    def __init__(self, arriving: Mapping[int, Arriving]) -> None:
+        self._arriving = dict(arriving)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Kernels launched from now on begin when every adapter's weights of this layer are there."""
+        for each in self._arriving.values():
+            piece = each.piece_of_layer.get(layer)
+            if piece is not None:
+                each.arrival.hold_steps(piece)
+
+    def wait_for_all(self) -> None:
+        """Kernels launched from now on begin when all of these adapters are there."""
+        for each in self._arriving.values():
+            if each.piece_of_layer:
+                each.arrival.hold_steps(max(each.piece_of_layer.values()))
+
+    def errors(self) -> Mapping[int, LoraplexError]:
+        """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is nobody's."""
+        return {slot: each.error for slot, each in self._arriving.items() if each.error is not None}

@@ -164,8 +164,8 @@ def sparse_rig(is_separate: bool, seed: int = 0) -> Rig:
 
 
 def contents(rig: Rig) -> dict[str, bytes]:
-    store = rig.manager._store
-    tiers = {"host": store.host.pool, "device": store.device.pool}
+    store = rig.manager._residency
+    tiers = {"host": store.tiers.host.pool, "device": store.tiers.device.pool}
     return {
         f"{tier} {weights.digest}": b"".join(pool.view(extent).numpy().tobytes() for extent in place.extents)
         for weights in store.weights.values()
@@ -184,7 +184,7 @@ def check_outputs(rig: Rig) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_adapters_are_the_same_afterwards(is_separate: bool, seed: int) -> None:
     rig = sparse_rig(is_separate, seed)
-    before, pools = contents(rig), [rig.manager._store.host.pool, rig.manager._store.device.pool]
+    before, pools = contents(rig), [rig.manager._residency.tiers.host.pool, rig.manager._residency.tiers.device.pool]
     chunks = [pool.stats().num_chunks for pool in pools if pool is not None]
     result = rig.manager.compact(1 << 30, deadline_s=1.0)
     assert result.num_moved > 0
@@ -213,15 +213,18 @@ def test_it_is_told_and_ends_with_its_time() -> None:
 def test_a_step_in_flight_keeps_what_it_reads(is_separate: bool) -> None:
     """Adapters of running requests stay where they are; the old places of the others come free with the commit."""
     rig = sparse_rig(is_separate)
-    store, pool = rig.manager._store, rig.manager._store.device.pool or rig.manager._store.host.pool
+    store, pool = (
+        rig.manager._residency,
+        rig.manager._residency.tiers.device.pool or rig.manager._residency.tiers.host.pool,
+    )
     running = rig.manager.list_adapters()[0].adapter_id
     rig.acquire(running)
     weights = store.adapters[running].weights
-    place = weights.host if pool is store.host.pool else weights.device
+    place = weights.host if pool is store.tiers.host.pool else weights.device
     rig.manager.step_launched(1)
     before = contents(rig)
     rig.manager.compact(1 << 30, deadline_s=1.0)
-    assert (weights.host if pool is store.host.pool else weights.device) == place
+    assert (weights.host if pool is store.tiers.host.pool else weights.device) == place
     assert store.retired.nbytes > 0
     rig.manager.check_integrity()
     assert contents(rig) == before
@@ -240,7 +243,7 @@ def test_a_load_that_is_under_way_stays_where_it_is() -> None:
         rig.manager.evict_adapter(loading)
     rig.manager.poll()
     assert rig.manager.try_acquire(loading).lora_slot is None
-    weights = rig.manager._store.adapters[loading].weights
+    weights = rig.manager._residency.adapters[loading].weights
     place = weights.host
     assert weights.job is not None
     assert place is not None
@@ -265,7 +268,7 @@ def test_idle_adapters_leave_for_the_kv_cache(is_separate: bool) -> None:
     free = rig.arena.num_free_chunks
     num_chunks = rig.manager.reclaim_chunks(9)
     assert 9 <= num_chunks == rig.arena.num_free_chunks - free
-    assert rig.manager.stats().counters.evictions["kv_pressure"] > 0
+    assert rig.manager._log.counters.evictions["kv_pressure"] > 0
     rig.manager.check_integrity()
     check_outputs(rig)
     assert {rig.tier_of(adapter_id) for adapter_id in used} == {"device"}
@@ -273,9 +276,9 @@ def test_idle_adapters_leave_for_the_kv_cache(is_separate: bool) -> None:
 
 def test_nobody_leaves_for_too_little() -> None:
     rig = sparse_rig(is_separate=False)
-    before = rig.manager.stats().host.num_adapters
+    before = rig.manager.report().tier("host").num_adapters
     assert rig.manager.reclaim_chunks(rig.arena.num_chunks) == 0
-    assert rig.manager.stats().host.num_adapters == before
+    assert rig.manager.report().tier("host").num_adapters == before
 
 
 def test_free_pages_go_back_and_others_keep_their_bytes() -> None:
@@ -297,12 +300,12 @@ def test_fragmentation_is_of_the_memory_that_the_device_reads(is_separate: bool)
     rig.add(*range(1, 9))
     for adapter_id in range(1, 9):
         rig.activate(adapter_id)
-    pools = rig.manager._store.device.pool, rig.manager._store.host.pool
-    assert rig.manager.stats().fragmentation == (pools[0] or pools[1]).stats().fragmentation
+    pools = rig.manager._residency.tiers.device.pool, rig.manager._residency.tiers.host.pool
+    assert rig.manager.report().fragmentation == (pools[0] or pools[1]).stats().fragmentation
     for adapter_id in range(1, 9, 2):
         rig.manager.deactivate_adapter(adapter_id)
     device = (pools[0] or pools[1]).stats().fragmentation
-    stats = rig.manager.stats()
+    stats = rig.manager.report()
     assert stats.fragmentation == device
     assert stats.most_fragmentation == max(device, pools[1].stats().fragmentation)
     report = rig.manager.report()

@@ -12,7 +12,7 @@ from loraplex.core import Tier
 from loraplex.errors import AdapterFaultError
 from loraplex.events import EventKind, EventLog
 from loraplex.memory.care.damage import MAX_FAULTS_OF_A_CHUNK, holds_patterns
-from loraplex.memory.care.recovery import BACKOFF_S
+from loraplex.memory.care.health import BACKOFF_S
 from loraplex.memory.weights.copies import Arrival
 from tests.memory.rig import Rig, make_model
 
@@ -25,7 +25,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 def events_of(rig: Rig) -> EventLog:
-    return rig.manager._store.events
+    return rig.manager._residency.log.events
 
 
 def kinds(rig: Rig) -> list[EventKind]:
@@ -35,10 +35,10 @@ def kinds(rig: Rig) -> list[EventKind]:
 
 def flip(rig: Rig, adapter_id: int, tier: Tier = Tier.HOST) -> None:
     """One bit of an adapter's memory."""
-    store = rig.manager._store
+    store = rig.manager._residency
     weights = store.adapters[adapter_id].weights
     place = weights.device if tier is Tier.DEVICE else weights.host
-    pool = store.device.pool if tier is Tier.DEVICE else store.host.pool
+    pool = store.tiers.device.pool if tier is Tier.DEVICE else store.tiers.host.pool
     assert place is not None
     assert pool is not None
     pool.view(place.extents[1])[17] ^= 4
@@ -53,21 +53,21 @@ def test_bytes_that_changed_on_the_host_are_noticed_at_promote_and_read_again(ri
     assert rig.source.opens["/p1"] == 2, "the source was read again"
     assert rig.source.opens["/p2"] == 1
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
-    assert rig.manager.stats().counters.num_damaged == 1
+    assert rig.manager._log.counters.num_damaged == 1
     rig.manager.poll()
     assert rig.dropped == ["d1"], "what the damaged weights computed is not used"
 
 
 def test_a_scrub_checks_everything_in_turn(rig: Rig) -> None:
     rig.add(1, 2, 3)
-    size = rig.manager._store.adapters[1].weights.nbytes
+    size = rig.manager._residency.adapters[1].weights.nbytes
     flip(rig, 3)
     for _ in range(2):
         assert rig.manager.health.scrub(size) == {}
         assert rig.tier_of(3) == "host"
     rig.manager.health.scrub(size)
     assert rig.tier_of(3) == "source", "what is idle is let go at once"
-    assert rig.manager.stats().counters.scrubbed_bytes == 3 * size
+    assert rig.manager._log.counters.scrubbed_bytes == 3 * size
     rig.check_output(rig.acquire(3), make_model("d3"))
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
 
@@ -119,14 +119,14 @@ def test_patterns_find_memory_that_does_not_hold() -> None:
 def test_a_copy_that_fails_goes_to_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(num_device=2, num_host=3, is_separate=True, slack_bytes=4096)
     rig.add(1)
-    failures, copy = iter((True, False)), rig.manager._store.copies.copy
+    failures, copy = iter((True, False)), rig.manager._residency.tiers.copies.copy
 
     def fail_once(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
         if next(failures):
             raise RuntimeError("bad memory")
         return copy(sources, targets)
 
-    monkeypatch.setattr(rig.manager._store.copies, "copy", fail_once)
+    monkeypatch.setattr(rig.manager._residency.tiers.copies, "copy", fail_once)
     rig.check_output(rig.acquire(1), make_model("d1"))
     assert kinds(rig) == [EventKind.FAULT, EventKind.RECOVERY]
     rig.manager.check_integrity()
@@ -166,7 +166,7 @@ def test_a_diagnosis_reads_the_weights_anew(rig: Rig) -> None:
     rig.manager.health.cleared(1)
     assert rig.manager.health.refusal(1) is None
     assert kinds(rig)[0] is EventKind.FAULT
-    assert rig.manager.stats().counters.num_recovered == 1
+    assert rig.manager._log.counters.num_recovered == 1
 
 
 def test_a_case_whose_adapter_is_gone_is_closed(rig: Rig) -> None:
@@ -182,13 +182,13 @@ def test_what_is_borrowed_stays_on_the_device_and_counts_as_no_use(rig: Rig) -> 
     rig.add(1)
     rig.acquire(1)
     rig.manager.release(1)
-    hits = rig.manager.stats().counters.num_hits
+    hits = rig.manager._log.counters.num_hits
     with rig.manager.health.borrowed(lambda digest: True) as borrowed:
         assert borrowed == ("d1", 0)
         assert not rig.manager.evict_adapter(1)
     with rig.manager.health.borrowed(lambda digest: False) as borrowed:
         assert borrowed is None
-    assert rig.manager.stats().counters.num_hits == hits
+    assert rig.manager._log.counters.num_hits == hits
     assert rig.manager.evict_adapter(1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex.memory.care.recovery import BACKOFF_S, Recovery
+from loraplex.memory.care.health import BACKOFF_S, Recovery
 from tests.memory.rig import FakeClock
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.memory.care.system_memory import system_pressure
+from loraplex.memory.care.monitor import system_pressure
 
 
 def write(root: Path, **files: str) -> Path:

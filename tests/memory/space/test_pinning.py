@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex.memory.space.arena import Arena
-from loraplex.memory.space.pinning import pin
+from loraplex.memory.space.arena import Arena, pin
 
 
 class FakeCuda:

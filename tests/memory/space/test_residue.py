@@ -47,7 +47,7 @@ def test_packed_bytes_do_not_depend_on_what_was_there() -> None:
         rig.manager.add_adapter(rig.spec(1, rank=victim_rank))
         rig.manager.remove_adapter(1)
         rig.manager.add_adapter(rig.spec(2, rank=5))
-        host = rig.manager._store.weights["d2"].host
+        host = rig.manager._residency.weights["d2"].host
         assert host is not None
         images.append([rig.arena.view(extent).clone() for extent in host.extents])
     assert all(a.equal(b) for a, b in zip(*images, strict=True))

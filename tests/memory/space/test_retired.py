@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.memory.space.arena import Arena
-from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.space.retired import RetiredMemory
+from loraplex.memory.space.pool import LoRAMemoryPool, RetiredMemory
 
 
 @pytest.fixture

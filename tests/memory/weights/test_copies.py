@@ -13,8 +13,8 @@ from loraplex.core import Tier
 from loraplex.errors import AdapterUnavailableError, DeviceLostError
 from loraplex.events import EventKind
 from loraplex.kernels.checksum import checksum
-from loraplex.memory.residency.promote import MAX_FAILED_COPIES
 from loraplex.memory.residency.records import StoredWeights, WeightState
+from loraplex.memory.residency.transfers import MAX_FAILED_COPIES
 from loraplex.memory.weights.copies import CudaCopies, SynchronousCopies, copies_for
 from tests.memory.fake_copies import FakeArrival, FakeCopies
 from tests.memory.rig import TARGETS, Rig, make_model
@@ -166,7 +166,7 @@ def acquire(rig: Rig, adapter_id: int) -> int:
 
 
 def weights_of(rig: Rig, adapter_id: int) -> StoredWeights:
-    return rig.manager._store.adapters[adapter_id].weights
+    return rig.manager._residency.adapters[adapter_id].weights
 
 
 def land(rig: Rig) -> None:
@@ -236,11 +236,11 @@ def test_what_is_told_of_it(rig: Rig) -> None:
     (residency,) = rig.manager.list_adapters()
     assert (residency.tier, residency.lora_slot, residency.is_loading) == (Tier.DEVICE, slot, True)
     assert weights_of(rig, 1).state is WeightState.ARRIVING
-    assert rig.manager.stats().num_loading == 1
+    assert rig.manager.report().num_loading == 1
     land(rig)
     (residency,) = rig.manager.list_adapters()
     assert (residency.tier, residency.lora_slot, residency.is_loading) == (Tier.DEVICE, slot, False)
-    assert rig.manager.stats().counters.num_copies == 1
+    assert rig.manager._log.counters.num_copies == 1
 
 
 def test_neither_copy_goes_or_moves_while_it_arrives(rig: Rig) -> None:
@@ -338,7 +338,7 @@ def test_copies_that_cannot_be_begun_try_other_places_and_fail(rig: Rig) -> None
     rig.copies.error = RuntimeError("bad memory")
     with pytest.raises(AdapterUnavailableError, match="bad memory"):
         rig.manager.try_acquire(1)
-    faults = [e for e in rig.manager._store.events.take() if e.kind is EventKind.FAULT]
+    faults = [e for e in rig.manager._residency.log.events.take() if e.kind is EventKind.FAULT]
     assert len(faults) == 1 + MAX_FAILED_COPIES
     rig.copies.error = None
     rig.manager.poll()
@@ -352,7 +352,9 @@ def test_one_that_does_not_arrive_with_nobody_on_it_goes_elsewhere(rig: Rig) -> 
     land(rig)
     assert len(arrivals(rig)) == 2
     rig.check_output(acquire(rig, 1), make_model("d1"))
-    kinds = [e.kind for e in rig.manager._store.events.take() if e.kind in (EventKind.FAULT, EventKind.RECOVERY)]
+    kinds = [
+        e.kind for e in rig.manager._residency.log.events.take() if e.kind in (EventKind.FAULT, EventKind.RECOVERY)
+    ]
     assert kinds == [EventKind.FAULT, EventKind.RECOVERY]
 
 
@@ -393,7 +395,7 @@ def test_damaged_bytes_are_noticed_when_they_have_arrived(rig: Rig, is_running: 
     rig.add(1)
     weights = weights_of(rig, 1)
     assert weights.host is not None
-    rig.manager._store.host.pool.view(weights.host.extents[1])[17] ^= 4
+    rig.manager._residency.tiers.host.pool.view(weights.host.extents[1])[17] ^= 4
     weights.checked_s = -math.inf
     slot = acquire(rig, 1)
     gate = rig.manager.steps.prepare([slot])
@@ -424,12 +426,12 @@ def test_a_scrub_runs_beside_the_steps(rig: Rig) -> None:
     slots = [acquire(rig, 1), acquire(rig, 2)]
     land(rig)
     rig.manager.release(2)
-    store = rig.manager._store
+    store = rig.manager._residency
     for adapter_id in (1, 2):
         place = weights_of(rig, adapter_id).device
         assert place is not None
-        assert store.device.pool is not None
-        store.device.pool.view(place.extents[0])[3] ^= 1
+        assert store.tiers.device.pool is not None
+        store.tiers.device.pool.view(place.extents[0])[3] ^= 1
     assert rig.manager.health.scrub(1 << 20) == {}
     assert rig.manager.health.scrub(1 << 20) == {}, "one at a time"
     assert not rig.manager.evict_adapter(2), "it is being read"
@@ -441,7 +443,7 @@ def test_a_scrub_runs_beside_the_steps(rig: Rig) -> None:
     rig.manager.health.restore(1)
     assert rig.tier_of(1) == "host"
     assert [acquire(rig, 1), acquire(rig, 2)] == slots
-    assert store.counters.scrubbed_bytes == weights_of(rig, 1).nbytes + weights_of(rig, 2).nbytes
+    assert store.log.counters.scrubbed_bytes == weights_of(rig, 1).nbytes + weights_of(rig, 2).nbytes
 
 
 def test_one_that_is_removed_while_it_is_scrubbed_goes_afterwards(rig: Rig) -> None:

@@ -25,9 +25,8 @@ from loraplex.errors import (
     AdapterWeightsMissingError,
     EngineShutdownError,
 )
-from loraplex.memory.residency.jobs import FAILURE_TTL_S
-from loraplex.memory.residency.promote import MAX_FAILED_COPIES
 from loraplex.memory.residency.records import LoadJob
+from loraplex.memory.residency.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
 from loraplex.memory.weights.copies import SynchronousCopies
 from loraplex.memory.weights.loading import LoaderThreads
 from tests.memory.rig import Rig, make_model
@@ -59,20 +58,20 @@ def test_a_cold_adapter_is_loaded_beside_the_steps(rig: Rig) -> None:
     assert ask(rig) is WaitsFor.LOAD
     assert rig.loader.num_queued == 1
     assert rig.manager.list_adapters()[0].is_loading
-    assert rig.manager.stats().num_loading == 1
-    assert rig.manager.stats().num_waiting[WaitsFor.LOAD] == 1
+    assert rig.manager.report().num_loading == 1
+    assert rig.manager.report().num_waiting[WaitsFor.LOAD] == 1
     load(rig)
     assert ask(rig) is None
     rig.check_output(0, make_model("d1"))
     assert rig.source.opens["/p1"] == 2
-    assert rig.manager.stats().counters.loads == {"add": 1, "request": 1}
+    assert rig.manager._log.counters.loads == {"add": 1, "request": 1}
 
 
 def test_a_prefetch_starts_the_load_that_the_request_then_finds(rig: Rig) -> None:
     rig.manager.prefetch(1)
     load(rig)
     assert ask(rig) is None
-    assert rig.manager.stats().counters.loads["prefetch"] == 1
+    assert rig.manager._log.counters.loads["prefetch"] == 1
 
 
 def test_with_two_memories_a_prefetch_goes_all_the_way() -> None:
@@ -91,7 +90,7 @@ def test_a_copy_that_is_done_at_once_needs_no_load() -> None:
     assert ask(rig) is None
     residency = rig.manager.list_adapters()[0]
     assert (residency.tier.value, residency.is_loading, residency.lora_slot) == ("device", False, 0)
-    assert rig.manager.stats().counters.num_copies == 1
+    assert rig.manager._log.counters.num_copies == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- failures
@@ -202,7 +201,7 @@ def test_every_request_of_the_pass_gets_the_error_and_the_next_pass_tries_afresh
     load(rig)
     assert ask(rig) is None
     assert rig.manager.list_adapters()[0].error is None
-    assert rig.manager.stats().counters.num_load_failures == 1
+    assert rig.manager._log.counters.num_load_failures == 1
 
 
 def test_the_error_keeps_for_a_request_that_is_not_asked_for_every_step(rig: Rig) -> None:
@@ -281,7 +280,7 @@ def test_a_packer_that_fails_gives_its_room_back(rig: Rig, monkeypatch: pytest.M
         load(rig)
         with pytest.raises(AdapterLoadError, match="bad kernel"):
             rig.add(2)
-    assert rig.manager.stats().host.used_bytes == 0
+    assert rig.manager.report().tier("host").used_bytes == 0
     rig.manager.check_integrity()
 
 
@@ -293,7 +292,7 @@ def test_an_interrupt_in_an_add_leaves_nothing_behind() -> None:
     def interrupt(*args: object) -> None:
         raise KeyboardInterrupt
 
-    rig.manager._records._open_weights = interrupt  # type: ignore[assignment]
+    rig.manager._open_weights = interrupt  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         rig.manager.add_adapter(spec)
     rig.check_empty()
@@ -552,7 +551,7 @@ def test_verbs_and_requests_from_many_threads_at_once(is_separate: bool) -> None
         is_over.set()
         stepping.result(60)
     assert not failures
-    while rig.manager.stats().num_loading:
+    while rig.manager.report().num_loading:
         rig.manager.wait_for_change(0.01)
     for adapter_id in range(1, 9):
         rig.manager.remove_adapter(adapter_id)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loraplex.config import EVICTION_POLICIES
 from loraplex.errors import ConfigError
-from loraplex.memory.residency.eviction import (
+from loraplex.memory.eviction.policies import (
     GHOSTS_PER_KEY,
     HALF_LIFE_S,
     LFU,
@@ -302,9 +302,9 @@ def test_what_a_load_took_is_what_its_eviction_costs() -> None:
         rig.clock.now_s += 5 if spec.adapter_id == 1 else 0.01
         return opened(spec)
 
-    rig.manager._records._open_weights = slow
+    rig.manager._open_weights = slow
     rig.add(1, 2)
-    assert [weights.reload_s for weights in rig.manager._store.weights.values()] == pytest.approx([5, 0.01])
+    assert [weights.reload_s for weights in rig.manager._residency.weights.values()] == pytest.approx([5, 0.01])
     rig.add(3)
     assert [rig.tier_of(i) for i in (1, 2, 3)] == ["host", "source", "host"]
 

@@ -22,13 +22,13 @@ def test_a_request_waits_when_everything_is_in_use(rig: Rig) -> None:
         rig.manager.poll()
         assert rig.manager.try_acquire(3).waits_for is WaitsFor.ROOM
     assert rig.slots() == [1, 2]
-    assert rig.manager.stats().num_waiting == {WaitsFor.ROOM: 1, WaitsFor.LOAD: 0}
+    assert rig.manager.report().num_waiting == {WaitsFor.ROOM: 1, WaitsFor.LOAD: 0}
     assert list(rig.manager.victims_for(3, [1, 2])) == [1]
     assert list(rig.manager.victims_for(3, [2, 1])) == [2]
     assert list(rig.manager.victims_for(99, [1, 2])) == []
     rig.manager.release(1)
     assert rig.acquire(3) == 0
-    assert rig.manager.stats().num_waiting[WaitsFor.ROOM] == 0
+    assert rig.manager.report().num_waiting[WaitsFor.ROOM] == 0
     rig.manager.check_integrity()
 
 
@@ -114,7 +114,7 @@ def test_with_two_memories_the_host_gives_up_spare_copies() -> None:
         rig.add(adapter_id)
         rig.acquire(adapter_id)
     assert [rig.tier_of(i) for i in (1, 2, 3)] == ["device"] * 3
-    assert rig.manager.stats().host.num_adapters == 1
+    assert rig.manager.report().tier("host").num_adapters == 1
     rig.manager.release(1)
     assert rig.manager.evict_adapter(1)
     assert rig.tier_of(1) == "source"  # no copy was left

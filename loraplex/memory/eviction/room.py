@@ -1,8 +1,8 @@
-"""Who leaves a tier so that another can come in, and what is said when nobody can.
+"""Which weights leave a tier so that another can come in, and what is said when none can.
 
 Never leaves: what runs, is pinned, is being loaded or copied; and for a request, what was asked for earlier in the same
-scheduling pass (so requests that want more than fits are served in turn instead of evicting each other for ever).
-The host tier gives up what is only there first, then what is on the device too.
+scheduling pass (so requests that want more than fits are served in turn instead of evicting each other again and again).
+The host tier gives up what is only there first, then what is on the device too. The order is a policy's (policies.py).
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
 from loraplex.memory.residency.records import Demand, StoredWeights
-from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache
-from loraplex.memory.space.retired import RetiredMemory
+from loraplex.memory.residency.tiers import Budget, DeviceCache, Tiers
+from loraplex.memory.space.pool import RetiredMemory
 
 
 class Room:
-    """Decisions over both tiers; it moves nothing. The caller holds the manager's lock."""
+    """Decisions over both tiers; it moves nothing. Not thread-safe: the store calls it under its lock.
 
-    def __init__(
-        self, host: HostCache, device: DeviceCache, retired: RetiredMemory, weights: Mapping[str, StoredWeights]
-    ) -> None:
-        self._host = host
-        self._device = device
+    pass_id: of the scheduling pass; the store counts it.
+    """
+
+    def __init__(self, tiers: Tiers, retired: RetiredMemory, weights: Mapping[str, StoredWeights]) -> None:
+        self._host = tiers.host
+        self._device = tiers.device
         self._retired = retired
         self._weights = weights
         self._promises: dict[Tier, StoredWeights] = {}
