@@ -57,7 +57,7 @@ _TOKEN = re.compile(
     r"|(?P<quantifier>(?:[*+?]|\{(?:\d+(?:,\d*)?|,\d*)\})\??)"
     r"|(?P<open>\((?:\?:|\?P<idx>|(?!\?)))|(?P<bar>\|)|(?P<close>\))|(?P<other>(?s:.))"
 )
-"""What the cost of a regex is read from. What is not surely another, such as `(?=`, `(?i)`, `\\1` or `[)]`, is `other`."""
+"""What the cost of a regex is read from. What is none of the plain parts, as `(?=`, `\\1` or `[)]`, is `other`."""
 
 Value = TypeVar("Value")
 Matches = dict[str, str]
@@ -195,7 +195,7 @@ def _match(mode: str, regexes: Sequence[str], names: Sequence[str]) -> Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """How often a place in a regex can be reached: choices, times the splits of a name of n characters among quantifiers.
+    """How often a place in a regex can be reached: choices, times the splits of a name among quantifiers.
 
     before: the ways before the quantifier that ends here. A literal after it has only the places that the name has.
     """
@@ -220,8 +220,8 @@ class _Ways:
 def _max_steps(regex: str, names: Sequence[str]) -> float:
     """A bound on the steps of matching one of the names, from the text alone; infinite above MAX_STEPS or without one.
 
-    The sum over the places in the text of the ways to reach them: each item, branch and end of a group takes a step each
-    time, a quantified item one for each character.
+    The sum over the places in the text of the ways to reach them: each item, branch and end of a group takes a step
+    each time, a quantified item one for each character.
     """
     if regex.startswith(_ANY_PARENT):
         regex = rf"(|.*\.){regex.removeprefix(_ANY_PARENT)}"

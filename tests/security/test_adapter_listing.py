@@ -1,4 +1,4 @@
-"""An adapter's directory that cannot be listed, or is listed one way and opened another: refused, never taken for an empty one."""
+"""An adapter's directory that cannot be listed, or that is not what was listed when it is opened: refused."""
 
 from __future__ import annotations
 

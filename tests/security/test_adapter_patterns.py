@@ -168,7 +168,7 @@ def test_thousands_of_plain_keys_are_found_by_hash(monkeypatch: pytest.MonkeyPat
     assert pattern_values(keys, ["model.layers.77.mlp.up_proj"]) == {"model.layers.77.mlp.up_proj": (78,)}
 
 
-# ------------------------------------------------------------------------------------------- what is matched in this process
+# ----------------------------------------------------------------------------------- what is matched in this process
 
 DEAR = [
     ".*.*.*.*" + "()" * 1990 + "\n",
@@ -208,7 +208,7 @@ DEAR = [
 @pytest.mark.parametrize("regex", DEAR, ids=lambda regex: ascii(regex[:20]))
 @pytest.mark.parametrize("mode", ["match", "fullmatch"])
 def test_what_could_cost_more_is_never_matched_here(mode: str, regex: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first held the interpreter lock for seconds; the eighth, whose `)` in a set was taken for a group's end, for good."""
+    """The first held the lock for seconds; a `)` in a set was taken for a group's end, and held it for ever."""
     monkeypatch.setattr(patterns, "_match_here", lambda *args: pytest.fail("it was matched here"))
     monkeypatch.setattr(patterns, "_match_in_child", lambda *args: [{}])
     for text in (regex, rf"(.*\.)?({regex})$", rf"(?:^|.*?\.){regex}\.(?P<idx>\d+)\."):
