@@ -36,6 +36,10 @@ class AddRequests(msgspec.Struct, tag=True, frozen=True):
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> AddRequests:
+        kinds = set(map(type, requests[0].prompt_token_ids)) - {int}
+        if kinds:  # array would take a bool
+            listed = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise UnknownMessageError(f"a prompt cannot be sent: token ids are integers, and some are {listed}")
         try:
             prompt = array("i", requests[0].prompt_token_ids).tobytes()
         except OverflowError as error:

@@ -321,9 +321,11 @@ async def test_parameters_that_no_message_carries_are_answered(client: Client, p
     assert await client.ask("banana=", "upper") == "BANANA"
 
 
-@pytest.mark.parametrize("prompt", [[5.0], [True, 5]])
-async def test_a_prompt_that_no_message_carries_is_answered(client: Client, prompt: Any) -> None:
-    with pytest.raises(UnknownMessageError, match="is not understood"):
+@pytest.mark.parametrize(("prompt", "kind"), [([5.0], "float"), ([True, 5], "bool")])
+async def test_a_prompt_that_no_message_carries_is_answered(client: Client, prompt: Any, kind: str) -> None:
+    with pytest.raises(
+        UnknownMessageError, match=f"a prompt cannot be sent: token ids are integers, and some are {kind}"
+    ):
         await client.ask(prompt, "upper")
 
 
