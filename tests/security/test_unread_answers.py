@@ -322,6 +322,19 @@ async def test_what_comes_after_the_last_answer_has_bounds(monkeypatch: pytest.M
     assert long.transport.is_aborted
 
 
+async def test_requests_without_a_key_do_not_renew_the_place_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = Connection(api_keys=(KEY,))
+    renewed: list[Any] = []
+    monkeypatch.setattr(connection.connections, "set_idle", renewed.append)
+    connection.feed(ASK)
+    await connection.settle()
+    assert renewed == []
+    connection.feed(post(b"{}", KEY))
+    await connection.settle()
+    assert renewed == [connection.protocol]
+    connection.protocol.connection_lost(None)
+
+
 def keyed(max_connections: int) -> LiveServer:
     config = ServerConfig(
         port=0, access_log=False, shutdown_grace_s=0.0, api_keys=(KEY,), max_connections=max_connections
