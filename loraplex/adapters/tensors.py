@@ -201,17 +201,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(int(np.bitwise_and(piece, mask).max()) != mask for piece in pieces)
 
 
-def pack_aligned(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the tensors, contiguous, each at a multiple of 64 bytes of one block."""
-    block = torch.empty(sum(_aligned(tensor.nbytes) for tensor in tensors), dtype=torch.uint8)
-    packed, offset = [], 0
-    for tensor in tensors:
-        view = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        packed.append(view.copy_(tensor))
-        offset += _aligned(tensor.nbytes)
-    return packed
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 

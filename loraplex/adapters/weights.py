@@ -6,7 +6,6 @@ lora_a [rank, in], lora_b [out, rank] as PEFT stores them; `scaling` is kept apa
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ import torch
 from loraplex.adapters.checked_reader import AdapterContent, Blueprint, CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import PARTS
-from loraplex.adapters.tensors import is_finite, pack_aligned
+from loraplex.adapters.tensors import is_finite
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterValidationError
@@ -45,11 +44,6 @@ class LoRALayerWeights:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def optimize(self) -> LoRALayerWeights:
-        """The same layer in one block, each tensor contiguous and aligned to 64 bytes; scaling stays apart."""
-        tensors = self.tensors
-        return self.with_tensors(dict(zip(tensors, pack_aligned(list(tensors.values())), strict=True)))
-
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> LoRALayerWeights:
         """The same layer with these tensors, by field name; those not given are None."""
         return replace(
@@ -59,46 +53,6 @@ class LoRALayerWeights:
             lora_bias=tensors.get("lora_bias"),
             bias=tensors.get("bias"),
         )
-
-    def compute_delta_weight(self, cache: DeltaCache | None = None) -> torch.Tensor:
-        """scaling * B @ A, [out, in], in the dtype of B; computed in float32, as peft does on a CPU."""
-        if self.lora_a is None or self.lora_b is None:
-            raise ValueError(f"{self.module_name}: this adapter only replaces the bias here; there is no delta weight")
-        found = None if cache is None else cache.get(self)
-        if found is None:
-            found = ((self.lora_b.float() @ self.lora_a.float()) * self.scaling).to(self.lora_b.dtype)
-            if cache is not None:
-                cache.put(self, found)
-        return found
-
-
-class DeltaCache:
-    """Deltas of layers, least recently used dropped beyond `max_bytes`; `clear()` under memory pressure.
-
-    Not thread-safe.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.nbytes = 0
-        self._deltas: OrderedDict[LoRALayerWeights, torch.Tensor] = OrderedDict()
-
-    def get(self, layer: LoRALayerWeights) -> torch.Tensor | None:
-        if layer in self._deltas:
-            self._deltas.move_to_end(layer)
-        return self._deltas.get(layer)
-
-    def put(self, layer: LoRALayerWeights, delta: torch.Tensor) -> None:
-        if delta.nbytes > self.max_bytes or layer in self._deltas:
-            return
-        self._deltas[layer] = delta
-        self.nbytes += delta.nbytes
-        while self.nbytes > self.max_bytes:
-            self.nbytes -= self._deltas.popitem(last=False)[1].nbytes
-
-    def clear(self) -> None:
-        self._deltas.clear()
-        self.nbytes = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,13 +90,6 @@ class LoRAModel:
     def clone(self, adapter_id: int) -> LoRAModel:
         """The same tensors under another id."""
         return replace(self, adapter_id=adapter_id)
-
-    def optimize(self) -> LoRAModel:
-        """The same adapter with each layer packed. What `from_local_checkpoint` returns is packed already."""
-        return replace(self, layers={name: layer.optimize() for name, layer in self.layers.items()})
-
-    def compute_delta_weight(self, module_name: str, cache: DeltaCache | None = None) -> torch.Tensor:
-        return self.layers[module_name].compute_delta_weight(cache)
 
     @classmethod
     def from_local_checkpoint(

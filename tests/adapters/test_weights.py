@@ -14,7 +14,7 @@ import torch
 
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensors import ALIGNMENT
-from loraplex.adapters.weights import DeltaCache, LoRALayerWeights, LoRAModel
+from loraplex.compat.deltas import compute_delta_weight
 from loraplex.config import LoRAConfig
 from loraplex.errors import (
     AdapterValidationError,
@@ -64,7 +64,7 @@ def test_every_layer_is_what_peft_makes_of_it(
         ours = model.get_lora(name)
         assert ours is not None
         assert (ours.rank, ours.lora_alpha, ours.scaling) == made.facts[name]
-        assert torch.equal(model.compute_delta_weight(name), layer.get_delta_weight("default")), name
+        assert torch.equal(compute_delta_weight(ours), layer.get_delta_weight("default")), name
         assert torch.equal(ours.lora_a, layer.lora_A["default"].weight)
         assert (ours.lora_bias is not None) == fields.get("lora_bias", False)
     assert model.rank == max(rank for rank, _, _ in made.facts.values())
@@ -101,7 +101,7 @@ def test_a_bias_that_is_replaced_where_there_is_no_lora(tmp_path: Path) -> None:
     assert only_bias.bias is not None
     assert not torch.equal(only_bias.bias, new_base("qwen2").get_submodule("model.layers.0.self_attn.k_proj").bias)
     with pytest.raises(ValueError, match="only replaces the bias"):
-        only_bias.compute_delta_weight()
+        compute_delta_weight(only_bias)
 
 
 def test_keys_that_saving_reorders_are_named(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_verbs_of_a_model(saved: PeftAdapter) -> None:
 
 def test_loaded_tensors_are_contiguous_aligned_and_their_own(adapter: PeftAdapter) -> None:
     model = load(adapter.path, adapter.targets)
-    before = {layer.module_name: layer.compute_delta_weight() for layer in model}
+    before = {layer.module_name: compute_delta_weight(layer) for layer in model}
     for layer in model:
         for tensor in layer.tensors.values():
             assert tensor.is_contiguous()
@@ -144,45 +144,7 @@ def test_loaded_tensors_are_contiguous_aligned_and_their_own(adapter: PeftAdapte
     with (adapter.path / "adapter_model.safetensors").open("r+b") as file:
         file.truncate(100)  # with a mapped file this would kill the process
     for layer in model:
-        assert torch.equal(layer.compute_delta_weight(), before[layer.module_name])
-
-
-def test_optimize_packs_and_keeps_scaling_apart() -> None:
-    a, b, bias = torch.randn(8, 3).T, torch.randn(6, 5)[:, :3], torch.randn(6)
-    layer = LoRALayerWeights("m", 3, 6, a, b, lora_bias=bias, scaling=2.0)
-    packed = layer.optimize()
-    assert not a.is_contiguous()
-    for field, tensor in packed.tensors.items():
-        assert tensor.is_contiguous()
-        assert tensor.data_ptr() % ALIGNMENT == 0
-        assert torch.equal(tensor, layer.tensors[field])
-    assert (packed.scaling, packed.bias) == (2.0, None)
-    starts = sorted(tensor.data_ptr() for tensor in packed.tensors.values())
-    assert starts[-1] - starts[0] < 512, "one block"
-    assert torch.allclose(packed.compute_delta_weight(), 2.0 * b @ a)
-    model = LoRAModel("d", 3, {"m": layer}).optimize()
-    assert model.get_lora("m").lora_a.is_contiguous()
-
-
-def test_deltas_are_cached_only_within_the_budget(saved: PeftAdapter) -> None:
-    model = load(saved.path, saved.targets)
-    first, second, wide = (
-        model.get_lora(f"model.layers.{m}") for m in ("0.self_attn.q_proj", "1.self_attn.q_proj", "0.mlp.down_proj")
-    )
-    cache = DeltaCache(2 * 32 * 32 * 4)
-    delta = first.compute_delta_weight(cache)
-    assert first.compute_delta_weight(cache) is delta
-    kept = second.compute_delta_weight(cache)
-    assert cache.nbytes == cache.max_bytes
-    wide.compute_delta_weight(cache)
-    assert cache.nbytes <= cache.max_bytes
-    assert second.compute_delta_weight(cache) is not kept or first.compute_delta_weight(cache) is not delta
-    cache.clear()
-    assert cache.nbytes == 0
-    assert first.compute_delta_weight(cache) is not delta
-    small = DeltaCache(100)
-    first.compute_delta_weight(small)
-    assert small.nbytes == 0
+        assert torch.equal(compute_delta_weight(layer), before[layer.module_name])
 
 
 @pytest.mark.parametrize("lora_dtype", ["float16", "bfloat16", "float32"])
@@ -223,7 +185,8 @@ def test_names_with_and_without_prefix_and_default_are_one_adapter(adapter: Peft
     model = load(adapter.path, adapter.targets)
     assert model.adapter_digest == plain.adapter_digest
     for layer in plain:
-        assert torch.equal(model.compute_delta_weight(layer.module_name), layer.compute_delta_weight())
+        same = model.layers[layer.module_name]
+        assert torch.equal(compute_delta_weight(same), compute_delta_weight(layer))
 
 
 def test_old_names_of_biases(tmp_path: Path) -> None:
