@@ -23,7 +23,7 @@ import zipfile
 import torch
 
 from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, Limits, check_no_pointer, damaged
-from loraplex.adapters.regular_file import check_size
+from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
 REMEDY = "save it again with save_pretrained(safe_serialization=True)"
@@ -32,7 +32,9 @@ PICKLE_BYTES_A_TENSOR = 512
 MAX_TUPLE_DEPTH = 4
 """Arguments of a parameter, those of its tensor, and its shape; one to spare."""
 SPARE_MEMBERS = 64
-_ENTRY = b"PK\x01\x02"
+PIECE_BYTES = 2**20
+DIRECTORY_BYTES_A_MEMBER = 400
+"""46, and the member's name, which begins with the name that the file was saved under."""
 _UNPICKLING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError, AssertionError)
 _NAMES_IN_PICKLES = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 _STORAGE = re.compile(r"torch \w+Storage")
@@ -52,15 +54,15 @@ def read_bin(folder: AdapterFolder, max_bytes: int, limits: Limits) -> dict[str,
     where = folder.where(BIN_NAME)
     with folder.open(BIN_NAME) as file:
         check_size(file.size, max_bytes, folder.adapter)
-        data = file.read_all()
-    size, checked = len(data), _checked_zip(data, limits, where)
-    del data  # the file's bytes are in the copy
+        size, checked = file.size, _checked_zip(file, limits, where)
     try:
         loaded = torch.load(checked, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _more_than_tensors(where, _first_line(error)) from error
     except _UNPICKLING_ERRORS as error:
         raise damaged(where, f"{_first_line(error)}; {REMEDY}") from error
+    finally:
+        checked.close()
     return _check_tensors(loaded, size, where)
 
 
@@ -72,39 +74,93 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _checked_zip(data: bytearray, limits: Limits, where: str) -> io.BytesIO:
-    """A zip of the same members, which every reader reads alike."""
-    check_no_pointer(data[:8], where)
-    if data[:4] != b"PK\x03\x04":
-        raise AdapterFileFormatError(f"{where} is not a file of torch.save (a zip); {REMEDY}")
+def _checked_zip(file: RegularFile, limits: Limits, where: str) -> io.BytesIO:
+    """A zip of the same members, which every reader reads alike.
+
+    The file is read in pieces, its directory first: a sparse or truncated one costs no memory, and no piece holds the
+    interpreter's lock for long. The copy is closed with an error: a traceback may live until the next collection.
+    """
     max_members = limits.max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
-    if data.count(_ENTRY) > max_members:  # before a directory of them is read; bytes of weights are such by chance only
-        raise AdapterFileFormatError(f"{where} has more than {max_members} members; no adapter of this base model has")
+    source = _PieceReader(file, max(PIECE_BYTES, max_members * DIRECTORY_BYTES_A_MEMBER))
+    head = source.read(8)
+    check_no_pointer(head, where)
+    if head[:4] != b"PK\x03\x04":
+        raise AdapterFileFormatError(f"{where} is not a file of torch.save (a zip); {REMEDY}")
+    copy = io.BytesIO()
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
+            if len(members) > max_members:
+                text = f"has more than {max_members} members; no adapter of this base model has"
+                raise AdapterFileFormatError(f"{where} {text}")
             is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-            if not is_stored or sum(member.file_size for member in members) > len(data):
+            if not is_stored or sum(member.file_size for member in members) > file.size:
                 raise AdapterFileFormatError(f"{where} is a compressed zip; torch.save does not write such; {REMEDY}")
             names = {member.filename.lower() for member in members}  # torch finds members whatever their case
             if len(names) < len(members):
                 raise AdapterFileFormatError(f"{where} has two members of one name; {REMEDY}")
-            for member in members:
+            _copy(archive, members, copy)
+        file.check_unchanged(file.stamp)
+        with zipfile.ZipFile(copy) as archive:
+            for member in archive.infolist():
                 if member.filename.lower().endswith(".pkl"):
                     _check_pickle(archive, member, limits.max_tensors * PICKLE_BYTES_A_TENSOR, where)
-            return _copied(archive, members)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
+        copy.close()
         text = f"is truncated or damaged: {_first_line(error)}; copy the file again"
         raise AdapterTruncatedError(f"{where} {text}") from error
-
-
-def _copied(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> io.BytesIO:
-    copy = io.BytesIO()
-    with zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as target:
-        for member in members:
-            target.writestr(member.filename, archive.read(member))
+    except BaseException:
+        copy.close()
+        raise
     copy.seek(0)
     return copy
+
+
+def _copy(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], target: io.BytesIO) -> None:
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as written:
+        for member in members:
+            info = zipfile.ZipInfo(member.filename)
+            info.file_size = member.file_size
+            with archive.open(member) as source, written.open(info, "w") as sink:
+                while piece := source.read(PIECE_BYTES):
+                    sink.write(piece)
+
+
+class _PieceReader(io.RawIOBase):
+    """A file as `zipfile` reads it, no more than `max_bytes` at a time: a longer piece is a directory without end."""
+
+    def __init__(self, file: RegularFile, max_bytes: int) -> None:
+        super().__init__()
+        self._file = file
+        self._max_bytes = max_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        if at < 0:
+            raise ValueError("a place before the beginning of the file")
+        self._at = at
+        return at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, self._file.size - self._at)
+        size = left if size is None or size < 0 else min(size, left)
+        if size > self._max_bytes:
+            text = f"has a directory of {size} bytes, at most {self._max_bytes} are read"
+            raise AdapterFileFormatError(f"{self._file.where} {text}; {REMEDY}")
+        piece = bytearray(size)
+        num_read = self._file.read_into(memoryview(piece), self._at)
+        self._at += num_read
+        return bytes(piece[:num_read])
 
 
 def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int, where: str) -> None:

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -630,6 +631,43 @@ def _zip_parts(members: dict[str, bytes]) -> tuple[bytes, bytes, bytes]:
     end = data.rindex(b"PK\5\6")
     size, offset = struct.unpack_from("<II", data, end + 12)
     return data[:offset], data[offset : offset + size], data[end:]
+
+
+def test_a_sparse_bin_is_refused_by_its_end_and_not_read(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole it would be gigabytes of memory, and seconds with the interpreter's lock."""
+    num_read: list[int] = []
+    read = RegularFile.read_into
+
+    def counted(self: RegularFile, buffer: memoryview, offset: int) -> int:
+        num_read.append(len(buffer) if self.path.name == BIN else 0)
+        return read(self, buffer, offset)
+
+    monkeypatch.setattr(RegularFile, "read_into", counted)
+    (adapter / WEIGHTS).unlink()
+    (adapter / BIN).write_bytes(b"PK\x03\x04")
+    os.truncate(adapter / BIN, 2**29)
+    assert "truncated or damaged" in refusal(adapter).message
+    assert 0 < sum(num_read) < 2**18
+
+
+def test_a_damaged_bin_leaves_no_bytes_behind_its_error(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback of a refusal may live until the next collection of old objects, which a server seldom makes."""
+    copies: list[io.BytesIO] = []
+
+    class Copy(io.BytesIO):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            copies.append(self)
+
+    to_bin(adapter)
+    seen = SimpleNamespace(BytesIO=Copy, SEEK_SET=io.SEEK_SET, SEEK_CUR=io.SEEK_CUR, SEEK_END=io.SEEK_END)
+    monkeypatch.setattr("loraplex.adapters.bin_file.io", seen)
+    data = bytearray((adapter / BIN).read_bytes())
+    data[len(data) // 2] ^= 1
+    (adapter / BIN).write_bytes(data)
+    assert "truncated or damaged" in refusal(adapter).message
+    assert copies
+    assert all(copy.closed for copy in copies)
 
 
 def test_a_good_bin_is_still_read(adapter: Path) -> None:
