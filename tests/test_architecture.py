@@ -312,7 +312,7 @@ OF_IDS = {
     "loraplex.core",  # AdapterStore, of which the engine's wire is made
     "loraplex.testing.fake_adapter_store",  # its double
 }
-OTHER_PINS = {"loraplex.memory.space.pinning"}  # page-locks memory
+OTHER_PINS = {"loraplex.memory.space.arena"}  # page-locks memory
 
 
 def declared_in(*names: str) -> set[str]:

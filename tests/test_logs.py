@@ -34,7 +34,7 @@ def test_a_line_has_time_level_and_logger(capsys: Capture) -> None:
     logging.getLogger("loraplex.frontend.client").info("%d adapters", 3)
     logging.getLogger("loraplex.frontend.client").debug("not shown")
     captured = capsys.readouterr()
-    assert re.fullmatch(rf"{TIME} INFO loraplex\.engine\.client: 3 adapters\n", captured.err)
+    assert re.fullmatch(rf"{TIME} INFO loraplex\.frontend\.client: 3 adapters\n", captured.err)
     assert captured.out == ""
 
 

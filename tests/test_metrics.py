@@ -30,6 +30,8 @@ def filled(cls: type[Any]) -> Any:
             values[name] = (number, number + 1)
         elif get_origin(hint) is tuple:
             values[name] = (filled(get_args(hint)[0]),)
+        elif hint == int | None:
+            values[name] = number
         elif hint is MemoryMode:
             values[name] = MemoryMode.LOW_MEMORY
         else:

@@ -146,7 +146,7 @@ class BatchBuilder:
         self._write_tables(arrays, sequences, context_lens, num_blocks)
         self._write_positions(arrays, starts, query_lens)
         padding = shape.num_sequences - len(sequences)
-        lora = self._write_lora_plan(sequences, query_lens, shape.num_tokens)
+        lora = self._write_lora_plan(sequences, query_lens, shape.num_tokens, is_rehearsal=plan.step_id < 0)
         batch = self._batch(
             self._buffers.upload(shape, lora),
             lora,
@@ -211,17 +211,17 @@ class BatchBuilder:
         arrays.kv_slot_mapping[: len(positions)] = blocks * block_size + positions % block_size
 
     def _write_lora_plan(
-        self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int
+        self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int, is_rehearsal: bool
     ) -> LoraPlan | None:
+        """A rehearsal (warm_up.py) goes through slots that are empty."""
         lora_slots = [_slot_of(sequence.state) for sequence in sequences]
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
         if self._checked_table is not None:
             table = self._checked_table
-            mapping.validate(
-                int(query_lens.sum()), len(sequences), table.capacity, lambda slot: not table.is_clear(slot)
-            )
+            is_resident = None if is_rehearsal else lambda slot: not table.is_clear(slot)
+            mapping.validate(int(query_lens.sum()), len(sequences), table.capacity, is_resident)
         self._lora_plan.write(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
         return self._lora_plan
 

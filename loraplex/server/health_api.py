@@ -31,7 +31,6 @@ STATS_TIMEOUT_S = 5.0
 KEPT_S = 0.5
 """The outcome of a probe, and a page of metrics, answer those that ask so soon after them."""
 
-
 STEP_POLL_S = 0.05
 """How often an engine that has no place for a probe is asked whether it steps."""
 

@@ -32,7 +32,7 @@ def build(**settings: Any) -> tuple[EngineCore, Arena]:
     engine = {name: value for name, value in settings.items() if name not in LORA}
     config = EngineConfig(model=str(assets_path() / "base"), load_format="dummy", num_threads=1, lora=lora, **engine)
     core = build_engine(config)
-    return core, core.adapters._store.host.pool.arena
+    return core, core.adapters._residency.tiers.host.pool.arena
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,15 @@ class TestAhead:
         assert harness.scheduler.num_generated_tokens == 5
         harness.add("again", length=11, max_tokens=1)
         state = harness.scheduler._states["again"]
-        state.token_ids += [10, 11, 12, 13, EOS, 1]  # as after a preemption: it may share what is cached of these
+        state.token_ids = [
+            *state.token_ids,
+            10,
+            11,
+            12,
+            13,
+            EOS,
+            1,
+        ]  # as after a preemption: it may share what is cached of these
         harness.step()
         assert state.num_cached_tokens == 8, "the KV of the last token, which filled a block, is not"
 

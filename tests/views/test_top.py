@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.events import EngineEvent, EventKind
 from loraplex.server import ServerConfig
+from loraplex.server.health_api import KEPT_S
 from loraplex.testing import FakeAsyncEngine
 from loraplex.views import top
 from loraplex.views.remote import RemoteServer, checked_url
@@ -58,6 +59,7 @@ def test_rates_are_between_two_looks(live: LiveServer) -> None:
     assert first.rate("vllm:request_success_total") is None
     assert first.quantile("vllm:time_to_first_token_seconds", 0.5) is None
     httpx.post(live.url + "/v1/completions", json=body)
+    time.sleep(KEPT_S)  # a page of metrics is reused for so long
     second = watcher.look()
     assert second.quantile("vllm:e2e_request_latency_seconds", 0.5) is not None
     assert second.seconds > 0
