@@ -103,7 +103,7 @@ def test_without_device_memory_nobody_contends() -> None:
     core, arena = build(kv_cache_memory="8MiB", adapter_memory="4MiB", host_memory_bytes=6 * MIB)
     assert arena.num_lent(Owner.KV) == arena.ceiling(Owner.KV) == arena.limits(Owner.KV).floor
     assert arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes >= 6 * MIB
-    assert core.adapters.stats().device.max_bytes == 4 * MIB
+    assert core.adapters.report().tier("device").max_bytes == 4 * MIB
     assert core.info.adapter_memory_bytes == 4 * MIB
     core.close()
 
@@ -120,7 +120,7 @@ def test_device_memory_is_shared_but_for_the_floors() -> None:
     assert core.info.num_kv_blocks * core.memory_report().kv_block_bytes == arena.ceiling(Owner.KV) * arena.chunk_bytes
     assert core.stats().memory.num_kv_blocks == core.info.num_kv_blocks
     assert core.stats().memory.kv_cache_usage == 0
-    assert core.adapters.stats().host.max_bytes == arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
+    assert core.adapters.report().tier("host").max_bytes == arena.ceiling(Owner.ADAPTERS) * arena.chunk_bytes
     core.check_integrity()
     core.close()
 
