@@ -5,7 +5,7 @@
     |-- InvalidRequestError              400  a request that cannot be served (also a ValueError)
     |   |-- PromptTooLongError           400
     |   |-- LoraDisabledError            400  an adapter was asked of a server without LoRA
-    |   `-- UnknownMessageError          400  a message between processes that nobody handles
+    |   `-- UnknownMessageError          400  a message between processes without a handler
     |-- ModelError                       500  the base model cannot be loaded
     |   |-- ModelNotFoundError           404
     |   |-- ModelConfigError             400
@@ -32,11 +32,11 @@
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
     |   |-- AdapterUnavailableError      503  the last copy is gone and the source too
-    |   `-- AdapterFaultError            503  its weights or results were found damaged and are being restored; has `retry_after_s`
+    |   `-- AdapterFaultError            503  its weights or results were found damaged, being restored; has `retry_after_s`
     |-- JournalError                     500  done, but not written to the state directory
     |-- EngineError                      500
     |   |-- EngineDeadError              503  the engine process is being restarted; has `retry_after_s`
-    |   |-- EngineTimeoutError           504  the engine is busy or hangs, and did not answer a question about it in time
+    |   |-- EngineTimeoutError           504  the engine is busy or hangs: a question about it had no answer in time
     |   |-- EngineOverloadedError        429
     |   |-- BaseModelFaultError          503  the base model itself gives wrong results: the engine starts again
     |   |-- DeviceLostError              503  the device does not answer any more: the engine starts again
@@ -44,8 +44,9 @@
     |-- RequestAbortedError              499
     `-- RequestTimeoutError              504  the request's `timeout`, or the server's limit, has passed
 
-A message says what, which value, which adapter, and what to do. Errors cross processes as `to_payload()`. What a file or a client chose
-is shown by `shown`, at most MAX_SHOWN_CHARS of it; an error has at most MAX_REASONS reasons and MAX_TEXT_BYTES of text.
+A message says what, which value, which adapter, and what to do. Errors cross processes as `to_payload()`. What a file
+or a client chose is shown by `shown`, at most MAX_SHOWN_CHARS of it; an error has at most MAX_REASONS reasons and
+MAX_TEXT_BYTES of text.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ MAX_TEXT_BYTES = 64 * 2**10
 
 
 def shown(value: object, limit: int = MAX_SHOWN_CHARS) -> str:
-    """A value for a message, in at most `limit` characters and little work, however large it is; of a long text both ends."""
+    """A value for a message, in at most `limit` characters and little work, however large it is; of a long text both
+    ends."""
     if isinstance(value, str):
         text = repr(shortened(value, limit - 2))
     else:
@@ -88,7 +90,8 @@ def clipped(text: str, max_bytes: int) -> str:
 
 
 class LoraplexError(Exception):
-    """Base class. `http_status` is what a server answers; `kind` is the OpenAI error type; `param` names the argument that is wrong."""
+    """Base class. `http_status` is what a server answers; `kind` is the OpenAI error type; `param` names the argument
+    that is wrong."""
 
     http_status: ClassVar[int] = 500
     kind: ClassVar[str] = "internal_error"
@@ -213,7 +216,8 @@ class AdapterBaseMismatchError(AdapterLoadError):
 
 
 class AdapterValidationError(AdapterLoadError):
-    """`reasons` has every reason found, so that one round trip is enough to mend an adapter; of very many the first, and a count."""
+    """`reasons` has every reason found, so that one round trip is enough to mend an adapter; of very many the first,
+    and a count."""
 
     def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
         super().__init__(message)

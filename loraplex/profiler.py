@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by part, added up by whoever does the part.
+"""Where the time of a step goes: seconds by part, added up where the part runs.
 
 The parts of a step are always measured, a few clock readings each. The kernels inside `forward` are measured by
 loraplex/kernels/profiled.py only when a profile is asked for.
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 STEP_PARTS = ("schedule", "build", "forward", "sample", "wait", "commit")
-"""What a step is made of, in order. wait: for a device that runs beside the host; `forward` and `sample` then only launch."""
+"""What a step is made of, in order. wait: for a device that runs beside the host; `forward` and `sample` then only
+launch."""
 
 KERNEL_PARTS = ("gemm", "lora", "attention", "glue")
 """What `forward` is made of, beside the Python between the kernels. glue: norms, rotary with the KV write, SiLU."""

@@ -255,7 +255,8 @@ def test_files_and_functions_stay_readable() -> None:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """Every module and those that it imports at any depth, for the type checker too; `from package import module` is the module."""
+    """Every module and those that it imports at any depth, for the type checker too; `from package import module` is
+    the module."""
     paths = dict(modules())
     graph: dict[str, set[str]] = {name: set() for name in paths}
     for name, path in paths.items():
@@ -298,7 +299,7 @@ def test_small_files_stand_for_something() -> None:
             assert name in SMALL_FILES, f"{name} has {num_lines} lines, and only {importers} imports it: make them one"
 
 
-# -------------------------------------------------------------------------------------------------------- the verb ladder
+# ------------------------------------------------------------------------------------------------------ the verb ladder
 
 VERBS = ("load", "unload", "switch", "move", "pin", "unpin", "evict", "preload", "describe")
 OF_NAMES = {
@@ -379,7 +380,8 @@ def written_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def test_residency_has_one_writer() -> None:
-    """`StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure` are written in residency/store.py alone."""
+    """`StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure` are written in residency/store.py
+    alone."""
     for name, tree in memory_files():
         written = {each.attr for each in written_attributes(tree)} & STATE_OF_WEIGHTS
         assert name == "residency/store.py" or not written, f"memory/{name} writes {sorted(written)}"
@@ -430,8 +432,8 @@ def test_locked_methods_are_called_with_the_lock_held() -> None:
     """In a method with `_locked` in its name, or inside `with ... held()` (`with self._lock` in the store)."""
     for name, tree in memory_files():
         if name.startswith(("residency/", "care/", "manager.py")):
-            for line in unlocked_calls(tree, is_held=False):
-                raise AssertionError(f"memory/{name}:{line} calls a `_locked` method without the lock")
+            lines = list(unlocked_calls(tree, is_held=False))
+            assert lines == [], f"memory/{name} calls `_locked` methods without the lock in these lines"
 
 
 def unlocked_calls(node: ast.AST, is_held: bool) -> Iterator[int]:

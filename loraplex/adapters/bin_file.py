@@ -2,11 +2,10 @@
 
 A zip may claim anything, so before torch sees it: its directory and its pickle are no longer than those of an adapter,
 every member is stored, not compressed, and members together are no larger than the file. The pickle names nothing but
-what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Tuples in it are
-nested
-no deeper than those of a tensor: the hash of a deep one, as a key, overflows the stack of the process, and that of
-`t = (t, t)`, written sixty times, never ends. Plain pickles (torch before 1.6) are refused: they allocate what they
-claim.
+what tensors are made of: torch's weights-only unpickler also allows a `bytearray` of any length. Tuples in it
+are nested no deeper than those of a tensor: the hash of a deep one, as a key, overflows the stack of the process, and
+that of `t = (t, t)`, written sixty times, never ends. Plain pickles (torch before 1.6) are refused: they allocate what
+they claim.
 
 torch reads zips with a reader of its own, which takes the directory from another place and `DATA.PKL` for `data.pkl`.
 So it gets a zip written here of the members that were checked, and never the file.

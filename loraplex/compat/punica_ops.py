@@ -1,7 +1,7 @@
 """Punica's and vLLM's operators under their own names and argument order, on the kernels of the product.
 
-shrink: output[t, :rank] = scaling * inputs[t] A[i_t]^T          A [slots, rank, in]  (or [slots, 1, rank, in]) expand:
-output[t, :n] (+)= inputs[t] B[i_t]^T                     B [slots, out, rank] (or [slots, 1, out, rank])
+    shrink: output[t, :rank] = scaling * inputs[t] A[i_t]^T       A [slots, rank, in]  (or [slots, 1, rank, in])
+    expand: output[t, :n] (+)= inputs[t] B[i_t]^T                 B [slots, out, rank] (or [slots, 1, out, rank])
 
 `bgmv` takes an index per row, i_t = lora_indices_tensor[t]. `sgmv` takes one per sequence: sequence j is rows
 [b_seq_start_loc[j], b_seq_start_loc[j] + seq_len_tensor[j]), where b_seq_start_loc[j] := sum(seq_len_tensor[:j]).

@@ -68,11 +68,12 @@ def in_turn(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LL
 class LLM:
     """A model with its adapters.
 
-    `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of `LoRAConfig` beside
-    them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`. Raises ConfigError or ModelError.
+    `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of
+    `LoRAConfig` beside them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`.
+    Raises ConfigError or ModelError.
 
-    Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is the server, or one
-    thread that steps what the others `submit`. After `close` every call raises EngineShutdownError.
+    Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is
+    the server, or one thread that steps what the others `submit`. After `close` every call raises EngineShutdownError.
     """
 
     def __init__(self, model: str, *, enable_lora: bool = True, **settings: Any) -> None:
@@ -114,7 +115,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object. Again: nothing."""
+        """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object.
+        Again: nothing."""
         with self._turn:
             if not self._is_closed:
                 self._is_closed = True
@@ -141,10 +143,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
-        prompts: a string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`, or a list of these. sampling_params and
-        lora_request: one for all, or one per prompt (None is the base model). Raises ValueError (InvalidRequestError) when lengths
-        differ or a prompt cannot be served, AdapterError when an adapter cannot; nothing has run then. A completion that reaches
-        the model's length ends there, with finish_reason `length`, whatever `max_tokens` allows.
+        prompts: a string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`, or a list of these.
+        sampling_params and lora_request: one for all, or one per prompt (None is the base model). Raises ValueError
+        (InvalidRequestError) when lengths differ or a prompt cannot be served, AdapterError when an adapter cannot;
+        nothing has run then. A completion that reaches the model's length ends there, with finish_reason `length`,
+        whatever `max_tokens` allows.
         """
         listed = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
@@ -182,7 +185,7 @@ class LLM:
         requests = zip(prompts, params, adapters, strict=True)
         return self._run([(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests])
 
-    # ------------------------------------------------------------------------------------------------- request by request
+    # ----------------------------------------------------------------------------------------------- request by request
 
     @in_turn
     def submit(
@@ -194,10 +197,11 @@ class LLM:
         cache_salt: str = "",
         request_id: str | None = None,
     ) -> str:
-        """Queue one prompt for `step`; returns its id, a made one if none is given. Raises what `generate` raises for it.
+        """Queue one prompt for `step`; returns its id, a made one if none is given. Raises what `generate` raises for
+        it.
 
-        With `max_waiting_requests` in the queue it raises EngineOverloadedError. An adapter of an unknown name is loaded here and
-        now: `add_lora` it before where nobody should wait for that.
+        With `max_waiting_requests` in the queue it raises EngineOverloadedError. An adapter of an unknown name is
+        loaded here and now: `add_lora` it before where no request should wait for that.
         """
         refs: list[LoRARef] = []
         self._load_each([lora_request])
@@ -214,10 +218,12 @@ class LLM:
 
     @in_turn
     def step(self, stalled_wait_s: float = STALLED_WAIT_S) -> list[RequestOutput]:
-        """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the last one.
+        """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the
+        last one.
 
-        A request that fails ends with `error` set and no completions, and the others go on. Where all of them wait for adapters,
-        this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls: verbs may wait for its memory.
+        A request that fails ends with `error` set and no completions, and the others go on. Where all of them wait for
+        adapters, this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls:
+        verbs may wait for its memory.
         """
         _, processed = self._advance(False, stalled_wait_s, is_settled=True)
         outputs = []
@@ -243,7 +249,7 @@ class LLM:
         """Whether a submitted request has not ended."""
         return bool(self._submitted)
 
-    # ---------------------------------------------------------------------------------------------------------- the steps
+    # -------------------------------------------------------------------------------------------------------- the steps
 
     def _run(self, requests: Sequence[_Asked], cache_salt: str = "") -> list[RequestOutput]:
         if self._submitted:
@@ -328,7 +334,8 @@ class LLM:
     def _advance(
         self, is_final_only: bool, stalled_wait_s: float, is_settled: bool = False
     ) -> tuple[int, list[ProcessedOutput]]:
-        """(requests that left the engine, what there is for clients) of one step; `is_settled` leaves none in flight."""
+        """(requests that left the engine, what there is for clients) of one step; `is_settled` leaves none in
+        flight."""
         num_ended, outputs = 0, []
         for token_output in self._step(is_settled):
             num_ended += token_output.finish_reason is not None
@@ -342,7 +349,8 @@ class LLM:
         return num_ended, outputs
 
     def _add(self, request: Request) -> None:
-        """Hand a request to the engine; one that is refused, or whose adapter was unloaded by force meanwhile, ends with the next step."""
+        """Hand a request to the engine; one that is refused, or whose adapter was unloaded by force meanwhile, ends
+        with the next step."""
         if request.adapter_id is not None and self._front.registry_or_refuse().is_forced_out(request.adapter_id):
             self._aborted.append(TokenOutput(request.request_id, finish_reason=FinishReason.ABORT))
             return
@@ -383,7 +391,8 @@ class LLM:
 
     @in_turn
     def pin_lora(self, lora_int_id: int) -> bool:
-        """Promote an adapter and keep it on the device until it is unloaded. Raises AdapterNotFoundError, AdapterMemoryError."""
+        """Promote an adapter and keep it on the device until it is unloaded. Raises AdapterNotFoundError,
+        AdapterMemoryError."""
         registry = self._front.registry_or_refuse()
         return registry.pin(registry.name_of(lora_int_id))
 
@@ -394,7 +403,7 @@ class LLM:
 
     @in_turn
     def switch_lora(self, old_id: int, new_id: int) -> SwitchResult:
-        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when nobody uses it."""
+        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when no request uses it."""
         registry = self._front.registry_or_refuse()
         return registry.switch(registry.name_of(old_id), registry.name_of(new_id))
 
@@ -409,7 +418,8 @@ class LLM:
 
     @in_turn
     def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
-        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a
+        profile runs."""
         check_not_profiling(self._lora_profile)
         self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
         profile.begin(self.engine.stats())

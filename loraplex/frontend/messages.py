@@ -1,7 +1,7 @@
 """What the server process and an engine process say to each other: tagged msgspec types, one handler a type.
 
-Every call carries a `call_id` that its `Reply` repeats. Requests have no reply: they are answered by `StepOutputs`. A message that
-nobody handles is answered with an error, never dropped.
+Every call carries a `call_id` that its `Reply` repeats. Requests have no reply: they are answered by `StepOutputs`. A
+message without a handler is answered with an error, never dropped.
 """
 
 from __future__ import annotations

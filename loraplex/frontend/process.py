@@ -1,8 +1,8 @@
 """The engine as a process of its own: `python -m loraplex.frontend.process ADDRESS`, started by `EngineClient`.
 
-One thread runs the step loop and owns the socket; it alone says that the loop turns (`Beat`), so a loop that hangs is silent. Verbs that
-may wait (load, promote) run on a few worker threads and answer through a queue, so that no verb ever holds up a step. The process ends
-when its parent does (its standard input closes) or says so.
+One thread runs the step loop and owns the socket; it alone says that the loop turns (`Beat`), so a loop that hangs is
+silent. Verbs that may wait (load, promote) run on a few worker threads and answer through a queue, so that no verb ever
+holds up a step. The process ends when its parent does (its standard input closes) or says so.
 Every message is answered, also one that cannot be understood.
 """
 
@@ -206,7 +206,8 @@ def _end_with_parent(address: str) -> None:
 
 
 def _remove(address: str) -> None:
-    """The socket's file and its folder: nobody needs them once the one connection is there, whoever is killed then."""
+    """The socket's file and its folder: not needed once the one connection is there, whichever process is killed
+    then."""
     path = Path(address.removeprefix("ipc://"))
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

@@ -56,7 +56,7 @@ class RemoteStore:
         self._is_closed = False
 
     def close(self) -> None:
-        """From now on calls raise EngineShutdownError: a loop that ends would leave them waiting for ever."""
+        """From now on calls raise EngineShutdownError: a loop that ends would leave them waiting."""
         self._is_closed = True
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
