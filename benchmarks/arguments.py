@@ -1,4 +1,5 @@
-"""Arguments of the benchmarks that argparse has no type for; a mistake is said in a line, before anything is made or measured."""
+"""Arguments of the benchmarks that argparse has no type for; a mistake is said in a line, before anything is made or
+measured."""
 
 from __future__ import annotations
 

@@ -3,9 +3,10 @@
     python -m benchmarks.busy_neighbour --size s
     python -m benchmarks.busy_neighbour --model loraplex/demo/assets/base --batches 1 --output-len 64 --free
 
-The neighbour is a loop without memory traffic, in a session of its own, pinned to the last core or, with --free, wherever the system
-puts it. Quiet and busy runs take turns in one process, base model, greedy; the median of --runs each. It needs at least two cores that
-nothing else uses: the first column says what a thread waited for a core in quiet runs.
+The neighbour is a loop without memory traffic, in a session of its own, pinned to the last core or, with --free,
+wherever the system puts it. Quiet and busy runs take turns in one process, base model, greedy; the median of --runs
+each. It needs at least two cores that nothing else uses: the first column says what a thread waited for a core in quiet
+runs.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
     python -m benchmarks.cold_start --fixture DIR --json results/cold_start.json           16 adapters of one rank
     python -m benchmarks.cold_start --size s                                               makes them first, of rank 16
-States: `resident` (on the device), `host` (evicted from there), `disk` (evicted from the host too, into the disk tier), `source` (no disk
-tier: read from the adapter's own files). Files are in the page cache: they were read, or written, when they were registered. One engine
-without a disk tier measures `source`, another one with it `disk`; both without prediction. Every request is cold: its adapter is
-brought into the state before it is submitted.
+States: `resident` (on the device), `host` (evicted from there), `disk` (evicted from the host too, into the disk tier),
+`source` (no disk tier: read from the adapter's own files). Files are in the page cache: they were read, or written,
+when they were registered. One engine without a disk tier measures `source`, another one with it `disk`; both without
+prediction. Every request is cold: its adapter is brought into the state before it is submitted.
 
 first token    one request at a time, the states in turn; medians and their ratio to `resident` of the same engine.
 others         --background requests decode through resident adapters while others come through cold ones, each adapter once. The mean time
                between the tokens of the background, against the same with those adapters resident.
-Targets: host <= 1.10 and disk <= 1.5 of the first token, others <= 1.10. An adapter that came back before its request is counted and said.
+Targets: host <= 1.10 and disk <= 1.5 of the first token, others <= 1.10. An adapter that came back before its request
+is counted and said.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class ColdEngine:
         return record.time_to_first_token_s
 
     def others(self, state: str) -> tuple[list[float], int]:
-        """(seconds between the background's tokens while others come, how many cold adapters were back before their request was due).
+        """(seconds between the background's tokens while others come, how many cold adapters were back before their
+        request was due).
 
         The background would go on for as long as the model allows, and is cut off when the others have ended.
         """
@@ -138,7 +140,8 @@ def _check(records: Sequence[Record]) -> None:
 
 @dataclass
 class Measured:
-    """One state of one engine, in seconds. first_token_s: of each request; others_s, num_early: of all blocks (`ColdEngine.others`)."""
+    """One state of one engine, in seconds. first_token_s: of each request; others_s, num_early: of all blocks
+    (`ColdEngine.others`)."""
 
     state: str
     first_token_s: list[float] = field(default_factory=list)

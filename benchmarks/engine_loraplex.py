@@ -1,4 +1,5 @@
-"""Loraplex on the fixed workload, for `throughput.py`: the offline engine, prefixes not cached, one process (protocol.py)."""
+"""Loraplex on the fixed workload, for `throughput.py`: the offline engine, prefixes not cached, one process
+(protocol.py)."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def own_engine(name: str = OWN, settings: Mapping[str, Any] | None = None) -> En
 
 
 def parse_variant(text: str) -> Engine:
-    """`int8:quantization=int8,kv_cache_dtype=bfloat16` is Loraplex with these settings, under the name loraplex-int8."""
+    """`int8:quantization=int8,kv_cache_dtype=bfloat16` is Loraplex with these settings, under the name
+    loraplex-int8."""
     label, _, settings = text.partition(":")
     if not label or not settings:
         raise ValueError(f"a variant is NAME:SETTING=VALUE[,SETTING=VALUE...], got {text!r}")
@@ -85,7 +86,8 @@ def parse_variant(text: str) -> Engine:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`name=value`; a value is JSON if it can be (numbers, true, null), else a string. Dashes in a name are underscores."""
+    """`name=value`; a value is JSON if it can be (numbers, true, null), else a string. Dashes in a name are
+    underscores."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"a setting is NAME=VALUE, got {text!r}")
@@ -96,7 +98,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_peer(text: str) -> Engine:
-    """`hf`, `vllm=/path/to/environment`, `openvino=/path/to/python`: a peer and whose Python runs it (default: this one)."""
+    """`hf`, `vllm=/path/to/environment`, `openvino=/path/to/python`: a peer and whose Python runs it (default: this
+    one)."""
     name, _, where = text.partition("=")
     if name not in PEERS:
         raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")
@@ -115,7 +118,8 @@ def _python_of(where: str) -> str:
 
 
 def rounds(engines: Sequence[Engine], num_runs: int) -> list[list[tuple[Engine, int]]]:
-    """(engine, runs) of each round, in order: everyone has a run in every round, but who is slow to start has all in the middle one."""
+    """(engine, runs) of each round, in order: everyone has a run in every round, but who is slow to start has all in
+    the middle one."""
     plan: list[list[tuple[Engine, int]]] = []
     for index in range(num_runs):
         turn = []
@@ -136,7 +140,8 @@ def environment(engine: Engine, threads: int, inherited: Mapping[str, str]) -> d
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1"}
     if not engine.module.endswith("vllm"):
         return variables | {"OMP_NUM_THREADS": str(threads)}
-    # vLLM binds its worker's threads itself. With OMP_NUM_THREADS its other processes have as many, which spin beside the worker.
+    # vLLM binds its worker's threads itself. With OMP_NUM_THREADS its other processes have as many, which spin beside
+    # the worker.
     variables |= {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",

@@ -3,9 +3,9 @@
     python -m benchmarks.eviction                            every policy, every trace, equal and mixed sizes: under a minute
     python -m benchmarks.eviction --traces bursty --room 0.2 --seeds 10
 
-A simulation of one tier, with the classes that the engine uses (loraplex/memory/eviction/policies.py) and a clock that is the trace's. A request
-for an adapter that is not there loads it at once, and others leave until it fits; nothing is pinned, queued or running. Figures are
-counts and modelled seconds, so they do not depend on the machine. Traces:
+A simulation of one tier, with the classes that the engine uses (loraplex/memory/eviction/policies.py) and a clock that
+is the trace's. A request for an adapter that is not there loads it at once, and others leave until it fits; nothing is
+pinned, queued or running. Figures are counts and modelled seconds, so they do not depend on the machine. Traces:
 
     zipf      popularity rank ** -0.9 for ever, Poisson arrivals
     uniform   every adapter alike
@@ -14,8 +14,9 @@ counts and modelled seconds, so they do not depend on the machine. Traces:
               burst Gamma with a cv of 4, one adapter in twenty by day only
     periodic  each adapter at its own interval, 30 s to 30 minutes, give or take 5 %
 
-`belady` knows the future. With equal sizes it evicts what is needed last, which is optimal (exact). With mixed sizes the optimum is not
-computable; it evicts the largest bytes x time to the next use (a heuristic: an online policy may beat it in a column).
+`belady` knows the future. With equal sizes it evicts what is needed last, which is optimal (exact). With mixed sizes
+the optimum is not computable; it evicts the largest bytes x time to the next use (a heuristic: an online policy may
+beat it in a column).
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Count:
 
 
 def make_world(sizes: str, num_adapters: int, room: float, remote_share: float, seed: int) -> World:
-    """`sizes` equal or mixed (ranks 8 to 64); `room` is the share of all bytes that fits; a share of the adapters is far away."""
+    """`sizes` equal or mixed (ranks 8 to 64); `room` is the share of all bytes that fits; a share of the adapters is
+    far away."""
     draw = np.random.default_rng(seed)
     ranks = draw.choice(RANKS, num_adapters) if sizes == "mixed" else np.full(num_adapters, EQUAL_RANK)
     nbytes = [int(rank) * BYTES_PER_RANK for rank in ranks]
@@ -107,7 +109,7 @@ def make_world(sizes: str, num_adapters: int, room: float, remote_share: float, 
     return World(sizes, tuple(nbytes), tuple(reload_s), max(int(room * sum(nbytes)), max(nbytes)))
 
 
-# ------------------------------------------------------------------------------------------------------------------ traces
+# --------------------------------------------------------------------------------------------------------------- traces
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def bursty(shape: Shape, draw: np.random.Generator) -> list[Request]:
 
 
 def _bursts(rate: float, length_s: float, is_diurnal: bool, draw: np.random.Generator) -> Iterator[float]:
-    """Arrivals of one adapter: bursts in which it is asked for at least BURST_RATE times a second on average, silence in between."""
+    """Arrivals of one adapter: bursts in which it is asked for at least BURST_RATE times a second on average, silence
+    in between."""
     rate_within = max(1.5 * rate, BURST_RATE)
     shape_of_gamma = BURST_CV**-2
     now_s = float(draw.uniform(0, BURST_S * rate_within / rate)) - BURST_S
@@ -213,7 +216,7 @@ TRACES: Mapping[str, Callable[[Shape, np.random.Generator], list[Request]]] = {
     "periodic": periodic,
 }
 
-# ------------------------------------------------------------------------------------------------------------------ replay
+# --------------------------------------------------------------------------------------------------------------- replay
 
 
 class TraceClock:
@@ -248,7 +251,8 @@ def replay(trace: Sequence[Request], world: World, policy: EvictionPolicy, clock
 
 
 def replay_belady(trace: Sequence[Request], world: World) -> Count:
-    """The future known: of equal sizes, what is needed last goes; of mixed ones, the largest bytes x time until then."""
+    """The future known: of equal sizes, what is needed last goes; of mixed ones, the largest bytes x time until
+    then."""
     next_uses = _next_uses(trace)
     count, held_bytes, is_equal = Count(), 0, len(set(world.nbytes)) == 1
     needed_at: dict[int, float] = {}  # of those that are held
@@ -297,7 +301,7 @@ def _tally(count: Count, world: World, adapter: int, is_hit: bool) -> None:
     count.reload_s += 0.0 if is_hit else world.reload_s[adapter]
 
 
-# ------------------------------------------------------------------------------------------------------------------ results
+# -------------------------------------------------------------------------------------------------------------- results
 
 Results = dict[tuple[str, str, str], Count]
 

@@ -5,10 +5,10 @@
     python -m benchmarks.fixture --size s --adapters 1000 --ranks 8 --adapter-dtype bfloat16          4.9 GB
     python -m benchmarks.fixture --size s --adapters 2000 --ranks 8 --adapter-dtype bfloat16 --root DIR \\
         --targets q_proj,k_proj,v_proj,o_proj                                                         3.7 GB, 2 min
-Sizes: `tiny` for a look, `s` (SmolLM2-135M's shape), `m` (Qwen2.5-0.5B's shape as a Llama with a 32k vocabulary). Adapter i has rank
-8, 16, 32, 64 in turn; no two have the same content. Weights are drawn so that greedy output does not fall into one repeated token: the
-residual stream stays O(1) at any depth, attention is sharp, embeddings are small. A run that was broken off goes on where it was. Needs the
-`dev` extra.
+Sizes: `tiny` for a look, `s` (SmolLM2-135M's shape), `m` (Qwen2.5-0.5B's shape as a Llama with a 32k vocabulary).
+Adapter i has rank 8, 16, 32, 64 in turn; no two have the same content. Weights are drawn so that greedy output does not
+fall into one repeated token: the residual stream stays O(1) at any depth, attention is sharp, embeddings are small. A
+run that was broken off goes on where it was. Needs the `dev` extra.
 """
 
 from __future__ import annotations

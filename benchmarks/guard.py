@@ -3,9 +3,9 @@
     python -m benchmarks.guard                      # skips, with a message, where no native library is built
     python -m benchmarks.guard --require-native     # ... but fails where a compiler could have built it
     python -m benchmarks.guard --show               # the ratios only, each measured once; always exits 0
-One thread, calls in turn, the best round of each. A ratio is the time of a native operator over the time of something that must be slower,
-or not much faster. Limits are about 1.5 times what a quiet machine shows, so a loss of a factor of 2 breaks one and the weather does not:
-a ratio over its limit is measured again, twice, and its best counts.
+One thread, calls in turn, the best round of each. A ratio is the time of a native operator over the time of something
+that must be slower, or not much faster. Limits are about 1.5 times what a quiet machine shows, so a loss of a factor of
+2 breaks one and the weather does not: a ratio over its limit is measured again, twice, and its best counts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ratio:
-    """time(ours) / time(theirs) must be at most `limit`. build makes both calls; is_native: it is a kernel of our own that runs."""
+    """time(ours) / time(theirs) must be at most `limit`. build makes both calls; is_native: it is a kernel of our own
+    that runs."""
 
     name: str
     limit: float

@@ -2,9 +2,9 @@
 
     python -m benchmarks.kernels --threads 1
     python -m benchmarks.kernels --only linear --sizes m --dtypes float32,int8 --rows 1,16 --json results/kernels.json
-Operators are called through the backend's interface, native and torch in turn; the best round of each counts. Weights, adapters and keys
-come from memory, not from a cache (operators.py). floor: the larger of bytes / read bandwidth and operations / peak, by
-`python -m benchmarks.machine`; of floor: floor / native.
+Operators are called through the backend's interface, native and torch in turn; the best round of each counts. Weights,
+adapters and keys come from memory, not from a cache (operators.py). floor: the larger of bytes / read bandwidth and
+operations / peak, by `python -m benchmarks.machine`; of floor: floor / native.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ MIXED_RANKS = (8, 16, 32, 64) * 4
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one case; torch_us None: stock torch has no such operator. is_native False: the native backend runs torch's."""
+    """Microseconds of one case; torch_us None: stock torch has no such operator. is_native False: the native backend
+    runs torch's."""
 
     op: str
     name: str

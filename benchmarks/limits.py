@@ -1,12 +1,13 @@
-"""How fast this machine could run a step: from the model's shape, the machine's read bandwidth and its arithmetic (machine.py).
+"""How fast this machine could run a step: from the model's shape, the machine's read bandwidth and its arithmetic
+(machine.py).
 
     linear(rows)        = max(bytes of the weight / bandwidth, 2 rows out in / peak)
     step(rows)          = sum of linear(rows) over the linears of all layers + the head's for the rows that are sampled + lora
     lora                = max(bytes of the batch's distinct adapters / bandwidth, 2 sum over rows of the adapter's parameters / fp32 peak)
     tokens a second     = requests output_len / (step of the prompts + (output_len - 1) decode steps)
 
-`peak` is the fp32 multiply-add for float weights of any width and int16 multiply-add for int8 weights (W8A16). Attention, norms and
-sampling are left out: the limit is a little higher than anything can be. Standard library only.
+`peak` is the fp32 multiply-add for float weights of any width and int16 multiply-add for int8 weights (W8A16).
+Attention, norms and sampling are left out: the limit is a little higher than anything can be. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ INT8 = "int8"
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the machine does on as many threads as the engine has: bytes/s read from memory, float operations/s (a fused multiply-add
-    is two), int16 operations/s."""
+    """What the machine does on as many threads as the engine has: bytes/s read from memory, float operations/s (a fused
+    multiply-add is two), int16 operations/s."""
 
     bandwidth: float
     fp32: float
     int16: float
 
     def of_weights(self, storage: str) -> float:
-        """Operations/s on weights of a storage type. A machine that multiplies floats faster than int16 would use those."""
+        """Operations/s on weights of a storage type. A machine that multiplies floats faster than int16 would use
+        those."""
         return max(self.int16, self.fp32) if storage == INT8 else self.fp32
 
 

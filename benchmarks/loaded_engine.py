@@ -1,6 +1,7 @@
 """An engine in this process with a fixture's adapters: what the benchmarks of adapter memory have in common.
 
-`add_arguments` gives a command its arguments, `fixture_for`, `start` and `register` do as they say, `show` and `save` end it.
+`add_arguments` gives a command its arguments, `fixture_for`, `start` and `register` do as they say, `show` and `save`
+end it.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def each(runs: Sequence[T], name_of: Callable[[T], str]) -> Iterator[T]:
 
 
 def packed_bytes(made: Fixture, args: argparse.Namespace) -> int:
-    """Bytes of the largest of the fixture's first adapters in memory, found out by an engine of its own: a budget is a multiple of it.
+    """Bytes of the largest of the fixture's first adapters in memory, found out by an engine of its own: a budget is a
+    multiple of it.
 
     Adapters of one rank and dtype have the same; of the fixtures with several ranks, the first eight have all.
     """
@@ -120,7 +122,8 @@ def capacity(
     output_len: Lengths,
     num_rounds: int = 1,
 ) -> float:
-    """Requests/s of a full engine, the adapters in turn: all come at once, and count for as long as one waits. After a warm-up.
+    """Requests/s of a full engine, the adapters in turn: all come at once, and count for as long as one waits. After a
+    warm-up.
 
     The median of `num_rounds`.
     """

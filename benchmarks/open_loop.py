@@ -1,8 +1,9 @@
 """Open-loop load on an engine in this process: requests come when they come, whether or not the engine keeps up.
 
-For the benchmarks of adapter memory; no command of its own. A schedule is drawn with a seed (`Draw`), `run` plays it on an `LLM` and notes
-when each token came, `Summary` has the figures. Waiting counts from the moment a request was due, not from the moment the loop came round
-to hand it in: an engine that is busy with a step does not hide the wait that this step caused.
+For the benchmarks of adapter memory; no command of its own. A schedule is drawn with a seed (`Draw`), `run` plays it on
+an `LLM` and notes when each token came, `Summary` has the figures. Waiting counts from the moment a request was due,
+not from the moment the loop came round to hand it in: an engine that is busy with a step does not hide the wait that
+this step caused.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ CUT_OFF = "cut off at the time limit"
 
 
 def arrival_times(num_requests: int, rate: float, cv: float, seed: int) -> list[float]:
-    """Seconds at which requests come: Gamma-distributed gaps with mean 1 / rate and coefficient of variation `cv` (1 is Poisson).
+    """Seconds at which requests come: Gamma-distributed gaps with mean 1 / rate and coefficient of variation `cv` (1 is
+    Poisson).
 
-    The gaps are scaled so that their mean is exactly 1 / rate: with cv 8, the mean of 300 draws is off by half as often as not.
+    The gaps are scaled so that their mean is exactly 1 / rate: with cv 8, the mean of 300 draws is off by half as often
+    as not.
     """
     gaps = np.random.default_rng(seed).gamma(1 / cv**2, cv**2 / rate, num_requests)
     return [float(at_s) for at_s in np.cumsum(gaps * (num_requests / rate / gaps.sum()))]
 
 
 def power_law(num_adapters: int, alpha: float, num_requests: int, seed: int) -> list[int]:
-    """S-LoRA's choice of each request's adapter: int(np.random.power(alpha) * n). alpha 1 is uniform, 0.1 favours the first few."""
+    """S-LoRA's choice of each request's adapter: int(np.random.power(alpha) * n). alpha 1 is uniform, 0.1 favours the
+    first few."""
     return [int(draw * num_adapters) for draw in np.random.default_rng(seed).power(alpha, num_requests)]
 
 
@@ -86,7 +90,8 @@ def schedule(
     vocab_size: int,
     seed: int,
 ) -> list[Arrival]:
-    """With random prompts. Prompts and lengths depend on the seed and the number of requests alone, not on the adapters."""
+    """With random prompts. Prompts and lengths depend on the seed and the number of requests alone, not on the
+    adapters."""
     random, count = np.random.default_rng(seed), len(due_s)
     prompt_lens, output_lens = prompt_len.draw(count, random), output_len.draw(count, random)
     return [
@@ -100,7 +105,8 @@ def schedule(
 
 @dataclass
 class Record:
-    """What became of one arrival. Times are seconds after the start; token_s: of each output token; error: why it failed, or empty."""
+    """What became of one arrival. Times are seconds after the start; token_s: of each output token; error: why it
+    failed, or empty."""
 
     arrival: Arrival
     submitted_s: float = 0.0
@@ -180,7 +186,8 @@ def _busy_s(records: Sequence[Record]) -> float:
 
 
 def saturated_rate(records: Sequence[Record]) -> float:
-    """Tokens/s for as long as somebody waited, that is until the last first token: of a batch that came at once, the rate of a full engine."""
+    """Tokens/s for as long as somebody waited, that is until the last first token: of a batch that came at once, the
+    rate of a full engine."""
     until = max((record.token_s[0] for record in records if record.token_s), default=0.0)
     return sum(bisect.bisect_right(record.token_s, until) for record in records) / until if until else 0.0
 

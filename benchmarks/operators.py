@@ -1,7 +1,7 @@
 """Cases of every operator of a step, at the shapes of the fixtures: built for any backend, through its interface alone.
 
-What a decode step reads from memory, it reads here from memory too: weights, adapters and keys are there in as many copies as take
-COLD_BYTES together, and calls go through them in turn.
+What a decode step reads from memory, it reads here from memory too: weights, adapters and keys are there in as many
+copies as take COLD_BYTES together, and calls go through them in turn.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one shape. build(backend) makes its inputs and gives the call, or None: this backend has no such thing.
+    """One operator at one shape. build(backend) makes its inputs and gives the call, or None: this backend has no such
+    thing.
 
-    operators: the backend's methods that run. floor_s: what the machine needs at least; None: it all lies in the caches.
+    operators: the backend's methods that run. floor_s: what the machine needs at least; None: it all lies in the
+    caches.
     """
 
     op: str
@@ -62,7 +64,7 @@ def _draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(*shape, generator=generator) / max(1, shape[-1]) ** 0.5).to(dtype)
 
 
-# --------------------------------------------------------------------------------------------------------------- linears
+# -------------------------------------------------------------------------------------------------------------- linears
 
 
 def linears_of(size: str) -> dict[str, tuple[int, int]]:
@@ -118,7 +120,7 @@ def read_of(num_bytes: int) -> Call:
     return in_turn([lambda p=part: p.sum() for part in parts])
 
 
-# ------------------------------------------------------------------------------------------------------------------ LoRA
+# ----------------------------------------------------------------------------------------------------------------- LoRA
 
 
 def layer_targets(size: str, layer: int) -> list[LoraTarget]:
@@ -206,7 +208,7 @@ def _slot_table(
     return table
 
 
-# ------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
 def attention_case(size: str, contexts: Sequence[int], query_len: int, kv_dtype: str) -> Case:
@@ -304,7 +306,7 @@ def rotary_case(size: str, rows: int, kv_dtype: str) -> Case:
     )
 
 
-# --------------------------------------------------------------------------------------------------- the rest of a layer
+# -------------------------------------------------------------------------------------------------- the rest of a layer
 
 
 def rms_norm_case(size: str, rows: int) -> Case:

@@ -1,6 +1,7 @@
 """transformers + peft on the fixed workload, for `throughput.py` (protocol.py). Run by an environment that has both.
 
-Mixed batches are PEFT's own: `generate(adapter_names=[...])`. Until a pattern uses an adapter the model has no LoRA code at all.
+Mixed batches are PEFT's own: `generate(adapter_names=[...])`. Until a pattern uses an adapter the model has no LoRA
+code at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""OpenVINO GenAI's continuous batching on the fixed workload, for `throughput.py` (protocol.py). Run by OpenVINO's own environment.
+"""OpenVINO GenAI's continuous batching on the fixed workload, for `throughput.py` (protocol.py). Run by OpenVINO's own
+environment.
 
 The model is the folder `ov` beside the base model's, made once per fixture (the base needs a tokenizer for it):
 
@@ -32,7 +33,8 @@ class OpenvinoEngine:
         if not (model / "openvino_model.xml").exists():
             raise SystemExit(f"{model} is not there; make it:{(__doc__ or '').split(':', 1)[1].splitlines()[2]}")
         self.prompts = [openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)) for prompt in job.prompts]
-        # GenAI reads no adapter_config.json: the caller says how strong an adapter is. Registered at 0, each call sets its own.
+        # GenAI reads no adapter_config.json: the caller says how strong an adapter is. Registered at 0, each call sets
+        # its own.
         self.adapters = {i: openvino_genai.Adapter(str(_weights(job.adapters[i]))) for i in job.used}
         self.scaling = {i: _scaling(job.adapters[i]) for i in job.used}
         registered = openvino_genai.AdapterConfig()

@@ -1,4 +1,5 @@
-"""Memory and processor time of a process and all its descendants, from Linux's /proc. Standard library only: peers' environments run it."""
+"""Memory and processor time of a process and all its descendants, from Linux's /proc. Standard library only: peers'
+environments run it."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""What `throughput.py` and the engines beside it say to each other: a job goes in as JSON, one JSON line comes out per event.
+"""What `throughput.py` and the engines beside it say to each other: a job goes in as JSON, one JSON line comes out per
+event.
 
-An engine's runner is a module of a few lines: a class with `version` and `generate`, and `serve(Class)`. The loop, the arguments and the
-clock are here, once for all, so every engine is measured alike. Standard library only: a peer's runner is run by the peer's own
-environment, which has neither Loraplex nor rich.
+An engine's runner is a module of a few lines: a class with `version` and `generate`, and `serve(Class)`. The loop, the
+arguments and the clock are here, once for all, so every engine is measured alike. Standard library only: a peer's
+runner is run by the peer's own environment, which has neither Loraplex nor rich.
 
     python -m benchmarks.peer_hf --job job.json      # throughput.py writes the job and reads the lines
 
-Events: {"event": "ready", "version"}, then per run {"event": "run", "pattern", ...} (the fields of Run), then {"event": "tokens",
-"pattern", "tokens"} after the last run of a pattern.
+Events: {"event": "ready", "version"}, then per run {"event": "run", "pattern", ...} (the fields of Run), then {"event":
+"tokens", "pattern", "tokens"} after the last run of a pattern.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """The same for every engine but `runs` and `settings`. Prompts are token ids; decoding is greedy and ignores the end token.
+    """The same for every engine but `runs` and `settings`. Prompts are token ids; decoding is greedy and ignores the
+    end token.
 
-    patterns: for each name the adapter of each prompt, an index into `adapters` or None for the base. settings: this engine's own.
+    patterns: for each name the adapter of each prompt, an index into `adapters` or None for the base. settings: this
+    engine's own.
     """
 
     base: str
@@ -70,9 +73,10 @@ class Job:
 class Run:
     """One timed run of one pattern.
 
-    tokens_per_s: output tokens over the seconds of the whole batch, prefill included. first_token_s: seconds of the same batch with one
-    output token. step_ms: what each further token of the batch takes, (seconds - first_token_s) / (output_len - 1); None for one token.
-    peak_rss_bytes: of the engine's processes so far. others_share: of the processor time, what went to other programs meanwhile.
+    tokens_per_s: output tokens over the seconds of the whole batch, prefill included. first_token_s: seconds of the
+    same batch with one output token. step_ms: what each further token of the batch takes, (seconds - first_token_s) /
+    (output_len - 1); None for one token. peak_rss_bytes: of the engine's processes so far. others_share: of the
+    processor time, what went to other programs meanwhile.
     """
 
     pattern: str

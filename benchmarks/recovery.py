@@ -3,8 +3,9 @@
     python -m benchmarks.recovery                                  the demo, 5 kills idle, then 5 under 100 requests/s
     python -m benchmarks.recovery --no-standby                     the same, and in turns with it without a spare process
     python -m benchmarks.recovery --python OTHER/.venv/bin/python  the same, and in turns with it another checkout's server
-A kill is SIGKILL; recovery is the time from there to the end of the first request that was answered with 200. Idle means one request at
-a time, every 50 ms. Each run has a server of its own, with the demo's model and eight adapters, one of them pinned.
+A kill is SIGKILL; recovery is the time from there to the end of the first request that was answered with 200. Idle
+means one request at a time, every 50 ms. Each run has a server of its own, with the demo's model and eight adapters,
+one of them pinned.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Recovery:
 
 
 class Connection:
-    """One connection kept alive. A request that cannot be sent or read counts as status 0 and is followed by a new connection."""
+    """One connection kept alive. A request that cannot be sent or read counts as status 0 and is followed by a new
+    connection."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -20,7 +20,8 @@ MIB = 2**20
 
 @dataclass
 class EngineResult:
-    """One engine's starts and runs. is_own: Loraplex, not a peer. limits: by pattern, empty where the machine is not known."""
+    """One engine's starts and runs. is_own: Loraplex, not a peer. limits: by pattern, empty where the machine is not
+    known."""
 
     is_own: bool
     settings: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +46,8 @@ class EngineResult:
 
 @dataclass
 class Report:
-    """The first engine is the one that the others are compared with. matches: engine -> pattern -> outputs equal to the first engine's."""
+    """The first engine is the one that the others are compared with. matches: engine -> pattern -> outputs equal to the
+    first engine's."""
 
     configuration: dict[str, Any]
     engines: dict[str, EngineResult] = field(default_factory=dict)
@@ -87,7 +89,7 @@ def median(runs: Sequence[Run]) -> Run:
     return next(run for run in runs if run.tokens_per_s == rate)
 
 
-# -------------------------------------------------------------------------------------------------------- token identity
+# ------------------------------------------------------------------------------------------------------- token identity
 
 
 def matches(tokens: Mapping[str, Mapping[str, list[list[int]]]], first: str) -> dict[str, dict[str, tuple[int, int]]]:
@@ -117,7 +119,7 @@ def load_tokens(path: Path, workload: Mapping[str, Any]) -> dict[str, dict[str, 
     return {f"{engine} ({path.name})": of for engine, of in saved["tokens"].items()}
 
 
-# ------------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the table
 
 HEADINGS = (
     "pattern", "engine", "adapters", "tok/s (of limit)", "min-max", "first tokens s", "ms/step (of limit)", "{first} / it",

@@ -3,12 +3,13 @@
     python -m benchmarks.fixture --size s --adapters 2000 --ranks 8 --adapter-dtype bfloat16 --root DIR     makes them first
     python -m benchmarks.slora_sweep --fixture DIR/s-r8-7-bfloat16 --json results/slora.json
     python -m benchmarks.slora_sweep --fixture DIR --cells n1000-a0.5-cv2,n2000-a1-cv8 --seconds 120
-As in S-LoRA (MLSys'24, section 7): a request's adapter is int(np.random.power(alpha) * n), arrivals have Gamma-distributed gaps with a
-coefficient of variation cv. A cell is nN-aALPHA-cvCV; n = 5 of the same alpha and cv is what it is compared with, on the same arrival
-times, prompts and lengths. All adapters are registered in one engine; the device has room for --device-room of them and the host for
---host-room. The capacity comes first, with five adapters. Then each cell gets --seconds of arrivals at 110 % of it for throughput
-and at 70 % for the time to the first token, in turn with its n = 5, --rounds times, every other round the other way round.
-Targets: tokens/s at 110 % >= 0.95 of n = 5, P99 time to the first token at 70 % <= 1.2 x n = 5.
+As in S-LoRA (MLSys'24, section 7): a request's adapter is int(np.random.power(alpha) * n), arrivals have
+Gamma-distributed gaps with a coefficient of variation cv. A cell is nN-aALPHA-cvCV; n = 5 of the same alpha and cv is
+what it is compared with, on the same arrival times, prompts and lengths. All adapters are registered in one engine; the
+device has room for --device-room of them and the host for --host-room. The capacity comes first, with five adapters.
+Then each cell gets --seconds of arrivals at 110 % of it for throughput and at 70 % for the time to the first token, in
+turn with its n = 5, --rounds times, every other round the other way round. Targets: tokens/s at 110 % >= 0.95 of n = 5,
+P99 time to the first token at 70 % <= 1.2 x n = 5.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Cell:
 
 
 def cells_of(text: str) -> list[Cell]:
-    """Cells by name, separated by commas, and the n = 5 that each is compared with; equal alpha and cv together, few adapters first."""
+    """Cells by name, separated by commas, and the n = 5 that each is compared with; equal alpha and cv together, few
+    adapters first."""
     named = {Cell.of(name) for name in text.split(",")}
     return sorted(named | {cell.few for cell in named})
 

@@ -1,4 +1,5 @@
-"""What it costs to go from one adapter to another: request by request, by `switch_lora`, and from the host to the device.
+"""What it costs to go from one adapter to another: request by request, by `switch_lora`, and from the host to the
+device.
 
     python -m benchmarks.switching --size s
     python -m benchmarks.switching --fixture DIR --samples 1000 --json results/switching.json
@@ -8,8 +9,8 @@ alternating    requests one at a time. Blocks that stay on one adapter and block
                weather. Target: the medians differ by less than 1 ms a request.
 switch         `llm.switch_lora(one, other)` and back: until requests for the old name go to the new adapter. Target: P99 < 50 ms.
 promote        an adapter evicted to the host comes back to the device. Target: P99 < 100 ms.
-Both verbs are timed in an idle engine and beside requests to the base model that another thread runs meanwhile. No request runs on the
-adapter that leaves, so there is no drain in the figures.
+Both verbs are timed in an idle engine and beside requests to the base model that another thread runs meanwhile. No
+request runs on the adapter that leaves, so there is no drain in the figures.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@
     python -m benchmarks.throughput --fixture DIR --peer hf --peer vllm=VENV --peer vllm-off=VENV --peer openvino=VENV \\
         --engines loraplex,loraplex-off --variant int8:quantization=int8 --json results/s.json --plot results/s.png
 
-Each engine runs in a process of its own and never beside another, on the same prompts of token ids, greedily, the end token ignored, no
-prefix cached. A pattern has a warm-up, then --runs timed runs. Engines take turns in rounds; one that is slow to start (vLLM) has all its
-runs in the middle round. Quote the ratios: absolute figures belong to the machine and its other load (the last column: repeat where it is
-more than a few percent).
+Each engine runs in a process of its own and never beside another, on the same prompts of token ids, greedily, the end
+token ignored, no prefix cached. A pattern has a warm-up, then --runs timed runs. Engines take turns in rounds; one that
+is slow to start (vLLM) has all its runs in the middle round. Quote the ratios: absolute figures belong to the machine
+and its other load (the last column: repeat where it is more than a few percent).
 
-tok/s: output tokens over the seconds of the whole batch, prefill included. first tokens: seconds of the batch with one output token.
-ms/step: what each further token of the batch takes, at the contexts of these lengths (--prompt-len 240 --output-len 32: about 256).
-of limit: the fraction of what this machine could do at most (limits.py; attention left out), by `python -m benchmarks.machine`.
-Patterns: base (no adapter), identical (one), distinct (one each), uniform (about sqrt(n)), skewed (Zipf 1.5 over as many as requests),
-zipf_all:ALPHA (Zipf over all adapters of the fixture).
+tok/s: output tokens over the seconds of the whole batch, prefill included. first tokens: seconds of the batch with one
+output token. ms/step: what each further token of the batch takes, at the contexts of these lengths (--prompt-len 240
+--output-len 32: about 256). of limit: the fraction of what this machine could do at most (limits.py; attention left
+out), by `python -m benchmarks.machine`. Patterns: base (no adapter), identical (one), distinct (one each), uniform
+(about sqrt(n)), skewed (Zipf 1.5 over as many as requests), zipf_all:ALPHA (Zipf over all adapters of the fixture).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// The C ABI, as loraplex/kernels/native/library.py declares it to ctypes. Functions do not check their arguments: the Python side does.
+// The C ABI, as loraplex/kernels/native/library.py declares it to ctypes. Functions do not check their arguments: the
+// Python side does.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +9,8 @@ namespace loraplex {
 
 enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3 };
 
-// What paged attention needs to know of a step, the same for all layers (AttentionStep in attention.py). Strides are elements.
+// What paged attention needs to know of a step, the same for all layers (AttentionStep in attention.py). Strides are
+// elements.
 struct AttentionStep {
   const int32_t* q_indptr;      // [sequences + 1]
   const int32_t* context_lens;  // [sequences], at least one query each
@@ -19,7 +21,8 @@ struct AttentionStep {
   float scale;
 };
 
-// Arguments of loraplex_rotary_write_kv (RotaryCall in attention.py). Strides are elements, from token to token and from block to block.
+// Arguments of loraplex_rotary_write_kv (RotaryCall in attention.py). Strides are elements, from token to token and
+// from block to block.
 struct RotaryCall {
   float* q;  // [tokens, heads, head_dim], rotated in place
   const float *k, *v, *cos, *sin;
@@ -29,7 +32,8 @@ struct RotaryCall {
   int32_t format, block_size, heads, kv_heads, head_dim, threads;
 };
 
-// The rows of one linear in the slot table (loraplex/kernels/plan.py), each of `capacity` slots; one row and one output slice per slice.
+// The rows of one linear in the slot table (loraplex/kernels/plan.py), each of `capacity` slots; one row and one output
+// slice per slice.
 struct LoraTable {
   const int64_t *a_addr, *b_addr, *bias_addr;  // 0: no such part. a_addr is that of the A of all slices
   const int32_t *rank;
@@ -46,7 +50,8 @@ struct LoraSegments {
   int64_t count;
 };
 
-// One slice of an adapter, row-major: a [rank, in], b [out, rank], bias [out] fp32 or null. Strides are those of rows, in elements.
+// One slice of an adapter, row-major: a [rank, in], b [out, rank], bias [out] fp32 or null. Strides are those of rows,
+// in elements.
 struct LoraSource {
   const void *a, *b;
   const float* bias;
@@ -55,12 +60,14 @@ struct LoraSource {
 
 // What the threads of all calls (team.h) have seen since the process began; seconds.
 struct TeamStats {
-  double computed, waited;  // of calling threads in parallel regions: at work, and waiting for parts that other threads had in hand
+  // of calling threads in parallel regions: at work, and waiting for parts that other threads had in hand
+  double computed, waited;
   double left_out;          // of threads that were not used because their cores were taken
   int64_t threads, active;  // that the last region asked for, and that it had
 };
 
-// The operators that a program (loraplex/kernels/native/program.py) is made of; `name` of Operator in program.py is the same.
+// The operators that a program (loraplex/kernels/native/program.py) is made of; `name` of Operator in program.py is the
+// same.
 enum Operator : int32_t { kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kOperators };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.

@@ -1,12 +1,16 @@
-// softmax(scale q K^T) V over the KV blocks of each sequence, causal: decode, chunked and cached prefill are one operator.
+// softmax(scale q K^T) V over the KV blocks of each sequence, causal: decode, chunked and cached prefill are one
+// operator.
 //
-// BATCH INVARIANCE. The result of a query and head has the same bits whatever else is in the batch, however the prompt is cut, on any
-// number of threads and any vector width. Its keys go by in blocks of 64 from position 0 (also under a sliding window), and
+// BATCH INVARIANCE. The result of a query and head has the same bits whatever else is in the batch, however the prompt
+// is cut, on any number of threads and any vector width. Its keys go by in blocks of 64 from position 0 (also under a
+// sliding window), and
 //   scores    s = (q * scale) . k, one chain of fused multiply-adds over the dimensions in order
 //   maximum   m' = max(m, max s), which is exact in any order; c = e^(m - m'), 1 where the maximum stays
-//   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); sum_lanes(l) at the end
+//   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); sum_lanes(l) at
+// the end
 //   output    o = o c, then one chain over the block's keys of p v
-// A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block that has only hidden keys may as well be skipped.
+// A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block that has only hidden keys may as well be
+// skipped.
 #include <algorithm>
 #include <vector>
 
@@ -21,7 +25,8 @@ constexpr long kItemRows = 48;       // rows that go over the keys together, so 
 constexpr long kParallelCost = 400000;  // of all items (Item::cost), about 20 us: less work stays on the calling thread
 constexpr long kPartCost = 1000000, kMostParts = 64;
 
-// Rows [row, row + rows) of one sequence and KV head. Row r is query r / group of the step and head kv_head * group + r % group.
+// Rows [row, row + rows) of one sequence and KV head. Row r is query r / group of the step and head kv_head * group + r
+// % group.
 struct Item {
   long sequence, kv_head, row, rows;
   long first_block, end_block;  // of 64 keys
@@ -56,7 +61,8 @@ long make_items(const Call& call, std::vector<Item>& items) {
         item.rows = all * (part + 1) / parts - item.row;
         item.first_block = call.first_key(call.end_key(s, item.row)) / kBlock;
         item.end_block = (call.end_key(s, item.row + item.rows - 1) + kBlock - 1) / kBlock;
-        item.cost = (item.end_block - item.first_block) * kBlock * (item.rows + 6) * call.step.head_dim;  // 6: reading the keys
+        // 6: reading the keys
+        item.cost = (item.end_block - item.first_block) * kBlock * (item.rows + 6) * call.step.head_dim;
         total += item.cost;
         items.push_back(item);
       }
@@ -83,8 +89,8 @@ struct Pointers {
     }
   }
 
-  // What tile t prefetches of `next`, in the place of these groups: a share, so that memory is read all the time that tiles compute.
-  // The rest points at what is in the cache already.
+  // What tile t prefetches of `next`, in the place of these groups: a share, so that memory is read all the time that
+  // tiles compute. The rest points at what is in the cache already.
   Pointers share(const Pointers& next, long tile, long tiles) const {
     Pointers mixed = *this;
     const long sharers = std::min(tiles, kGroups);
@@ -171,7 +177,8 @@ void softmax(State& state, long row, long rows, long groups) {
 template <class Kv>
 void attend_tile(const Call& call, long base, long row, long rows, const Pointers<Kv>& at, const Pointers<Kv>& next, State& state) {
   const long head_dim = call.step.head_dim;
-  const long *end = state.end_key + row, keys = std::min(kBlock, end[rows - 1] - base);  // rows are in the order of their queries
+  // rows are in the order of their queries
+  const long *end = state.end_key + row, keys = std::min(kBlock, end[rows - 1] - base);
   if (keys <= 0 || call.first_key(end[0]) >= base + kBlock) return;
   const long groups = (keys + kGroup - 1) / kGroup;
   with_tile_rows(rows, [&](auto r) {

@@ -1,11 +1,11 @@
 // How the keys and values of one head lie in a KV block.
 //
-// A KV block of one layer is [2][kv_heads][block_size * D] elements: keys, then values. What is inside a head is cut in steps of 32
-// elements, two vectors of 16, so that both products of attention read one stream of memory in order:
+// A KV block of one layer is [2][kv_heads][block_size * D] elements: keys, then values. What is inside a head is cut in
+// steps of 32 elements, two vectors of 16, so that both products of attention read one stream of memory in order:
 //   keys     [block_size / 16][D / 2] steps: two dimensions of 16 tokens
 //   values   [block_size / 2][D / 16] steps: 16 dimensions of two tokens
-// F32 and F16 have the 16 lanes of the first vector before those of the second. BF16 has them in turn, first and second in the halves of
-// a 32-bit word, so that one shift and one mask widen a whole step.
+// F32 and F16 have the 16 lanes of the first vector before those of the second. BF16 has them in turn, first and second
+// in the halves of a 32-bit word, so that one shift and one mask widen a whole step.
 #pragma once
 #include "vec.h"
 

@@ -9,7 +9,8 @@ constexpr long kBlock = 64;               // keys that go through the softmax to
 constexpr long kGroups = kBlock / kGroup;
 constexpr int kTileRows = kAccumulators < 6 ? kAccumulators : 6;
 
-// Vectors beside one another that go with so many rows: a power of two, of which four groups and any number of panels are made.
+// Vectors beside one another that go with so many rows: a power of two, of which four groups and any number of panels
+// are made.
 constexpr int tile_width(int rows) { return kAccumulators / rows >= 4 ? 4 : kAccumulators / rows >= 2 ? 2 : 1; }
 
 // f(constant rows) for rows in 1..kTileRows.
@@ -44,7 +45,9 @@ inline __attribute__((always_inline)) void multiply_add(Vec16 (&sum)[ROWS][WIDTH
 #pragma GCC unroll 4
       for (int p = 0; p < WIDTH; p++) sum[m][p] = fma(xm, held[p], sum[m][p]);
     }
-  } else {  // one step at a time, its broadcasts loaded anew (asm: x may have changed): kept, they would push sums out of registers
+  } else {
+    // One step at a time, its broadcasts loaded again (asm: x may have changed): kept, they would push sums out of
+    // registers.
 #pragma GCC unroll 4
     for (int p = 0; p < WIDTH; p++) {
       const Vec16 w = Kv::template load<WHICH>(at(p));
@@ -83,8 +86,8 @@ __attribute__((noinline)) void score_tile(const float* q, long head_dim, const t
     for (int g = 0; g < GROUPS; g++) store(scores + m * kBlock + 16 * g, sum[m][g]);
 }
 
-// out[m][16 p + i] = out * factor[m], then the chain over the block's first `keys` keys of weights[m][key] * value; a key behind them is
-// not touched. `groups` and `next` point to this tile's first panel.
+// out[m][16 p + i] = out * factor[m], then the chain over the block's first `keys` keys of weights[m][key] * value; a
+// key behind them is not touched. `groups` and `next` point to this tile's first panel.
 template <class Kv, int ROWS, int PANELS>
 __attribute__((noinline)) void value_tile(const float* weights, long keys, const typename Kv::Element* const* groups,
                                           const typename Kv::Element* const* next, const float* factor, long head_dim, float* out) {

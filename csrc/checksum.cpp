@@ -1,4 +1,5 @@
-// The sums of loraplex/kernels/checksum.py in one pass over the bytes, which stay in the processor's cache from piece to piece.
+// The sums of loraplex/kernels/checksum.py in one pass over the bytes, which stay in the processor's cache from piece
+// to piece.
 #include <array>
 #include <cstring>
 

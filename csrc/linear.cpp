@@ -1,7 +1,8 @@
 // y = x W^T + bias. x [T, in] fp32, W in panels (panels.h), y [T, out] fp32.
 //
-// BATCH INVARIANCE. Every element of y is one chain of fused multiply-adds over k in order from 0, and then its bias. Its bits depend
-// on its own row of x and column of W alone: not on T, the tile, the chunk of k, the number of threads or the width of a vector.
+// BATCH INVARIANCE. Every element of y is one chain of fused multiply-adds over k in order from 0, and then its bias.
+// Its bits depend on its own row of x and column of W alone: not on T, the tile, the chunk of k, the number of threads
+// or the width of a vector.
 #include <algorithm>
 #include <chrono>
 #include <vector>
@@ -17,7 +18,8 @@ namespace {
 
 constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
 constexpr long kMostRowsAside = 32;        // with more, a product takes long enough for memory; so few are one slab
-constexpr int64_t kAsideShare = 2;         // adapters of half the weight's bytes are worth reading during the product (fewer: no gain)
+// adapters of half the weight's bytes are worth reading during the product (fewer: no gain)
+constexpr int64_t kAsideShare = 2;
 constexpr int64_t kWorthThreads = 1 << 18;   // weights times (rows + 4): about 5 us
 constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
 
@@ -44,13 +46,14 @@ const typename Math::Input* pack_rows(const typename Math::Input* x, long T, lon
   return packed.data();
 }
 
-// All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the weights, while there
-// is any, and x_packed has x then.
+// All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the
+// weights, while there is any, and x_packed has x then.
 template <class Math>
 void panel_group(const typename Math::Input* x, const typename Math::Input* x_packed, long T, long x_stride, const typename Math::Weight* w,
                  long steps, long count, float* y, long y_stride, long columns, LoraStream& aside) {
   constexpr long kStep = kPanel * Math::kPerStep, kStepBytes = kStep * sizeof(*w);
-  const long blocks = (T + kMaxRows - 1) / kMaxRows;  // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
+  // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
+  const long blocks = (T + kMaxRows - 1) / kMaxRows;
   const bool is_sparse = T > kMostRowsAside, is_aside = !aside.is_empty();
   const Chunks<Math> chunks(steps, blocks == 1 && !is_aside);
   for (long chunk = 0; chunk < chunks.count; chunk++) {
@@ -59,7 +62,8 @@ void panel_group(const typename Math::Input* x, const typename Math::Input* x_pa
       const long t0 = T * b / blocks, t1 = T * (b + 1) / blocks;
       const auto* from = w + s0 * kStep;
       Ahead ahead = {(const char*)from + kAheadBytes, kStepBytes};
-      if (blocks > 1) {  // the first row blocks share the prefetch of the next chunk (after the last: of the next group's first)
+      // the first row blocks share the prefetch of the next chunk (after the last: of the next group's first)
+      if (blocks > 1) {
         const long sharers = std::min(blocks, 4L), share = b < sharers ? kStepBytes / sharers : 0;
         const long skipped = chunk + 1 < chunks.count ? 0 : (count - 1) * steps * kStepBytes;
         ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), is_sparse ? 2 * share : share};
@@ -97,9 +101,9 @@ long most_panels(long rows) {
   return max_panels((rows + blocks - 1) / blocks);
 }
 
-// y = x W^T in parts: slabs of rows, so that they stay in the cache, times balanced groups of panels. A share of them is neighbours: with
-// another order the prefetch of the next group went to the other core. finish(row, rows, first column, columns) does the rest of each
-// element.
+// y = x W^T in parts: slabs of rows, so that they stay in the cache, times balanced groups of panels. A share of them
+// is neighbours: with another order the prefetch of the next group went to the other core. finish(row, rows, first
+// column, columns) does the rest of each element.
 template <class Math, class Finish>
 struct Product {
   const typename Math::Input* x;
@@ -132,8 +136,8 @@ struct Product {
   }
 };
 
-// A product and the delta that is added to it: its first phase beside the product, the other one when all of both is there. With
-// `lora_seconds` it is not beside it, so that it can be timed.
+// A product and the delta that is added to it: its first phase beside the product, the other one when all of both is
+// there. With `lora_seconds` it is not beside it, so that it can be timed.
 template <class Math, class Finish>
 void run_product(Product<Math, Finish> product, const LoraDelta* delta, double* lora_seconds) {
   const long shares = product.shares;

@@ -1,8 +1,9 @@
 // y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias) for all segments of a step and all slices of a linear.
 //
-// BATCH INVARIANCE. h[t, r] is one chain of fused multiply-adds over k in order from 0, d[t, n] one chain over the rank from 0; then
-// y = fma(weight * scale, d, y) and y = fma(weight, bias, y). A row that is in several segments gets them in their order. So its bits
-// depend on its own x, y and adapters: not on other rows or segments, on how rows are cut into segments, or on the number of threads.
+// BATCH INVARIANCE. h[t, r] is one chain of fused multiply-adds over k in order from 0, d[t, n] one chain over the rank
+// from 0; then y = fma(weight * scale, d, y) and y = fma(weight, bias, y). A row that is in several segments gets them
+// in their order. So its bits depend on its own x, y and adapters: not on other rows or segments, on how rows are cut
+// into segments, or on the number of threads.
 //
 // Two phases: shrink (h = x A^T) of all segments, then expand (y += h B^T).
 #include <vector>
@@ -26,8 +27,8 @@ constexpr int64_t kPartCost = 1 << 19, kMostParts = 16;
 // Cost of a product: weights times (rows + 4), because reading a weight takes as long as multiplying some rows by it.
 int64_t cost_of(int64_t weights, long rows) { return weights * (rows + 4); }
 
-// The units (rows or vectors of columns) of an item that are in a piece, when all items lie end to end on a line as long as their
-// cost and that is cut into equal pieces.
+// The units (rows or vectors of columns) of an item that are in a piece, when all items lie end to end on a line as
+// long as their cost and that is cut into equal pieces.
 class Piece {
  public:
   Piece(int64_t total, long piece, long pieces) : begin_(total * piece / pieces), end_(total * (piece + 1) / pieces) {}
@@ -57,7 +58,8 @@ void prefetch_start(const void* part, long nbytes = kLoraAheadBytes) {
   for (long i = 0; i < nbytes; i += 64) prefetch((const char*)part + i);
 }
 
-// ---------------------------------------------------------------------------------------------------------------- the two products
+// ---------------------------------------------------------------------------------------------------------------- the
+// two products
 
 // h = x A^T for rows [t0, t1) of a segment.
 template <class Math>
@@ -67,7 +69,8 @@ LoraProduct<Math> shrink_product(const LoraDelta& delta, const LoraWork& w, long
           .y = w.h + t0 * w.h_stride, .y_stride = w.h_stride, .columns = w.a_columns, .adds = false, .scale = 0};
 }
 
-void shrink(const LoraDelta& delta, const LoraWork& w, long t0, long t1, long v0, long v1) {  // vectors [v0, v1) of the columns of A
+// vectors [v0, v1) of the columns of A
+void shrink(const LoraDelta& delta, const LoraWork& w, long t0, long t1, long v0, long v1) {
   with_format(w.format, [&](auto math) { run_product(shrink_product<decltype(math)>(delta, w, t0, t1), v0, v1); });
 }
 
@@ -80,7 +83,8 @@ void add_bias(const float* bias, float weight, float* y, long y_stride, long row
     }
 }
 
-// y += h B^T and the bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice whose h begins at column h_column.
+// y += h B^T and the bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice whose h begins at column
+// h_column.
 void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column, long t0, long t1, long v0, long v1) {
   const LoraTable& table = delta.table;
   const long at = delta.entry(w, slice), rank = table.rank[at], columns = table.out[slice];
@@ -110,7 +114,8 @@ void for_slices(const LoraDelta& delta, const LoraWork& w, F f) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------------ pieces
+// ------------------------------------------------------------------------------------------------------------------
+// pieces
 
 // Segments of one row and one vector of columns of A, until there are enough to run at the same time.
 class Narrow {
@@ -191,7 +196,8 @@ long parts_of(int64_t cost, long shares) { return shares == 1 ? 1 : std::clamp<i
 
 }  // namespace
 
-// -------------------------------------------------------------------------------------------------------------------- what there is to do
+// --------------------------------------------------------------------------------------------------------------------
+// what there is to do
 
 LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y, long y_stride)
     : table(table), x(x), x_stride(x_stride), y(y), y_stride(y_stride), work(own_work()) {

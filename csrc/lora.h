@@ -22,7 +22,8 @@ struct LoraWork {
   int64_t shrink_cost = 0, expand_cost = 0;
 };
 
-// y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias). One at a time per calling thread: the memory behind it is that thread's.
+// y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias). One at a time per calling thread: the memory behind it
+// is that thread's.
 struct LoraDelta {
   LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y, long y_stride);
 
@@ -46,7 +47,8 @@ struct LoraDelta {
   long entry(const LoraWork& w, long slice) const { return slice * table.capacity + w.slot; }
 };
 
-// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: a piece of them, in order.
+// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: a piece of them, in
+// order.
 class LoraStream {
  public:
   LoraStream() = default;  // of nothing

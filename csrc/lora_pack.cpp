@@ -8,7 +8,8 @@
 namespace loraplex {
 namespace {
 
-// ------------------------------------------------------------------------------------- columns of a panel from rows of the source
+// ------------------------------------------------------------------------------------- columns of a panel from rows of
+// the source
 
 typedef uint16_t Eight16 __attribute__((vector_size(16)));
 typedef uint32_t Four32 __attribute__((vector_size(16)));
@@ -49,8 +50,8 @@ inline void transpose(const uint32_t* from, long from_stride, uint32_t* to, long
     }
 }
 
-// to[k, c] = from[c, k] for `columns` rows of the source. In steps of a cache line of the source: it is read once, and few lines are
-// written at a time.
+// to[k, c] = from[c, k] for `columns` rows of the source. In steps of a cache line of the source: it is read once, and
+// few lines are written at a time.
 template <class Element>
 void copy_columns(const Element* from, long from_stride, long columns, long depth, Element* to, long to_stride) {
   constexpr long kLine = 64 / sizeof(Element);

@@ -7,7 +7,8 @@
 
 namespace loraplex {
 
-// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds` y[t, c] = fma(scale, that sum, y[t, c]).
+// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds` y[t, c] =
+// fma(scale, that sum, y[t, c]).
 template <class Math>
 struct LoraProduct {
   const float* x;
@@ -26,8 +27,9 @@ constexpr long kLoraChunk = 512;           // steps of k that all rows go throug
 constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows go through together
 constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
 
-// Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on from what y holds.
-// noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the disassembly.
+// Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on
+// from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the
+// disassembly.
 template <class Math, int ROWS, int VECTORS>
 __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride, long depth,
                                          float* y, long y_stride, long columns, bool resumes, bool adds, float scale) {
@@ -84,7 +86,8 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
     });
 }
 
-// Products of one row and one vector of columns each, of the same depth, at the same time: one alone would wait for its only chain.
+// Products of one row and one vector of columns each, of the same depth, at the same time: one alone would wait for its
+// only chain.
 constexpr int kNarrow = kAccumulators < 4 ? kAccumulators : 4;
 template <class Math>
 __attribute__((noinline)) void run_narrow(const LoraProduct<Math> (&p)[kNarrow]) {
@@ -102,7 +105,8 @@ __attribute__((noinline)) void run_narrow(const LoraProduct<Math> (&p)[kNarrow])
   for (int i = 0; i < kNarrow; i++) store(p[i].y, sum[i]);
 }
 
-// Blocks of rows, of balanced sizes, for which rows x vectors take the fewest tiles: on AVX-512 16 = 6+5+5 with four vectors, 8+8 with three.
+// Blocks of rows, of balanced sizes, for which rows x vectors take the fewest tiles: on AVX-512 16 = 6+5+5 with four
+// vectors, 8+8 with three.
 inline long row_blocks(long rows, long vectors) {
   long best = rows, best_tiles = rows * ceil_div(vectors, max_vectors(1));
   for (int of = 2; of <= kMaxRows; of++) {

@@ -1,7 +1,7 @@
 // RMS norm: y = x / sqrt(mean(x^2) + eps) * weight, row by row.
 //
-// The sum of squares is four chains of Vec16, the 16 elements at k going to chain (k / 16) mod 4: the same bits for every width of a
-// vector and number of threads.
+// The sum of squares is four chains of Vec16, the 16 elements at k going to chain (k / 16) mod 4: the same bits for
+// every width of a vector and number of threads.
 #include <cmath>
 
 #include "api.h"
@@ -45,7 +45,8 @@ void scale_row(const float* x, const float* weight, float factor, long size, flo
 
 using namespace loraplex;
 
-// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a fused qkv output. y [rows, size] is dense.
+// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a fused qkv output. y [rows,
+// size] is dense.
 LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t rows, int64_t size,
                                     const float* weight, float eps, float* y, int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) {

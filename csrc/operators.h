@@ -4,7 +4,8 @@
 
 LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
                                   const float* weight_scale, int64_t out, const float* bias, float* y, int32_t threads);
-// The same and, in the same parallel region, the delta of adapters; `lora_seconds` (or null) gets the time of the delta.
+// The same and, in the same parallel region, the delta of adapters; `lora_seconds` (or null) gets the time of the
+// delta.
 LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
                                        const float* weight_scale, int64_t out, const float* bias, float* y,
                                        const loraplex::LoraTable* table, const loraplex::LoraSegments* segments, double* lora_seconds,

@@ -6,8 +6,8 @@
 
 namespace loraplex {
 
-// One row of activations as int16, by this row alone; q has room for `in` rounded up to 16. With an Inf or NaN in the row the scale
-// is NaN, and so is every output.
+// One row of activations as int16, by this row alone; q has room for `in` rounded up to 16. With an Inf or NaN in the
+// row the scale is NaN, and so is every output.
 inline float quantize_row(const float* x, long in, int16_t* q) {
   Vec16 largest16 = set1(1e-30f), poison16 = zero();
   for (long k = 0; k < in; k += 16) {

@@ -1,7 +1,8 @@
-// From logits to a token: searches and sums over rows of a vocabulary (kernels/token_ranking.py has them in stock torch).
+// From logits to a token: searches and sums over rows of a vocabulary (kernels/token_ranking.py has them in stock
+// torch).
 //
-// Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats whose row sums stay below 2^53, so that
-// sums of them in doubles are exact in any order.
+// Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats whose row sums stay
+// below 2^53, so that sums of them in doubles are exact in any order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -55,7 +56,8 @@ long first_largest(const float* x, long size) {
 
 // ---- the first k of the order
 
-// Greater for what comes first: the value's bits as an unsigned number that grows with it, then the complement of the id.
+// Greater for what comes first: the value's bits as an unsigned number that grows with it, then the complement of the
+// id.
 uint64_t rank_key(float value, long id) {
   uint32_t bits;
   value += 0.f;  // one zero
@@ -65,7 +67,8 @@ uint64_t rank_key(float value, long id) {
 }
 long id_of(uint64_t key) { return (uint32_t)~key; }
 
-// A value that at least k tokens reach: the k-th largest of the maxima of groups. 16 groups, one a lane, share a run of tokens.
+// A value that at least k tokens reach: the k-th largest of the maxima of groups. 16 groups, one a lane, share a run of
+// tokens.
 float reached_by(const float* x, long size, long k, std::vector<float>& maxima) {
   const long runs = std::max(16L, (k + 15) / 16 * 4), vectors = size / 16;
   if (vectors < 2 * runs) return -INFINITY;
@@ -127,8 +130,8 @@ double floor_weights(float* w, long size, float scale) {  // w = floor(scale * w
   return sum_lanes(total);
 }
 
-// The first id whose inclusive prefix sum exceeds floor(u * total), over the weights that are at least `least`; some id where a weight
-// is NaN.
+// The first id whose inclusive prefix sum exceeds floor(u * total), over the weights that are at least `least`; some id
+// where a weight is NaN.
 long invert_cdf(const float* w, long size, float least, double uniform) {
   static thread_local std::vector<double> blocks;
   blocks.clear();
@@ -153,19 +156,22 @@ float float_of(uint32_t order) {  // the inverse of rank_key's upper half
   return value;
 }
 
-double mass_from(const float* x, const float* w, long size, float least) {  // of the tokens whose value is at least `least`
+// of the tokens whose value is at least `least`
+double mass_from(const float* x, const float* w, long size, float least) {
   Wide16 total = wide_zero();
   for (long k = 0; k < size; k += 16)
     accumulate(total, select_less(load_first(x + k, size - k), set1(least), zero(), load_first(w + k, size - k)));
   return sum_lanes(total);
 }
 
-// The value of the prefix's last token, and the mass before the tokens of that value. By bisection over the order of floats; every few
-// steps the tokens that are still in question are gathered.
+// The value of the prefix's last token, and the mass before the tokens of that value. By bisection over the order of
+// floats; every few steps the tokens that are still in question are gathered.
 float last_value(const float* x, const float* w, long size, double wanted, double& mass_above) {
   static thread_local std::vector<float> xs, ws;
-  uint32_t lo = rank_key(-INFINITY, 0) >> 32, hi = rank_key(INFINITY, 0) >> 32;  // mass from hi < wanted <= mass from lo
-  double above = 0, mass_at_hi = 0;                                              // `above`: of the tokens that were left behind
+  // mass from hi < wanted <= mass from lo
+  uint32_t lo = rank_key(-INFINITY, 0) >> 32, hi = rank_key(INFINITY, 0) >> 32;
+  // `above`: of the tokens that were left behind
+  double above = 0, mass_at_hi = 0;
   for (int step = 1; hi - lo > 1; step++) {
     const uint32_t middle = lo + (hi - lo) / 2;
     const double mass = above + mass_from(x, w, size, float_of(middle));
@@ -187,7 +193,8 @@ float last_value(const float* x, const float* w, long size, double wanted, doubl
   return float_of(lo);
 }
 
-// Zeroes the weights behind the shortest prefix of the order that has the mass `wanted`, in 0 < wanted <= the sum of the weights.
+// Zeroes the weights behind the shortest prefix of the order that has the mass `wanted`, in 0 < wanted <= the sum of
+// the weights.
 void keep_prefix(const float* x, float* w, long size, double wanted) {
   double mass;
   const float last = last_value(x, w, size, wanted, mass);

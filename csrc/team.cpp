@@ -1,13 +1,16 @@
-// One team of threads for all operators of a process: bounded spinning, then sleep; no thread is waited for that has no part in hand.
+// One team of threads for all operators of a process: bounded spinning, then sleep; no thread is waited for that has no
+// part in hand.
 //
-// A region has an epoch, and each of its shares a counter of (epoch, parts left). A part is claimed by counting down; that fails when the
-// epoch is another one, so a thread that slept through a region cannot take a part of the next one for one of its own. The caller leaves
-// when all parts are done, whoever did them. Bits do not depend on it: a part is computed the same way by every thread.
+// A region has an epoch, and each of its shares a counter of (epoch, parts left). A part is claimed by counting down;
+// that fails when the epoch is another one, so a thread that slept through a region cannot take a part of the next one
+// for one of its own. The caller leaves when all parts are done, whoever did them. Bits do not depend on it: a part is
+// computed the same way by every thread.
 //
-// HOW MANY THREADS. The caller measures how long it waits for parts that others have in hand, and what they are worth: the time that its
-// own pace would have taken alone, over the time of the region. A thread whose core another process has costs all of them its absence: more
-// than it gives, from one nth of the time on. So one is left out then, or where regions are so short that threads are of little use, for a
-// pause that doubles as long as this is so; then it is tried again.
+// HOW MANY THREADS. The caller measures how long it waits for parts that others have in hand, and what they are worth:
+// the time that its own pace would have taken alone, over the time of the region. A thread whose core another process
+// has costs all of them its absence: more than it gives, from one nth of the time on. So one is left out then, or where
+// regions are so short that threads are of little use, for a pause that doubles as long as this is so; then it is tried
+// again.
 #include "team.h"
 
 #include <pthread.h>
@@ -33,7 +36,8 @@ using Clock = std::chrono::steady_clock;
 constexpr long kMaxShares = 1024;
 constexpr int kLeftBits = 24;                // of a share's counter; the epoch has the rest
 constexpr double kSpinS = 100e-6;            // longer than what lies between the regions of a step
-constexpr double kWaitSpinS = 50e-6;         // then the caller's core is free, and the thread that is waited for may move there
+// then the caller's core is free, and the thread that is waited for may move there
+constexpr double kWaitSpinS = 50e-6;
 constexpr double kMemoryS = 50e-3;           // of what was measured
 constexpr double kEvidenceS = 5e-3;
 constexpr double kLateS = 200e-6;            // a part takes less: a thread that is waited for so long has lost its core
@@ -41,7 +45,8 @@ constexpr double kAbsence = .8;              // of one nth of the time, which is
 constexpr double kUse = .55;                 // of n threads: 1.1 for two
 constexpr double kShortS = 30e-6;            // of a region: threads that are of little use in longer ones have no cores
 constexpr double kLeastPauseS = 10e-3, kMostPauseS = 1;
-constexpr double kProvedPauses = 4;          // a thread that stayed as many pauses begins with the least one when it has to go
+// a thread that stayed as many pauses begins with the least one when it has to go
+constexpr double kProvedPauses = 4;
 
 double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
@@ -235,7 +240,8 @@ class Team {
   Sleep sleep_[kMaxShares];
 };
 
-// Never destroyed: its threads outlive static destructors. A forked child has none of them, so it begins with a team of its own.
+// Never destroyed: its threads outlive static destructors. A forked child has none of them, so it begins with a team of
+// its own.
 std::atomic<Team*>& team() {
   static std::atomic<Team*> current = [] {
     pthread_atfork(nullptr, nullptr, [] { team().store(new Team); });

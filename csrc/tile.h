@@ -6,12 +6,14 @@
 
 namespace loraplex {
 
-// Rows of a tile: as many as leave room for a weight and an input beside one panel's sums, or two panels' where registers allow.
+// Rows of a tile: as many as leave room for a weight and an input beside one panel's sums, or two panels' where
+// registers allow.
 constexpr int kMaxRows = kAccumulators <= 6 ? kAccumulators : kAccumulators / 2;
 constexpr int kMaxPanels = 8;
 
-// Panels that go together with so many rows. With few rows the independent chains (an FMA takes 4 cycles and two start in each) come
-// from several panels at once, never from a split of k; several streams from memory are faster than one, too.
+// Panels that go together with so many rows. With few rows the independent chains (an FMA takes 4 cycles and two start
+// in each) come from several panels at once, never from a split of k; several streams from memory are faster than one,
+// too.
 constexpr int max_panels(int rows) { return kAccumulators / rows < kMaxPanels ? kAccumulators / rows : kMaxPanels; }
 
 // f(constant n) for n in 1..12.
@@ -36,17 +38,20 @@ struct Ahead {
 // How often, and whether of a second stream.
 enum class Prefetch {
   kEachStep,         // one address per panel and step
-  kEveryOtherStep,   // one per panel and two steps: where many rows leave time enough (4 % faster at 256 rows, 10 % slower at 16)
+  // one per panel and two steps: where many rows leave time enough (4 % faster at 256 rows, 10 % slower at 16)
+  kEveryOtherStep,
   kAside,            // one per panel and step, and a line of `aside`
 };
 constexpr long kAsideBytes = 64;
 
-// Of rows of x for kAside, in elements: known here, it leaves registers for the second stream. Not a power of two: rows would share cache sets.
+// Of rows of x for kAside, in elements: known here, it leaves registers for the second stream. Not a power of two: rows
+// would share cache sets.
 template <class Math>
 constexpr long kAsideStride = Math::kMaxChunk * Math::kPerStep + 64 / sizeof(typename Math::Input);
 
-// `steps` steps of the chains: y[m, 16 p ...] (+)= x[m] w[p]; `resume` goes on from what y holds. `columns` of y are real.
-// noinline: inlined into its caller, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the disassembly.
+// `steps` steps of the chains: y[m, 16 p ...] (+)= x[m] w[p]; `resume` goes on from what y holds. `columns` of y are
+// real. noinline: inlined into its caller, GCC 12 keeps the sums on the stack (2 times slower). After a change look at
+// the disassembly.
 template <class Math, int ROWS, int PANELS, Prefetch kPrefetch>
 __attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride, const typename Math::Weight* w, long panel_size,
                                     long steps, float* y, long y_stride, long columns, bool resume, Ahead ahead,

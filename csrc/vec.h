@@ -1,10 +1,12 @@
 // Sixteen floats: the one vector type that every kernel is written in, and the width of a panel.
 //
-// Each instruction set has its own file with the same functions. What they compute is the same bit for bit where the set has a
-// fused multiply-add (AVX2, AVX-512, NEON): the lanes are independent, and `sum_lanes` and `max_lanes` fix the order of a reduction.
+// Each instruction set has its own file with the same functions. What they compute is the same bit for bit where the
+// set has a fused multiply-add (AVX2, AVX-512, NEON): the lanes are independent, and `sum_lanes` and `max_lanes` fix
+// the order of a reduction.
 //
 //   load, load_first(p, n), load_f16, load_bf16, ...   store, store_first(p, v, n), store_f16, store_bf16
-//   zero, set1, fma(a, b, c) = a b + c (one rounding), add, sub, mul, div, max, min, round_even, pow2(n) = 2^n, select_less,
+//   zero, set1, fma(a, b, c) = a b + c (one rounding), add, sub, mul, div, max, min, round_even, pow2(n) = 2^n,
+// select_less,
 //   less_lanes (a bit a lane); Wide16, 16 sums of float64: wide_zero, accumulate, sum_lanes
 #pragma once
 #include <cstddef>
@@ -20,9 +22,11 @@
 
 namespace loraplex {
 
-// e^x. |error| < 2e-7 relative for x in [-87, 88]; 0 for x < -87 (also -inf), e^88 for x > 88, NaN for NaN. Cephes' polynomial.
+// e^x. |error| < 2e-7 relative for x in [-87, 88]; 0 for x < -87 (also -inf), e^88 for x > 88, NaN for NaN. Cephes'
+// polynomial.
 inline Vec16 exp(Vec16 x) {
-  const Vec16 clamped = max(set1(-87.f), min(set1(88.f), x));  // min and max give their second argument for a NaN: it goes through
+  // min and max give their second argument for a NaN: it goes through
+  const Vec16 clamped = max(set1(-87.f), min(set1(88.f), x));
   const Vec16 n = round_even(mul(clamped, set1(1.44269504f)));
   Vec16 r = fma(n, set1(-0.693359375f), clamped);
   r = fma(n, set1(2.12194440e-4f), r);

@@ -1,4 +1,5 @@
-// Vec16 as four vectors of four, in GCC's and Clang's vector extension: SSE2, NEON, or whatever the target has. Included by vec.h.
+// Vec16 as four vectors of four, in GCC's and Clang's vector extension: SSE2, NEON, or whatever the target has.
+// Included by vec.h.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -10,7 +11,8 @@ constexpr int kAccumulators = 3;  // 12 registers of four
 #ifdef __FP_FAST_FMAF
 constexpr bool kHasFma = true;
 #else
-constexpr bool kHasFma = false;  // a product is rounded before it is added: other bits than the rest, but the same for every row
+// a product is rounded before it is added: other bits than the rest, but the same for every row
+constexpr bool kHasFma = false;
 #endif
 
 typedef float Float4 __attribute__((vector_size(16)));
@@ -149,7 +151,8 @@ inline uint16_t f16_of(float value) {  // round to nearest even
   const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
   if (magnitude > 0x7F800000) return (uint16_t)(sign | 0x7E00 | magnitude >> 13);
   if (magnitude >= 0x477FF000) return (uint16_t)(sign | 0x7C00);  // rounds to 2^16 or is infinite
-  if (magnitude < 0x38800000) {                                   // subnormal: adding 0.5 rounds at the last place of f16
+  // subnormal: adding 0.5 rounds at the last place of f16
+  if (magnitude < 0x38800000) {
     return (uint16_t)(sign | (bits_of(float_of_bits(magnitude) + 0.5f) - bits_of(0.5f)));
   }
   return (uint16_t)(sign | (magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13);

@@ -1,6 +1,7 @@
 """An adapter is replaced while a client streams from it: `python examples/hot_swap.py [--url URL]`.
 
-The request that runs finishes on the version that it started with; the next one gets the new version; rollback goes back.
+The request that runs finishes on the version that it started with; the next one gets the new version; rollback goes
+back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Many clients, many adapters: `python examples/load_test.py [--url URL] [--clients 16] [--requests 200]`.
 
-Clients choose adapters by Zipf's law, so that a few are popular and most are rare, as in production. The table has the time
-to first token by adapter.
+Clients choose adapters by Zipf's law, so that a few are popular and most are rare, as in production. The table has the
+time to first token by adapter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The `openai` SDK against a server: the `model` field chooses the adapter. `python examples/openai_client.py [--url URL]`."""
+"""The `openai` SDK against a server: the `model` field chooses the adapter.
+`python examples/openai_client.py [--url URL]`."""
 
 from __future__ import annotations
 

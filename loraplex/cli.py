@@ -1,7 +1,8 @@
-"""The command line: `loraplex serve | generate | demo | bench | profile | top | adapter inspect | state check | doctor`.
+"""The command line: `loraplex serve | generate | demo | bench | profile | top | adapter inspect | state check |
+doctor`.
 
-Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What a command needs is
-imported when it runs, so that `--help` is quick.
+Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What
+a command needs is imported when it runs, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -241,7 +242,8 @@ def profile(
     engine: Annotated[EngineSettings | None, Flat] = None,
     lora: Annotated[LoRAConfig | None, Flat] = None,
 ) -> int:
-    """Say where the time of a step goes: schedule, build, GEMM, LoRA, attention; or, with --url, how a running server's adapters fare.
+    """Say where the time of a step goes: schedule, build, GEMM, LoRA, attention; or, with --url, how a running server's
+    adapters fare.
 
     Parameters
     ----------
@@ -340,7 +342,8 @@ def check_state(directory: Path, /) -> int:
 
 @state_app.command(name="repair")
 def repair_state(directory: Path, /) -> int:
-    """Make a whole journal of what can be used of a state directory and its copies. What it replaces is kept in DIR/damaged.
+    """Make a whole journal of what can be used of a state directory and its copies. What it replaces is kept in
+    DIR/damaged.
 
     Parameters
     ----------
@@ -460,7 +463,8 @@ def _in_options_of(*command: str) -> Callable[[LoraplexError], str]:
 
 
 def main() -> None:
-    """Entry point: the exit code of the command. An error is said on stderr, without a traceback, and is exit code 1."""
+    """Entry point: the exit code of the command. An error is said on stderr, without a traceback, and is exit code
+    1."""
     try:
         sys.exit(app(parse_sizes(sys.argv[1:]), exit_on_error=False, print_error=False))
     except CycloptsError as error:

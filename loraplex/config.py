@@ -1,7 +1,7 @@
 """Settings, as frozen dataclasses. The command line takes its names, defaults and help from the fields.
 
-Sizes are bytes, times seconds. Where a `Size` may be given, it is a number of bytes, a text such as 4GiB or 512MB, or a share such as 40%.
-A setting that cannot be is a `ConfigError` that names it and its value.
+Sizes are bytes, times seconds. Where a `Size` may be given, it is a number of bytes, a text such as 4GiB or 512MB, or a
+share such as 40%. A setting that cannot be is a `ConfigError` that names it and its value.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def parse_bytes(text: str) -> int | None:
 
 
 def num_bytes(name: str, size: Size, whole: int | None) -> int:
-    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or nobody knows the whole."""
+    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or nobody
+    knows the whole."""
     text = str(size).strip()
     share = _SHARE.fullmatch(text)
     parsed = int(text) if text.isdecimal() else parse_bytes(text)
@@ -89,7 +90,8 @@ def _require_one(name: str, size: Size | None, size_bytes: int, default: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional bounds under vLLM's names."""
+    """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional bounds under vLLM's
+    names."""
 
     adapter_memory_bytes: int = setting(DEFAULT_ADAPTER_BYTES, "device bytes for adapters")
     host_memory_bytes: int = setting(
@@ -369,7 +371,8 @@ class EngineConfig(EngineSettings):
         _require(bool(self.model), "model is empty; give a directory or a hub id")
 
     def with_real_roots(self) -> EngineConfig:
-        """Links in `adapter_roots` resolved, once for the front and each engine process: what becomes a link later is not followed."""
+        """Links in `adapter_roots` resolved, once for the front and each engine process: what becomes a link later is
+        not followed."""
         if self.adapter_roots is None:
             return self
         return replace(self, adapter_roots=tuple(str(Path(root).resolve()) for root in self.adapter_roots))

@@ -29,9 +29,11 @@ AdapterId = NewType("AdapterId", int)
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Which adapter a prompt goes through: a name, a number >= 1 of the caller's, and where it is (a directory or a hub id).
+    """Which adapter a prompt goes through: a name, a number >= 1 of the caller's, and where it is (a directory or a hub
+    id).
 
-    `adapter_id`, `name` and `path` are the same fields under their other names. `lora_local_path` is the old name of `lora_path`.
+    `adapter_id`, `name` and `path` are the same fields under their other names. `lora_local_path` is the old name of
+    `lora_path`.
     """
 
     lora_name: str
@@ -201,8 +203,8 @@ class RequestMetrics:
 
 
 class Prefix(Sequence[Item]):
-    """The first items of a list that only grows, as a tuple of them would be. A copy at each step of 256 long answers would take
-    longer than the step.
+    """The first items of a list that only grows, as a tuple of them would be. A copy at each step of 256 long answers
+    would take longer than the step.
     """
 
     __slots__ = ("_items", "_length")
@@ -250,7 +252,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What `LLM.generate` returns per prompt, `LLM.step` per request and `AsyncEngine.generate` yields: cumulative text and tokens.
+    """What `LLM.generate` returns per prompt, `LLM.step` per request and `AsyncEngine.generate` yields: cumulative text
+    and tokens.
 
     `error` is why a request failed, from `LLM.step` alone: the others raise it.
     """
@@ -282,7 +285,8 @@ class Shard:
 
 
 class ShardKind(enum.StrEnum):
-    """How a linear is split: `column` shards B's rows, `qkv` by heads (k, v replicated when scarce), `row` shards A's columns."""
+    """How a linear is split: `column` shards B's rows, `qkv` by heads (k, v replicated when scarce), `row` shards A's
+    columns."""
 
     REPLICATED = "replicated"
     COLUMN = "column"
@@ -292,7 +296,8 @@ class ShardKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoraSlice:
-    """One module of the checkpoint inside a (fused) linear: its PEFT name and its output columns [out_offset, +out_features).
+    """One module of the checkpoint inside a (fused) linear: its PEFT name and its output columns [out_offset,
+    +out_features).
 
     Sizes are this shard's; `full_out_features` is the checkpoint's.
     """
@@ -308,8 +313,9 @@ class LoraSlice:
 class LoraTarget:
     """What a linear publishes so that adapters can act on it: `y[:, slice] += weight * (scale * (x A^T) B^T + bias)`.
 
-    name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder layer;
-    in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are sliced.
+    name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder
+    layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
+    sliced.
     """
 
     name: str
@@ -377,10 +383,11 @@ class AddOutcome:
 
 
 class AdapterStore(Protocol):
-    """An engine as the registry sees it. Each call may block until done and is made under no lock; each raises AdapterError.
+    """An engine as the registry sees it. Each call may block until done and is made under no lock; each raises
+    AdapterError.
 
-    attach_adapters: as `add_adapter` of each, but nothing is read: the first request or verb that needs the weights loads them.
-    list_adapters: those of `adapter_ids` that it has; None: all.
+    attach_adapters: as `add_adapter` of each, but nothing is read: the first request or verb that needs the weights
+    loads them. list_adapters: those of `adapter_ids` that it has; None: all.
     """
 
     def add_adapter(self, spec: AdapterSpec) -> AddOutcome: ...
@@ -438,7 +445,8 @@ class ResidencyView(Protocol):
     def try_acquire(self, adapter_id: int) -> AcquireResult:
         """Take a reference for one running request, promoting if that needs no waiting; starts a load otherwise.
 
-        Raises AdapterError when this adapter cannot be served (unknown, content changed, source gone, larger than what is unpinned).
+        Raises AdapterError when this adapter cannot be served (unknown, content changed, source gone, larger than what
+        is unpinned).
         """
         ...
 
@@ -447,7 +455,8 @@ class ResidencyView(Protocol):
     def prefetch(self, adapter_id: int) -> None: ...
 
     def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
-        """The first unpinned ones of the adapters `in_use` whose release would make room for `adapter_id`; () if none would."""
+        """The first unpinned ones of the adapters `in_use` whose release would make room for `adapter_id`; () if none
+        would."""
         ...
 
 
@@ -464,14 +473,16 @@ class BlockAllocator(Protocol):
     def num_free_blocks(self) -> int: ...
 
     def start(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Open a block table for the request, share cached full blocks of its prefix; returns the number of cached tokens.
+        """Open a block table for the request, share cached full blocks of its prefix; returns the number of cached
+        tokens.
 
         At least the last token is never counted as cached, so that the step has logits to sample from.
         """
         ...
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        """Make the request's table cover `num_tokens` tokens in all; False (and nothing changed) when blocks run out."""
+        """Make the request's table cover `num_tokens` tokens in all; False (and nothing changed) when blocks run
+        out."""
         ...
 
     def block_table(self, request_id: str) -> Sequence[int]: ...

@@ -1,4 +1,5 @@
-"""How much of the machine's processor this process may have, and how much of it its threads got. Standard library only."""
+"""How much of the machine's processor this process may have, and how much of it its threads got. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
 
 
 def _quotas_of(root: Path, path: str, name: str) -> Iterator[float]:
-    """Of the group and those that it lies in. Inside a container the path may be the host's: the root alone is there then."""
+    """Of the group and those that it lies in. Inside a container the path may be the host's: the root alone is there
+    then."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):
@@ -90,9 +92,9 @@ def _lines(path: Path) -> list[str]:
 class CpuUse:
     """What the threads that compute got of the processor since they began; seconds are sums over them.
 
-    wait_s: ready to run, while others had the cores. left_out_s: of threads that were not used because their cores were taken.
-    num_preemptions: times that a thread lost its core before it was done (involuntary context switches). num_threads, num_active: what
-    the last operator asked for, and what it got.
+    wait_s: ready to run, while others had the cores. left_out_s: of threads that were not used because their cores were
+    taken. num_preemptions: times that a thread lost its core before it was done (involuntary context switches).
+    num_threads, num_active: what the last operator asked for, and what it got.
     """
 
     cpu_s: float = 0.0

@@ -1,7 +1,8 @@
 """How a layer and its adapters are cut for tensor parallelism: pure slicing, derived from what the layer publishes.
 
 One rule serves base weights, A, B and biases: a dimension of `full` entries, of which a shard holds `here`, is cut in
-`full / here` parts; shard.size / parts neighbouring ranks hold the same part (k and v heads when there are fewer than ranks).
+`full / here` parts; shard.size / parts neighbouring ranks hold the same part (k and v heads when there are fewer than
+ranks).
 
     column, qkv   A replicated, B and bias cut like the output        y_i = x (B_i A)^T          parts side by side = y
     row           A cut like the input, B replicated                  y_i = x_i (B A_i)^T        sum over ranks = y
@@ -44,7 +45,8 @@ def shard_columns(full: torch.Tensor, num_columns: int, shard: Shard) -> torch.T
 
 
 def shard_lora_a(target: LoraTarget, slice_index: int, a: torch.Tensor) -> torch.Tensor:
-    """This shard's A [rank, in_features] of the checkpoint's A [rank, full_in_features]. ValueError names both shapes."""
+    """This shard's A [rank, in_features] of the checkpoint's A [rank, full_in_features]. ValueError names both
+    shapes."""
     _expect(target, slice_index, "lora_a", a.size(1), target.full_in_features)
     return shard_columns(a, target.in_features, target.shard)
 
@@ -56,7 +58,8 @@ def shard_lora_b(target: LoraTarget, slice_index: int, b: torch.Tensor) -> torch
 
 
 def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torch.Tensor | None:
-    """This shard's additive bias [out_features]; None on the ranks of a row-parallel layer that must not add it again."""
+    """This shard's additive bias [out_features]; None on the ranks of a row-parallel layer that must not add it
+    again."""
     _expect(target, slice_index, "bias", bias.size(0), target.slices[slice_index].full_out_features)
     if target.kind is ShardKind.ROW and target.shard.rank > 0:
         return None

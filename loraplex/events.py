@@ -18,8 +18,8 @@ Detail = str | int | float | bool
 
 
 class EventKind(enum.StrEnum):
-    """`load`: source or disk to host; `evict`: a tier left; `drop`: all tiers left; `unload`: a name resolves to nothing;
-    `switch`: requests go to another adapter or version; `fault` and `recovery`: of weights, memory or logits;
+    """`load`: source or disk to host; `evict`: a tier left; `drop`: all tiers left; `unload`: a name resolves to
+    nothing; `switch`: requests go to another adapter or version; `fault` and `recovery`: of weights, memory or logits;
     `mode`: normal to low memory or back; `compaction`: chunks given back; `restart`: a new engine process serves;
     `audit`: a client called a verb of the server."""
 

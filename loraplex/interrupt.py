@@ -1,7 +1,7 @@
 """Ctrl-C: the program ends at once with exit code 130, except where a command says that it does something else.
 
-A KeyboardInterrupt may be raised in the middle of an import, and packages that try one thing after the other swallow it there, or
-report it as an import that failed.
+A KeyboardInterrupt may be raised in the middle of an import, and packages that try one thing after the other swallow it
+there, or report it as an import that failed.
 """
 
 from __future__ import annotations

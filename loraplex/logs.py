@@ -1,7 +1,8 @@
 """Log lines: one form for all loggers, on stderr, one line for one record whatever a client sent.
 
-Names, paths and error texts come from clients. A line break in one would make a line of its own, an escape sequence would be
-obeyed by the operator's terminal: every character that is not printable is written as Python writes it (`\\n`, `\\x1b`).
+Names, paths and error texts come from clients. A line break in one would make a line of its own, an escape sequence
+would be obeyed by the operator's terminal: every character that is not printable is written as Python writes it (`\\n`,
+`\\x1b`).
 """
 
 from __future__ import annotations

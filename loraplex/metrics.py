@@ -60,9 +60,11 @@ class MemoryMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, max_adapters bounds them.
+    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, max_adapters bounds
+    them.
 
-    pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no pressure.
+    pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no
+    pressure.
     """
 
     tier: str
@@ -96,11 +98,11 @@ class MemorySample:
 class MemoryReport:
     """All that `GET /v1/memory` shows. Times are Unix time, sizes bytes; history is oldest first.
 
-    fragmentation: share of the adapters' chunks of the device that perfect packing would give back; most_fragmentation: of those or of the
-    host's, the larger one. quarantined: adapter id -> why, and until when it is not served.
-    num_waiting: contents that requests asked for in the last two scheduling passes and did not get, by what they wait for.
-    found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load together
-    count one for what it read. counters: only grow, by name.
+    fragmentation: share of the adapters' chunks of the device that perfect packing would give back; most_fragmentation:
+    of those or of the host's, the larger one. quarantined: adapter id -> why, and until when it is not served.
+    num_waiting: contents that requests asked for in the last two scheduling passes and did not get, by what they wait
+    for. found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait
+    for one load together count one for what it read. counters: only grow, by name.
     """
 
     mode: MemoryMode = MemoryMode.NORMAL
@@ -167,15 +169,16 @@ class MemoryReport:
 class EngineStats:
     """One consistent look at an engine. Counters only grow; gauges are of now.
 
-    waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the adapter).
-    adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load
-    together count one for what it read.
-    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made room for another
-    adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a preemption of it too).
-    num_admitted: requests that began to run, by what of their adapter they had last waited for: `nothing`, `load`, `room`.
-    kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them, by operator and reason.
-    running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting requests.
-    graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty in an engine without graphs.
+    waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the
+    adapter). adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`;
+    those that wait for one load together count one for what it read.
+    num_preemptions: running requests that gave way and were, or will be, computed again; num_pauses: those that made
+    room for another adapter, with their KV kept as long as nobody else needed the memory (a KV that was needed makes a
+    preemption of it too). num_admitted: requests that began to run, by what of their adapter they had last waited for:
+    `nothing`, `load`, `room`. kernel_fallbacks: calls of operators that stock torch ran because no kernel covered them,
+    by operator and reason. running_adapter_ids, waiting_adapter_ids: ids of adapters of running and of waiting
+    requests. graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by reason. Both empty
+    in an engine without graphs.
     """
 
     num_running: int = 0

@@ -12,7 +12,8 @@ from loraplex.errors import ConfigError
 def private_folder(folder: Path, what: str, remedy: str) -> Path:
     """`folder`, made with mode 0700 if it is missing. A folder that cannot be made is for its user to report.
 
-    Raises ConfigError for one that belongs to another user (root's is fine) or that others may write to; `remedy` ends its message.
+    Raises ConfigError for one that belongs to another user (root's is fine) or that others may write to; `remedy` ends
+    its message.
     """
     try:
         for parent in [*reversed(folder.parents), folder]:

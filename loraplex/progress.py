@@ -1,4 +1,5 @@
-"""The start of a server while it lasts: on a terminal a bar for each thing that is loaded, elsewhere lines of the log."""
+"""The start of a server while it lasts: on a terminal a bar for each thing that is loaded, elsewhere lines of the
+log."""
 
 from __future__ import annotations
 

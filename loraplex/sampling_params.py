@@ -18,7 +18,8 @@ MAX_PROMPT_LOGPROBS = 2**18
 """Of all tokens of a request's prompts: each has the `prompt_logprobs` best tokens and its own."""
 
 MAX_OUTPUT_LOGPROBS = 2**18
-"""Of all tokens of a request's completions, where there are several: each has the `logprobs` best tokens and its own."""
+"""Of all tokens of a request's completions, where there are several: each has the `logprobs` best tokens and its
+own."""
 UNBOUNDED_OUTPUT = 1024
 """Tokens that a completion without `max_tokens` counts for in that sum."""
 
@@ -82,8 +83,9 @@ _KINDS = {
 class SamplingParams:
     """How tokens are chosen. Names, defaults and meaning are vLLM's; see docs/names.md for differences.
 
-    logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw. `temperature=0` is greedy.
-    `seed` makes a request's draws independent of its batch: the n-th child of a request draws with `seed + n`.
+    logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw.
+    `temperature=0` is greedy. `seed` makes a request's draws independent of its batch: the n-th child of a request
+    draws with `seed + n`.
     """
 
     n: int = 1

@@ -1,4 +1,5 @@
-"""Draws docs/figures/peers.svg from the figures in docs/figures/peers.json: `python scripts/draw_peers.py [--check]`."""
+"""Draws docs/figures/peers.svg from the figures in docs/figures/peers.json:
+`python scripts/draw_peers.py [--check]`."""
 
 from __future__ import annotations
 

@@ -5,9 +5,10 @@
     oracle = zoo.oracle(base, adapter)                              transformers + peft, merged where that is possible
     case = zoo.fit_case(base, adapter)                              a prompt and the oracle's 64 greedy tokens
 
-`zoo` is a session fixture; the same arguments give the same directory, so never write into one. A parity test proves something
-only if the oracle does not repeat itself and is fair only if no two logits are near a tie: `fit_case` searches prompts until both
-hold, asserts it, and fails when none is found. transformers and peft are imported on first use.
+`zoo` is a session fixture; the same arguments give the same directory, so never write into one. A parity test proves
+something only if the oracle does not repeat itself and is fair only if no two logits are near a tie: `fit_case`
+searches prompts until both hold, asserts it, and fails when none is found. transformers and peft are imported on first
+use.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GreedyCase:
-    """A prompt and what the oracle says to it. `min_gap` is the least distance of the two best logits over all steps."""
+    """A prompt and what the oracle says to it. `min_gap` is the least distance of the two best logits over all
+    steps."""
 
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
@@ -277,7 +279,8 @@ def write_base(path: Path, family: str, *, seed: int, dtype: str, options: Mappi
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module) -> None:
-    """Weights under which greedy output does not repeat itself: sharp attention, a small embedding, a residual stream of order 1."""
+    """Weights under which greedy output does not repeat itself: sharp attention, a small embedding, a residual stream
+    of order 1."""
     config: Any = model.config
     depth = 1 / math.sqrt(2 * config.num_hidden_layers)
     for name, parameter in model.named_parameters():
@@ -317,7 +320,8 @@ def write_adapter(
 
 @torch.no_grad()
 def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
-    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (of LoRA or replaced ones) ~ N(0, 0.1^2)."""
+    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (of LoRA or replaced ones) ~ N(0,
+    0.1^2)."""
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))

@@ -1,7 +1,7 @@
 """The command line: its surface, its parsing, its errors, and what each command does.
 
-tests/cli_surface.txt has every command with its flags and defaults: what scripts of others rely on. After a change that is meant, write
-it anew with `python -m tests.test_cli` and look at the difference.
+tests/cli_surface.txt has every command with its flags and defaults: what scripts of others rely on. After a change that
+is meant, write it anew with `python -m tests.test_cli` and look at the difference.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BASE = str(assets_path() / "base")
 UPPER = str(adapter_path("upper"))
 
 
-# ------------------------------------------------------------------------------------------------------------- the surface
+# ---------------------------------------------------------------------------------------------------------- the surface
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], App]]:
@@ -190,7 +190,7 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, f"{loraplex.__version__}\n", "")
 
 
-# ------------------------------------------------------------------------------------------------------------------ errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_streams_may_be_closed(closed: str, arguments: list[str], code: int) -> 
     assert "Traceback" not in ended.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------------- parsing
+# -------------------------------------------------------------------------------------------------------------- parsing
 
 
 @pytest.mark.parametrize(
@@ -412,11 +412,12 @@ def test_a_name_without_a_path_is_refused_where_a_path_alone_is_not() -> None:
         parse_lora_modules(["sql="], is_name_optional=True)
 
 
-# ------------------------------------------------------------------------------------------------------------------- serve
+# ---------------------------------------------------------------------------------------------------------------- serve
 
 
 class Served:
-    """What `serve` would have started: the settings of the server, of the engine, and the adapters loaded at the start."""
+    """What `serve` would have started: the settings of the server, of the engine, and the adapters loaded at the
+    start."""
 
     def __init__(self) -> None:
         self.server: ServerConfig
@@ -526,7 +527,7 @@ def test_every_setting_is_a_flag() -> None:
             assert named <= flags
 
 
-# ---------------------------------------------------------------------------------------------------------------- generate
+# ------------------------------------------------------------------------------------------------------------- generate
 
 
 def test_generate(run: Run) -> None:
@@ -545,7 +546,7 @@ def test_generate_draws_the_same_with_the_same_seed(run: Run) -> None:
     assert first == same != other
 
 
-# -------------------------------------------------------------------------------------------------------------------- demo
+# ----------------------------------------------------------------------------------------------------------------- demo
 
 
 def test_the_demo_is_right(run: Run) -> None:
@@ -574,7 +575,7 @@ def test_the_demo_as_a_server(run: Run, served: Served) -> None:
     assert served.loaded == [(task.name, str(adapter_path(task.name))) for task in TASKS]
 
 
-# ------------------------------------------------------------------------------------------------------------------- bench
+# ---------------------------------------------------------------------------------------------------------------- bench
 
 
 def test_bench(run: Run) -> None:
@@ -585,7 +586,7 @@ def test_bench(run: Run) -> None:
     assert "distinct" in out
 
 
-# ----------------------------------------------------------------------------------------------------------------- profile
+# -------------------------------------------------------------------------------------------------------------- profile
 
 
 @pytest.fixture
@@ -645,7 +646,7 @@ def test_top(run: Run, live: LiveServer) -> None:
     assert "sql" in out
 
 
-# --------------------------------------------------------------------------------------------------------- adapter inspect
+# ------------------------------------------------------------------------------------------------------ adapter inspect
 
 
 @pytest.fixture
@@ -734,7 +735,7 @@ def test_inspect_as_json(run: Run, copy_of_upper: Path) -> None:
     assert report["is_checked_against_base"] is True
 
 
-# ------------------------------------------------------------------------------------------------------------------ doctor
+# --------------------------------------------------------------------------------------------------------------- doctor
 
 
 def test_doctor(run: Run) -> None:

@@ -1,8 +1,9 @@
 """Every command of the README and of docs/ runs as it is written, on the demo's model and adapters.
 
-Commands are the lines of `sh` blocks, the lines after `$` in `console` blocks, and indented lines that begin with a program of this
-project. They run page by page, in order, in a folder where `path/to/model` and the like lie; a page's requests go to one server with the
-adapters that pages name, on a free port instead of 8000. What cannot run here is in NOT_RUN with the reason.
+Commands are the lines of `sh` blocks, the lines after `$` in `console` blocks, and indented lines that begin with a
+program of this project. They run page by page, in order, in a folder where `path/to/model` and the like lie; a page's
+requests go to one server with the adapters that pages name, on a free port instead of 8000. What cannot run here is in
+NOT_RUN with the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The container files: what the linter would ask for, that their metrics exist, and, behind the marker `container`, their commands.
+"""The container files: what the linter would ask for, that their metrics exist, and, behind the marker `container`,
+their commands.
 
-No container tool is needed: the RUN lines of the build stage run in a copy of the tree, and then the start command and the health check.
+No container tool is needed: the RUN lines of the build stage run in a copy of the tree, and then the start command and
+the health check.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class TestImage:
         assert bound.arguments
 
 
-# ------------------------------------------------------------------------------------------------- compose and dashboard
+# ------------------------------------------------------------------------------------------------ compose and dashboard
 
 
 def test_compose_names_files_that_exist() -> None:
@@ -124,7 +126,7 @@ def test_the_dashboard_uses_the_provisioned_source() -> None:
     assert uids == {source["uid"] for source in sources}
 
 
-# ------------------------------------------------------------------------------------------------------------ the commands
+# --------------------------------------------------------------------------------------------------------- the commands
 
 
 @pytest.mark.container

@@ -1,4 +1,5 @@
-"""The fixtures are what parity tests need: fit oracles for every family and every PEFT field, and adapters that matter."""
+"""The fixtures are what parity tests need: fit oracles for every family and every PEFT field, and adapters that
+matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The snapshot that crosses processes: frozen, complete, and free of third parties. The page is in tests/server/test_metrics.py."""
+"""The snapshot that crosses processes: frozen, complete, and free of third parties. The page is in
+tests/server/test_metrics.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`loraplex serve` as a user starts it, with the demo's model and its eight adapters, spoken to by the real `openai` client."""
+"""`loraplex serve` as a user starts it, with the demo's model and its eight adapters, spoken to by the real `openai`
+client."""
 
 from __future__ import annotations
 
@@ -184,7 +185,7 @@ def test_events_come_as_they_happen(server: Server, http_client: httpx.Client) -
     assert json.loads(data.removeprefix("data: "))["adapter"] == "sort"
 
 
-# ------------------------------------------------------------------------------------------------------------ many at once
+# --------------------------------------------------------------------------------------------------------- many at once
 
 
 def ask(sdk: openai.OpenAI, index: int) -> str:
@@ -234,7 +235,7 @@ def test_a_list_of_prompts_is_one_batch(sdk: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == [phrase[::-1] for phrase in PHRASES[:8]]
 
 
-# -------------------------------------------------------------------------------------------------------------- the routes
+# ----------------------------------------------------------------------------------------------------------- the routes
 
 
 def test_models(server: Server, sdk: openai.OpenAI) -> None:
@@ -404,7 +405,7 @@ def test_a_taken_port_is_said_at_once(server: Server, tmp_path: Path) -> None:
     assert second.stderr.count("\n") == 1
 
 
-# --------------------------------------------------------------------------------------------------------- life and death
+# ------------------------------------------------------------------------------------------------------- life and death
 
 
 def long_stream(
@@ -433,7 +434,8 @@ def status_of(server: Server) -> int:
 
 
 def test_a_dead_engine_and_the_end_of_a_server(tmp_path: Path) -> None:
-    """The engine is killed under a stream and comes back; then Ctrl-C, while a stream runs, waits for it; then the port is free."""
+    """The engine is killed under a stream and comes back; then Ctrl-C, while a stream runs, waits for it; then the port
+    is free."""
     with Server(tmp_path, *WITH_ADAPTERS) as server, server.sdk() as sdk:
         check_that_a_dead_engine_comes_back(server, sdk)
         stream = long_stream(sdk, "upper", 300)

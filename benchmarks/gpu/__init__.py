@@ -1,1 +1,2 @@
-"""Checks and figures on an NVIDIA GPU; each script tries itself out in Triton's interpreter on a CPU with --interpret."""
+"""Checks and figures on an NVIDIA GPU; each script tries itself out in Triton's interpreter on a CPU with
+--interpret."""

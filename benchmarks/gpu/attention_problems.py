@@ -1,4 +1,5 @@
-"""Problems of paged attention (kernel_checks.py): decode, prompts, chunks and both in one step, Triton's kernels and FlashAttention 3."""
+"""Problems of paged attention (kernel_checks.py): decode, prompts, chunks and both in one step, Triton's kernels and
+FlashAttention 3."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def attention_problem(
     seed: int = 0,
     is_flash: bool = False,
 ) -> Planned:
-    """Rotary positions and the KV write, then attention over blocks that lie anywhere; heads: H, KH, D. What no token wrote is NaN.
+    """Rotary positions and the KV write, then attention over blocks that lie anywhere; heads: H, KH, D. What no token
+    wrote is NaN.
 
     is_flash: FlashAttention 3 runs prompts.
     """
@@ -124,7 +126,8 @@ def expected_attention(
     scale: float,
     window: int | None,
 ) -> Tensors:
-    """(q with positions, what is written to the cache, attention over the cache as it was rounded), 0 in padded rows."""
+    """(q with positions, what is written to the cache, attention over the cache as it was rounded), 0 in padded
+    rows."""
     real = (plan.kv_slot_mapping >= 0).nonzero()[:, 0]
     slots = plan.kv_slot_mapping[real]
     wide = layer.double()
@@ -182,7 +185,8 @@ def attention_problems(place: Place, is_small: bool) -> Iterator[Planned]:
 
 
 def flash_problems(place: Place, shapes: Sequence[tuple[int, int, int]]) -> Iterator[Planned]:
-    """FlashAttention 3, where it is installed: prompts, chunks behind a prefix, decodes and what it leaves to the kernels, in one step."""
+    """FlashAttention 3, where it is installed: prompts, chunks behind a prefix, decodes and what it leaves to the
+    kernels, in one step."""
     if flash_absence(place) is not None:
         return
     for number, (dtype, heads) in enumerate(itertools.product(place.dtypes, shapes)):

@@ -3,12 +3,13 @@
     python -m benchmarks.gpu.check                                         a few minutes; the table comes last
     python -m benchmarks.gpu.check --only lora,attention --match bf16
     python -m benchmarks.gpu.check --interpret                             on a CPU, in Triton's interpreter, at tiny sizes
-Kernels against their formulas in float64, on random inputs, with poisoned memory: a row's relative error, the same bits in two runs,
-a CUDA graph's replay after its inputs changed equal to eager, no row dependent on its neighbours. The sampler's tokens against the
-CPU's. Tiny models in float32 against transformers + peft: several adapters in one batch, graphs against eager, adapters that are promoted
-under load. And a part of the kernels under compute-sanitizer: memory errors, and races of the LoRA and attention kernels of a decode step.
-A check that stock torch ran instead of a kernel has failed. Exit code 1 when a check failed, was left out (no time, no
-compute-sanitizer), or there was none; 130 after Ctrl-C, with what was found until then.
+Kernels against their formulas in float64, on random inputs, with poisoned memory: a row's relative error, the same bits
+in two runs, a CUDA graph's replay after its inputs changed equal to eager, no row dependent on its neighbours. The
+sampler's tokens against the CPU's. Tiny models in float32 against transformers + peft: several adapters in one batch,
+graphs against eager, adapters that are promoted under load. And a part of the kernels under compute-sanitizer: memory
+errors, and races of the LoRA and attention kernels of a decode step. A check that stock torch ran instead of a kernel
+has failed. Exit code 1 when a check failed, was left out (no time, no compute-sanitizer), or there was none; 130 after
+Ctrl-C, with what was found until then.
 """
 
 from __future__ import annotations

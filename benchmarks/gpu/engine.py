@@ -4,11 +4,12 @@
     python -m benchmarks.gpu.engine --models Llama-3.2-1B --variants default,eager --json results/gpu-engine.json
     python -m benchmarks.gpu.engine --interpret --variants default --lora-backend torch    on a CPU: only whether it runs (in seconds;
                                                                        minutes without --lora-backend, in Triton's interpreter)
-of limit: tokens/s beside batch * copy bandwidth / bytes of the base weights. of floor: the time in which a copy moves what a step reads
-(weights, the step's adapters, keys and values) beside the step's. / base: tokens/s beside the same batch without adapters.
-replayed: the share of decode steps that were a CUDA graph's. A load that had others where graphs are on, or operators that stock torch
-ran instead of a kernel, has failed. Adapters have rank 16 and are on every linear. Targets are those of docs/gpu.md. Exit code 1 when a
-load failed or none was measured; 130 after Ctrl-C, with what was measured until then.
+of limit: tokens/s beside batch * copy bandwidth / bytes of the base weights. of floor: the time in which a copy moves
+what a step reads (weights, the step's adapters, keys and values) beside the step's. / base: tokens/s beside the same
+batch without adapters. replayed: the share of decode steps that were a CUDA graph's. A load that had others where
+graphs are on, or operators that stock torch ran instead of a kernel, has failed. Adapters have rank 16 and are on every
+linear. Targets are those of docs/gpu.md. Exit code 1 when a load failed or none was measured; 130 after Ctrl-C, with
+what was measured until then.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One load. base_ratio: of its tokens/s to the same batch's without adapters. replayed: share of its decode steps, None where none could be.
+    """One load. base_ratio: of its tokens/s to the same batch's without adapters. replayed: share of its decode steps,
+    None where none could be.
 
-    eager: its other decode steps by reason. fallbacks: calls that stock torch ran for a kernel, by operator and reason. verdict: ok, MISSED,
-    or empty where there is no target.
+    eager: its other decode steps by reason. fallbacks: calls that stock torch ran for a kernel, by operator and reason.
+    verdict: ok, MISSED, or empty where there is no target.
     """
 
     model: str
@@ -204,7 +206,8 @@ def loads_of(variant: str, place: Place, count: int) -> dict[str, Load]:
 
 
 def ran(row: Row, before: EngineStats, after: EngineStats, has_graphs: bool) -> Row:
-    """The row with how its steps ran. It has failed where stock torch ran operators, or decode steps were eager in spite of graphs."""
+    """The row with how its steps ran. It has failed where stock torch ran operators, or decode steps were eager in
+    spite of graphs."""
     replayed = sum(_since(before.graph_steps, after.graph_steps).values())
     eager = _since(before.eager_steps, after.eager_steps)
     eager.pop("prefill", None)
@@ -324,7 +327,8 @@ def cells(row: Row) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 when an engine did not start, a load failed or none was measured; a target that is missed is for the reader. 130 after Ctrl-C."""
+    """1 when an engine did not start, a load failed or none was measured; a target that is missed is for the reader.
+    130 after Ctrl-C."""
     args = parser().parse_args(arguments)
     place = find_place(args.interpret)
     deadline = time.monotonic() + args.budget

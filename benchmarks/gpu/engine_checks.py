@@ -1,7 +1,8 @@
-"""The sampler and whole models on a GPU: tokens as the CPU's sampler draws them, tokens as transformers + peft have them, in float32.
+"""The sampler and whole models on a GPU: tokens as the CPU's sampler draws them, tokens as transformers + peft have
+them, in float32.
 
-Models are those of the tests (tests/fixtures.py): tiny, random, and such that greedy output does not repeat itself and no two best logits
-are near a tie. The oracle runs on the CPU.
+Models are those of the tests (tests/fixtures.py): tiny, random, and such that greedy output does not repeat itself and
+no two best logits are near a tie. The oracle runs on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.metrics import EngineStats
 from tests.fixtures import ADAPTER_OPTIONS, NUM_TOKENS, GreedyCase, ModelZoo
 
-# --------------------------------------------------------------------------------------------------------------- sampler
+# -------------------------------------------------------------------------------------------------------------- sampler
 
 PARAMS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_k": 40},
@@ -51,7 +52,7 @@ def sampler_findings(place: Place, is_small: bool) -> Iterator[Finding]:
         yield Finding("sampler", f"{rows} rows of {vocab_size} as on the CPU", not notes, ", ".join(notes))
 
 
-# ---------------------------------------------------------------------------------------------------------------- models
+# --------------------------------------------------------------------------------------------------------------- models
 
 
 @dataclass(frozen=True)

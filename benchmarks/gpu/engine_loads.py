@@ -1,4 +1,5 @@
-"""Loads on an engine in this process, by token ids: full batches that decode, prompts among them, and adapters that are not on the device."""
+"""Loads on an engine in this process, by token ids: full batches that decode, prompts among them, and adapters that are
+not on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ FIRST_TOKEN_ID = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the loads. prompt: tokens of a decode load's prompts; steps: of a measurement, which is done `rounds` times."""
+    """Of the loads. prompt: tokens of a decode load's prompts; steps: of a measurement, which is done `rounds`
+    times."""
 
     prompt: int
     steps: int
@@ -55,7 +57,8 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Cold:
-    """Medians: a request's first token with its adapter on the device and on the host, and the others' gaps beside each."""
+    """Medians: a request's first token with its adapter on the device and on the host, and the others' gaps beside
+    each."""
 
     warm_first_ms: float
     cold_first_ms: float
@@ -164,7 +167,8 @@ def mixed(llm: LLM, adapters: Sequence[LoRARequest | None], seats: int, sizes: S
 
 
 def cold(llm: LLM, background: Sequence[LoRARequest], others: Sequence[LoRARequest], sizes: Sizes) -> Cold:
-    """Beside requests that decode, one with an adapter that is on the device and one whose adapter has to come from the host, in turn."""
+    """Beside requests that decode, one with an adapter that is on the device and one whose adapter has to come from the
+    host, in turn."""
     driver = Driver(llm)
     steps_each = 8
     output = 2 * sizes.cold_samples * (2 * steps_each + 8) + 64

@@ -15,11 +15,13 @@ from loraplex.kernels.plan import LoraSegment, SliceWeights
 Tensors = tuple[torch.Tensor, ...]
 
 LIMITS = {FP32: 1e-5, FP16: 2e-3, BF16: 1.5e-2}
-"""Largest relative error of a row, by the dtype of the result: rounding once costs up to 6e-8, 5e-4, 4e-3 of a number; tf32 gives 3e-4."""
+"""Largest relative error of a row, by the dtype of the result: rounding once costs up to 6e-8, 5e-4, 4e-3 of a number;
+tf32 gives 3e-4."""
 
 
 def row_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """max over rows of |out - expected| / |expected|; infinite where a number is not finite. Rows are the first dimension."""
+    """max over rows of |out - expected| / |expected|; infinite where a number is not finite. Rows are the first
+    dimension."""
     out, expected = out.double().flatten(1), expected.double().flatten(1)
     if out.numel() == 0:
         return 0.0
@@ -60,7 +62,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Every tensor that is allocated and not filled holds NaN or the largest integer: what a kernel does not write shows."""
+    """Every tensor that is allocated and not filled holds NaN or the largest integer: what a kernel does not write
+    shows."""
     was_on, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -1,4 +1,5 @@
-"""FlashAttention 3 in place of Triton's prefill kernel, where it is installed: however fast it is, unlike an engine's choice."""
+"""FlashAttention 3 in place of Triton's prefill kernel, where it is installed: however fast it is, unlike an engine's
+choice."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BLOCK_SIZE = 16
 Layouts = tuple[SliceLayout | None, ...]
 
 
-# -------------------------------------------------------------------------------------------------------------- adapters
+# ------------------------------------------------------------------------------------------------------------- adapters
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def pack(
 def make_table(
     targets: Sequence[LoraTarget], blocks: Sequence[Sequence[Packed]], device: torch.device, capacity: int | None = None
 ) -> SlotTable:
-    """A poisoned arena with adapter `slot`'s block of target i, blocks[slot][i], in it; equal blocks are there once for each."""
+    """A poisoned arena with adapter `slot`'s block of target i, blocks[slot][i], in it; equal blocks are there once for
+    each."""
     size = sum(align(packed.block.numel()) + 64 for of_slot in blocks for packed in of_slot)
     buffer = torch.full((size + 64,), POISON, dtype=torch.uint8, device=device)
     table = SlotTable(targets, capacity or len(blocks), buffer)
@@ -110,7 +111,8 @@ def empty_table(backend: KernelBackend, target: LoraTarget, ranks: Sequence[int]
 
 
 def draw_slots(popularity: str, batch: int, rng: np.random.Generator) -> list[int]:
-    """lora_slot of each row, in slot order and numbered from 0, as Punica draws them: sqrt(batch) adapters, Zipf of 1.5, all, one."""
+    """lora_slot of each row, in slot order and numbered from 0, as Punica draws them: sqrt(batch) adapters, Zipf of
+    1.5, all, one."""
     drawn = {
         "distinct": np.arange(batch),
         "uniform": rng.integers(0, math.ceil(math.sqrt(batch)), batch),
@@ -133,13 +135,14 @@ def segments_of(slots: Sequence[int]) -> list[LoraSegment]:
 
 
 def make_plan(slots: Sequence[int], device: torch.device, is_decode: bool = False) -> LoraPlan:
-    """Of one row per entry of `slots`. is_decode: each row is a sequence of its own, and the plan has room for as many segments."""
+    """Of one row per entry of `slots`. is_decode: each row is a sequence of its own, and the plan has room for as many
+    segments."""
     segments = segments_of(slots)
     capacity = len(slots) if is_decode else max(1, len(segments))
     return LoraPlan.build(segments, len(slots), capacity, device, is_decode)
 
 
-# ------------------------------------------------------------------------------------------------------------- sequences
+# ------------------------------------------------------------------------------------------------------------ sequences
 
 
 def make_attention(
@@ -149,7 +152,8 @@ def make_attention(
     block_size: int = BLOCK_SIZE,
     rng: np.random.Generator | None = None,
 ) -> tuple[AttentionPlan, int]:
-    """(the plan, number of blocks it needs); with `rng` a sequence's blocks lie anywhere. A context of 0 is a padded row."""
+    """(the plan, number of blocks it needs); with `rng` a sequence's blocks lie anywhere. A context of 0 is a padded
+    row."""
     counts = [-(-max(1, length) // block_size) for length in context_lens]
     order = np.arange(sum(counts)) if rng is None else rng.permutation(sum(counts))
     tables = np.zeros((len(counts), max(counts)), np.int32)

@@ -35,9 +35,11 @@ Build = Callable[[], list[Call]]
 
 @dataclass(frozen=True)
 class Case:
-    """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and computes.
+    """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and
+    computes.
 
-    target: a name of TARGETS. backend: whose kernels are to run; None: the place's. missing: peers that are not here, and why.
+    target: a name of TARGETS. backend: whose kernels are to run; None: the place's. missing: peers that are not here,
+    and why.
     """
 
     group: str
@@ -88,7 +90,7 @@ def _randn(place: Place, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=place.device).to(dtype_of(place))
 
 
-# ------------------------------------------------------------------------------------------------------------------ LoRA
+# ----------------------------------------------------------------------------------------------------------------- LoRA
 
 
 def lora_case(
@@ -233,11 +235,12 @@ def lora_variant_cases(place: Place) -> Iterator[Case]:
             yield lora_case(place, f"lora decode, {label}", target, rank, slots, f"T={batch} distinct", **options)
 
 
-# ------------------------------------------------------------------------------------------------------------- attention
+# ------------------------------------------------------------------------------------------------------------ attention
 
 
 def attention_case(place: Place, shape: Shape, query_lens: Sequence[int], context_lens: Sequence[int]) -> Case:
-    """All sequences alike for torch, which has keys and values side by side and no pages; FlashAttention 3 reads the same pages."""
+    """All sequences alike for torch, which has keys and values side by side and no pages; FlashAttention 3 reads the
+    same pages."""
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
     dtype, rows = dtype_of(place), sum(query_lens)
     kv_bytes = 2.0 * sum(context_lens) * kv_heads * dim * dtype.itemsize
@@ -285,7 +288,7 @@ def attention_cases(place: Place) -> Iterator[Case]:
         yield attention_case(place, shape, [2048], [8192])
 
 
-# ------------------------------------------------------------------------------------------------------ norms and linears
+# ---------------------------------------------------------------------------------------------------- norms and linears
 
 
 def glue_cases(place: Place) -> Iterator[Case]:

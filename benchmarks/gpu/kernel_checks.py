@@ -1,7 +1,9 @@
-"""Every kernel against its formula in float64: fresh random inputs, poisoned memory, twice the same bits, graph replays, neighbours.
+"""Every kernel against its formula in float64: fresh random inputs, poisoned memory, twice the same bits, graph
+replays, neighbours.
 
-A problem is one operator at one shape. `run` is what a captured graph may hold: it reads tensors that stay where they are and returns new
-ones. `redraw` gives all rows but the first other inputs and fewer rows, as the next step of a decode batch of the same padded size has.
+A problem is one operator at one shape. `run` is what a captured graph may hold: it reads tensors that stay where they
+are and returns new ones. `redraw` gives all rows but the first other inputs and fewer rows, as the next step of a
+decode batch of the same padded size has.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def _same(a: Tensors, b: Tensors) -> bool:
     return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------------ LoRA
+# ----------------------------------------------------------------------------------------------------------------- LoRA
 
 
 OPTION_NAMES = {
@@ -197,7 +199,7 @@ def lora_problems(place: Place, is_small: bool) -> Iterator[Planned]:
         yield lora_problem(place, odd, dtype, [5, 1], [0, 0, 1], True, has_bias=True, seed=next(seeds))
 
 
-# ------------------------------------------------------------------------------------------------- norms and activations
+# ------------------------------------------------------------------------------------------------ norms and activations
 
 
 def glue_problems(place: Place, is_small: bool) -> Iterator[Planned]:
@@ -245,7 +247,7 @@ def _glue_problems(
         yield Planned(problem.name, lambda problem=problem: problem)
 
 
-# ------------------------------------------------------------------------------------------------------ quantised linears
+# ---------------------------------------------------------------------------------------------------- quantised linears
 
 
 def linear_problems(place: Place, is_small: bool) -> Iterator[Planned]:

@@ -3,12 +3,12 @@
     python -m benchmarks.gpu.kernels                                       a few minutes; the table comes last
     python -m benchmarks.gpu.kernels --only lora --match 'r16 T=32' --json results/gpu-kernels.json
     python -m benchmarks.gpu.kernels --interpret                           on a CPU, in seconds: only whether it runs
-Both ceilings are measured first. Times are medians over replays of a CUDA graph; weights, adapters and keys come from memory, not from
-the L2. floor: the larger of bytes / copy bandwidth and operations / matrix rate; of floor: floor / time. Peers: bmm (each row with its
-adapter out of a stacked tensor; rows that share one gather it first), torch._grouped_mm, what stock torch has for the operator, and
-FlashAttention 3 for prompts where it is installed.
-target: of docs/gpu.md, on a GPU only; faster: than bmm and grouped. A case that stock torch ran has failed. Exit code 1 when a case did not
-run or nothing was timed; 130 after Ctrl-C, with what was timed until then.
+Both ceilings are measured first. Times are medians over replays of a CUDA graph; weights, adapters and keys come from
+memory, not from the L2. floor: the larger of bytes / copy bandwidth and operations / matrix rate; of floor: floor /
+time. Peers: bmm (each row with its adapter out of a stacked tensor; rows that share one gather it first),
+torch._grouped_mm, what stock torch has for the operator, and FlashAttention 3 for prompts where it is installed.
+target: of docs/gpu.md, on a GPU only; faster: than bmm and grouped. A case that stock torch ran has failed. Exit code 1
+when a case did not run or nothing was timed; 130 after Ctrl-C, with what was timed until then.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _time(build: Build, place: Place, budget_s: float) -> tuple[Timing | None, s
         gc.collect()
 
 
-# ----------------------------------------------------------------------------------------------------------------- targets
+# -------------------------------------------------------------------------------------------------------------- targets
 
 FASTER = "lora, faster than bmm and grouped"
 PEERS = ("bmm", "grouped")
@@ -136,7 +136,7 @@ def judged(timed: Sequence[Timed], ceilings: Ceilings) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------------------------------ table
+# ---------------------------------------------------------------------------------------------------------------- table
 
 
 def _verdict(one: Timed, ceilings: Ceilings) -> str:

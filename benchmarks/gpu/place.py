@@ -1,4 +1,5 @@
-"""Where a script runs: on a GPU, or tried out in Triton's interpreter on a CPU; how it ends, and what it leaves behind."""
+"""Where a script runs: on a GPU, or tried out in Triton's interpreter on a CPU; how it ends, and what it leaves
+behind."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
-# ------------------------------------------------------------------------------------------------------------------ ending
+# --------------------------------------------------------------------------------------------------------------- ending
 
 
 @dataclass
@@ -110,7 +111,7 @@ def exit_code(main: Callable[[], int]) -> int:
     return ending.code
 
 
-# ------------------------------------------------------------------------------------------------------------- beginning
+# ------------------------------------------------------------------------------------------------------------ beginning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +160,7 @@ def _said(*command: str) -> str:
     return next(iter(said.stdout.splitlines()), "") if said.returncode == 0 else ""
 
 
-# --------------------------------------------------------------------------------------------------------------- results
+# -------------------------------------------------------------------------------------------------------------- results
 
 
 def dtype_name(dtype: torch.dtype) -> str:

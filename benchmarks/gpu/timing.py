@@ -1,4 +1,5 @@
-"""How the GPU scripts time: calls captured in a CUDA graph, replays between events, the median; and the two ceilings of a GPU.
+"""How the GPU scripts time: calls captured in a CUDA graph, replays between events, the median; and the two ceilings of
+a GPU.
 
 Calls that are timed together read different memory, more than twice the L2 holds, so that each finds it cold.
 """
@@ -27,7 +28,8 @@ MIN_REPLAYS, MAX_REPLAYS = 7, 200
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of replays, and the range of their middle half. is_captured: false where calls could not be."""
+    """Seconds of one call: the median of replays, and the range of their middle half. is_captured: false where calls
+    could not be."""
 
     seconds: float
     spread: float
@@ -36,7 +38,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bandwidth: bytes/s read and written by a large copy; matrix_rate: bf16 operations/s of a large product of random numbers."""
+    """bandwidth: bytes/s read and written by a large copy; matrix_rate: bf16 operations/s of a large product of random
+    numbers."""
 
     bandwidth: float
     matrix_rate: float

@@ -1,7 +1,7 @@
 """A schedule plan becomes tensors: the rows of a step in adapter order, positions, KV addresses, LoRA segments.
 
-Rows are ordered by lora_slot, base rows first, so that the rows of one adapter lie together and all layers share one `LoraPlan`.
-Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
+Rows are ordered by lora_slot, base rows first, so that the rows of one adapter lie together and all layers share one
+`LoraPlan`. Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ DEBUG_VARIABLE = "LORAPLEX_DEBUG"
 class LoRAMapping:
     """Which adapter each token and each prompt of a batch goes through, as lora_slot; -1 is the base model.
 
-    index_mapping: int32 [num_tokens]; prompt_mapping: int32 [num_prompts]; is_prefill: some prompt has more than one token here.
+    index_mapping: int32 [num_tokens]; prompt_mapping: int32 [num_prompts]; is_prefill: some prompt has more than one
+    token here.
     """
 
     index_mapping: NDArray[np.int32]
@@ -38,7 +39,8 @@ class LoRAMapping:
 
     @classmethod
     def from_prompts(cls, lora_slots: Sequence[int], query_lens: Sequence[int]) -> LoRAMapping:
-        """Prompt i has `query_lens[i]` tokens, one prompt after the other. Raises InvalidRequestError when lengths differ."""
+        """Prompt i has `query_lens[i]` tokens, one prompt after the other. Raises InvalidRequestError when lengths
+        differ."""
         if len(lora_slots) != len(query_lens):
             raise InvalidRequestError(f"{len(lora_slots)} lora slots for {len(query_lens)} prompts")
         prompts = np.asarray(lora_slots, dtype=np.int32)
@@ -76,7 +78,8 @@ class LoRAMapping:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogitRows:
-    """Logits rows [start, start + len(next_ids)) of a step are for prompt positions; each predicts the token in `next_ids`."""
+    """Logits rows [start, start + len(next_ids)) of a step are for prompt positions; each predicts the token in
+    `next_ids`."""
 
     state: RequestState
     start: int
@@ -87,8 +90,9 @@ class PromptLogitRows:
 class BuiltStep:
     """A step as tensors. `sampled[i]` is drawn from logits row `sampled_rows[i]`; rows behind all of them are padding.
 
-    pending: (row of batch.token_ids, request) of tokens that the step in flight draws; they are 0 until they are taken from there.
-    padded_size: rows of a decode step that a captured graph may run, padding counted; None for any other step.
+    pending: (row of batch.token_ids, request) of tokens that the step in flight draws; they are 0 until they are taken
+    from there. padded_size: rows of a decode step that a captured graph may run, padding counted; None for any other
+    step.
     """
 
     batch: StepBatch
@@ -103,7 +107,8 @@ class BatchBuilder:
     """Builds the tensors of one step after the other, in buffers that are reused: only the last step's are valid.
 
     A decode step may be padded to a number of rows: see `build`. `table_width`: KV blocks of the longest request.
-    `table`: where the adapters are; with LORAPLEX_DEBUG a step that names a slot without one raises InvalidRequestError.
+    `table`: where the adapters are; with LORAPLEX_DEBUG a step that names a slot without one raises
+    InvalidRequestError.
     """
 
     def __init__(
@@ -121,10 +126,11 @@ class BatchBuilder:
         self._checked_table = table if os.environ.get(DEBUG_VARIABLE) else None
 
     def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
-        """With `padded_size`, which only steps of sampled sequences with one token each may have, rows of padding follow.
+        """With `padded_size`, which only steps of sampled sequences with one token each may have, rows of padding
+        follow.
 
-        A row of padding is a sequence of its own with one token 0 at position 0, no context, and a KV slot of -1: nothing is written for
-        it. Its logits mean nothing.
+        A row of padding is a sequence of its own with one token 0 at position 0, no context, and a KV slot of -1:
+        nothing is written for it. Its logits mean nothing.
         """
         sequences = sorted(plan.sequences, key=lambda sequence: _slot_of(sequence.state))
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
@@ -156,9 +162,11 @@ class BatchBuilder:
         return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences), padded_size)
 
     def blank(self, size: int, has_adapters: bool) -> StepBatch:
-        """A decode step of `size` rows of padding, for a capture: its tensors are those of every later step of that size.
+        """A decode step of `size` rows of padding, for a capture: its tensors are those of every later step of that
+        size.
 
-        It has no lengths on the host, which would be those of the capture for ever: a kernel that reads them fails here.
+        It has no lengths on the host, which would be those of the capture for ever: a kernel that reads them fails
+        here.
         """
         shape = self.padded_shape(size)
         _write_padding(self._buffers.begin(shape), 0, 0, 0)
@@ -227,7 +235,8 @@ class BatchBuilder:
 
 
 def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:
-    """The plan as a graph of so many rows has it: its buffers, all of their segments, and nothing of a step on the host.
+    """The plan as a graph of so many rows has it: its buffers, all of their segments, and nothing of a step on the
+    host.
 
     It stays as it is when the plan is rewritten: a replay reads the buffers, and nothing else.
     """
@@ -272,7 +281,8 @@ def _pending(sequences: Sequence[ScheduledSequence]) -> tuple[tuple[int, Request
 def _logits_rows(
     sequences: Sequence[ScheduledSequence], query_lens: Sequence[int]
 ) -> tuple[tuple[ScheduledSequence, ...], tuple[int, ...], tuple[PromptLogitRows, ...], list[int]]:
-    """Which token rows need logits: the last one of each sampled sequence, and those whose prompt logprobs were asked."""
+    """Which token rows need logits: the last one of each sampled sequence, and those whose prompt logprobs were
+    asked."""
     sampled, sampled_rows, prompt_rows = [], [], []
     token_rows: list[int] = []
     first = 0

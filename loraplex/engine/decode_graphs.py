@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs: one launch instead of some hundreds.
 
-At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA kernel. A step is
-padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers (engine/step_buffers.py), the KV
-memory and the slot table, all at fixed addresses, and writes logits to one tensor that all graphs share. So adapters that come, go and
-move, and KV blocks that change hands, are no reason to capture anew. One thing is: kernels are made for ranks up to some bound
-(StepCapture.rank_capacity), and a step with an adapter of a larger rank has its graph captured again for larger ones.
+At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA
+kernel. A step is padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers
+(engine/step_buffers.py), the KV memory and the slot table, all at fixed addresses, and writes logits to one tensor that
+all graphs share. So adapters that come, go and move, and KV blocks that change hands, are no reason to capture anew.
+One thing is: kernels are made for ranks up to some bound (StepCapture.rank_capacity), and a step with an adapter of a
+larger rank has its graph captured again for larger ones.
 
 Everything else runs kernel by kernel, and is counted by reason:
 
@@ -15,8 +16,8 @@ Everything else runs kernel by kernel, and is counted by reason:
 
 A profile of steps changes none of this: backends that can be captured time no operators.
 
-What graphs hold stays until the engine ends. Low-memory mode does not take it: the arena is memory of its own, which scratch memory given
-back would not make larger, and a replay would write to it.
+What graphs hold stays until the engine ends. Low-memory mode does not take it: the arena is memory of its own, which
+scratch memory given back would not make larger, and a replay would write to it.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress | None = None) -> None:
-        """Capture all graphs, once and before the first step. When one cannot be, there are none: a warning says why."""
+        """Capture all graphs, once and before the first step. When one cannot be, there are none: a warning says
+        why."""
         kinds = (False,) if self._table is None else (True, False)
         keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
         began_s = time.monotonic()
@@ -158,7 +160,8 @@ class DecodeGraphs:
         logger.info("captured %d CUDA graphs in %.1f s", len(keys), time.monotonic() - began_s)
 
     def _try_capture(self, key: _Key) -> bool:
-        """False, and no such graph, when it cannot be captured. One that was there, and may be running, is kept until then."""
+        """False, and no such graph, when it cannot be captured. One that was there, and may be running, is kept until
+        then."""
         try:
             if not len(self._logits):
                 shape = self._sizes[-1], self._model.config.vocab_size
@@ -210,7 +213,8 @@ class DecodeGraphs:
         return None
 
     def _is_there(self, key: _Key, slots: set[int]) -> bool:
-        """Whether there is such a graph, for the ranks in these slots; it is captured again when they are larger than it covers."""
+        """Whether there is such a graph, for the ranks in these slots; it is captured again when they are larger than
+        it covers."""
         captured = self._graphs.get(key)
         if captured is None:
             return False
@@ -221,7 +225,8 @@ class DecodeGraphs:
         return self._try_capture(key) and rank <= self._graphs[key].rank_capacity
 
     def replay(self, step: BuiltStep) -> Tensor:
-        """Logits float32 [sampled sequences, vocab] of the step that was built last, with its `padded_size`; good until the next replay."""
+        """Logits float32 [sampled sequences, vocab] of the step that was built last, with its `padded_size`; good until
+        the next replay."""
         key = _key_of(step)
         if self._compared is not None:
             self._compare(key)
@@ -233,7 +238,8 @@ class DecodeGraphs:
 
     @contextmanager
     def compared(self) -> Iterator[Counter[str]]:
-        """Within it every replayed step runs kernel by kernel too, as it was captured: the counts of `equal` and `different` logits."""
+        """Within it every replayed step runs kernel by kernel too, as it was captured: the counts of `equal` and
+        `different` logits."""
         self._compared = Counter()
         try:
             yield self._compared
@@ -278,23 +284,26 @@ class CapturedGraph(Protocol):
 
 
 class GraphDevice(Protocol):
-    """Captures functions that read and write tensors of fixed addresses. Scratch tensors of all its graphs share one memory pool."""
+    """Captures functions that read and write tensors of fixed addresses. Scratch tensors of all its graphs share one
+    memory pool."""
 
     def capture(self, run: Callable[[], None]) -> CapturedGraph:
-        """`run` is called twice: to warm up, and to be captured. Raises what it raises; nothing of a failed capture stays."""
+        """`run` is called twice: to warm up, and to be captured. Raises what it raises; nothing of a failed capture
+        stays."""
         ...
 
     def release(self) -> None:
-        """Give back the memory of graphs that nobody holds any more, and what the device's allocator keeps for later."""
+        """Give back the memory of graphs that nobody holds any more, and what the device's allocator keeps for
+        later."""
         ...
 
 
 class CudaGraphDevice:
     """torch.cuda.CUDAGraph on one device.
 
-    Captured on a stream of its own, which the warm-up runs on too: cuBLAS keeps its workspace by stream, and the first call makes it.
-    Other threads may use the device meanwhile (capture_error_mode thread_local). Capture the largest graph first: the others find room in
-    what its pool has already.
+    Captured on a stream of its own, which the warm-up runs on too: cuBLAS keeps its workspace by stream, and the first
+    call makes it. Other threads may use the device meanwhile (capture_error_mode thread_local). Capture the largest
+    graph first: the others find room in what its pool has already.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -320,7 +329,8 @@ class CudaGraphDevice:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture in which something went wrong: that may have ended it, and then torch's allocator is not told so."""
+        """End a capture in which something went wrong: that may have ended it, and then torch's allocator is not told
+        so."""
         with suppress(RuntimeError):
             graph.capture_end()
         with suppress(RuntimeError):  # it was told

@@ -1,6 +1,8 @@
-"""A diagnostic prompt: fixed tokens whose likeliest successors are recorded while all is well, and asked again when something is odd.
+"""A diagnostic prompt: fixed tokens whose likeliest successors are recorded while all is well, and asked again when
+something is odd.
 
-One forward pass of a few tokens, between steps and beside the scheduler: no request waits for it longer than for a short prompt.
+One forward pass of a few tokens, between steps and beside the scheduler: no request waits for it longer than for a
+short prompt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The heart: one engine, synchronous. A step is schedule, launch, commit; with look-ahead the commit is that of the step before.
+"""The heart: one engine, synchronous. A step is schedule, launch, commit; with look-ahead the commit is that of the
+step before.
 
 Nothing here knows of names, files or sockets: requests are token ids, adapters are ids with a digest.
 """
@@ -34,7 +35,8 @@ MAX_VACATED_CHUNKS = 8
 
 
 class EngineCore:
-    """One model with its memory, its queue and its adapters. Not thread-safe but for `adapters`, whose verbs any thread may call.
+    """One model with its memory, its queue and its adapters. Not thread-safe but for `adapters`, whose verbs any thread
+    may call.
 
     `is_stalled` says that the last step had nothing to run although requests wait (for an adapter's load, say).
     """
@@ -67,7 +69,8 @@ class EngineCore:
         self._flights = StepsInFlight(scheduler, runner, adapters, caretaker, profiler, look_ahead)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before it added."""
+        """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before
+        it added."""
         with self._runner.threads():
             return self._step()
 
@@ -86,7 +89,8 @@ class EngineCore:
         return self._flights.commit_all()
 
     def _is_commit_due(self) -> bool:
-        """Whether the step in flight has to be committed before the next is scheduled: for care, or the scheduler's sake."""
+        """Whether the step in flight has to be committed before the next is scheduled: for care, or the scheduler's
+        sake."""
         try:
             is_quiet_wanted = self._caretaker.is_due or self._blocks.num_chunks_owed > 0
             return is_quiet_wanted or not self._scheduler.has_unfinished or self._scheduler.needs_commit()
@@ -108,7 +112,8 @@ class EngineCore:
             return SchedulePlan(-1, ())
 
     def vacate_kv(self, num_chunks: int) -> int:
-        """Move KV blocks together while no step is in flight, until that many chunks went back to the arena; returns how many did."""
+        """Move KV blocks together while no step is in flight, until that many chunks went back to the arena; returns
+        how many did."""
         assert not self._flights, "a step in flight reads the blocks"
         return self._blocks.vacate(num_chunks, self._runner.move_kv_blocks)
 
@@ -216,7 +221,8 @@ class EngineCore:
         )
 
     def start_profile(self) -> None:
-        """Record every step from now on; the kernels one by one where the backend can tell. What was recorded before is forgotten."""
+        """Record every step from now on; the kernels one by one where the backend can tell. What was recorded before is
+        forgotten."""
         self._runner.measure_operators(True)
         self._flights.recorder = StepRecorder()
         self._flights.recorder.begin(self._profiler.seconds)
@@ -234,7 +240,8 @@ class EngineCore:
         return StepTimes(self._num_steps, {part: seconds.get(part, 0.0) for part in STEP_PARTS})
 
     def check_integrity(self) -> None:
-        """Assert that queues, KV blocks and adapter memory are consistent; when idle, that every reference has returned."""
+        """Assert that queues, KV blocks and adapter memory are consistent; when idle, that every reference has
+        returned."""
         self._scheduler.check_integrity()
         self._blocks.check_integrity()
         if self._adapters is not None:
@@ -264,7 +271,8 @@ class _Flight:
 
 
 class StepsInFlight:
-    """Steps between their launch and their commit: one, or with look-ahead one while the next is scheduled and launched.
+    """Steps between their launch and their commit: one, or with look-ahead one while the next is scheduled and
+    launched.
 
         step k     schedule k, launch k, then wait for k - 1 and commit it: the device runs k while the host ends k - 1 and schedules k + 1
 
@@ -294,7 +302,8 @@ class StepsInFlight:
         return len(self._flights)
 
     def advance(self, plan: SchedulePlan) -> list[TokenOutput]:
-        """Launch a plan, if it is not empty, and commit the steps before it; it too, unless it may run on while the next is scheduled.
+        """Launch a plan, if it is not empty, and commit the steps before it; it too, unless it may run on while the
+        next is scheduled.
 
         Returns what was committed. Raises DeviceLostError.
         """
@@ -317,7 +326,8 @@ class StepsInFlight:
         return outputs
 
     def drain(self) -> None:
-        """Wait until the device reads no memory any more; what it computed is dropped, and the next step begins anew."""
+        """Wait until the device reads no memory any more; what it computed is dropped, and the next step begins
+        anew."""
         with suppress(Exception):
             self._runner.recover()
 
@@ -349,7 +359,8 @@ class StepsInFlight:
         return self._fail(flight.plan, tokens) if isinstance(tokens, Exception) else self._commit(flight.plan, tokens)
 
     def _result(self, flight: _Flight) -> Mapping[str, SampledToken]:
-        """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it writes again.
+        """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it
+        writes again.
 
         So does the step after it, which read what this one did not draw.
         """

@@ -10,8 +10,8 @@ FINE_SIZES_TO = 256
 
 ALLOWANCE_BYTES = 64 << 20
 ALLOWANCE_BYTES_PER_GRAPH = 16 << 20
-"""What cannot be told from shapes: cuBLAS's workspace of the capturing stream, scratch of split kernels, and what the driver keeps on the
-device of each graph. An allowance, not a measurement."""
+"""What cannot be told from shapes: cuBLAS's workspace of the capturing stream, scratch of split kernels, and what the
+driver keeps on the device of each graph. An allowance, not a measurement."""
 
 
 def graph_sizes(config: EngineConfig) -> tuple[int, ...]:
@@ -26,8 +26,8 @@ def graph_sizes(config: EngineConfig) -> tuple[int, ...]:
 def graph_bytes(config: EngineConfig, model_config: ModelConfig, itemsize: int) -> int:
     """Device memory to leave free for graphs and the logits that they write. itemsize: bytes of an activation.
 
-    One memory pool serves all graphs, so it is as large as the largest needs: the widest tensors of a layer at once, and logits in two
-    dtypes.
+    One memory pool serves all graphs, so it is as large as the largest needs: the widest tensors of a layer at once,
+    and logits in two dtypes.
     """
     sizes, model = graph_sizes(config), model_config
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim

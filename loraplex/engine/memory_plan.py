@@ -4,17 +4,19 @@
     device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
-The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in use.
+The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in
+use.
 
 What a GPU has left once the model is on it:
 
     shareable := gpu_memory_utilization * total - what is taken (weights, scratch memory, other processes) - reserve
     reserve   := activations of the largest step + logits + captured graphs + slot table
 
-The reserve is an estimate, made of the model's shapes (no step is run): a step of max_num_batched_tokens keeps about four hidden
-states, queries, keys, values and attention, and three of the MLP's inner states a token; sampling keeps the logits of max_num_seqs
-rows four times in float32; what graphs get says graph_sizes.py. Logits of prompts (`prompt_logprobs`) are not in it: what
-gpu_memory_utilization leaves is for them, for what torch's allocator loses to rounding, and for the driver.
+The reserve is an estimate, made of the model's shapes (no step is run): a step of max_num_batched_tokens keeps about
+four hidden states, queries, keys, values and attention, and three of the MLP's inner states a token; sampling keeps the
+logits of max_num_seqs rows four times in float32; what graphs get says graph_sizes.py. Logits of prompts
+(`prompt_logprobs`) are not in it: what gpu_memory_utilization leaves is for them, for what torch's allocator loses to
+rounding, and for the driver.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ def plan_memory(
     device: torch.device,
     gpu: DeviceMemory | None = None,
 ) -> MemoryPlan:
-    """gpu: its memory with the model on it, None elsewhere. Raises ConfigError, with both numbers, when the sizes cannot be."""
+    """gpu: its memory with the model on it, None elsewhere. Raises ConfigError, with both numbers, when the sizes
+    cannot be."""
     sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
     num_blocks = sizes.kv_ceiling // block_bytes
@@ -114,8 +117,9 @@ def plan_memory(
 def chunk_size(whole: int, is_gpu: bool) -> int:
     """Bytes of a chunk, about: what KV cache and adapters lend each other at a time.
 
-    On a GPU it is larger. A layer of an adapter is some megabytes there (2.6 MB: rank 16 on an 8B model), so a small chunk holds no two
-    of them; and finding a free chunk is a walk over all of them, in the path of a promote: 80 GB in chunks of 1 MiB are 80,000.
+    On a GPU it is larger. A layer of an adapter is some megabytes there (2.6 MB: rank 16 on an 8B model), so a small
+    chunk holds no two of them; and finding a free chunk is a walk over all of them, in the path of a promote: 80 GB in
+    chunks of 1 MiB are 80,000.
     """
     if not is_gpu:
         return CHUNK_BYTES
@@ -175,7 +179,8 @@ def _size(name: str, size: Size | None, whole: int | None) -> int | None:
 
 
 def _in_bytes(lora: LoRAConfig, whole: int | None, device: torch.device) -> LoRAConfig:
-    """`adapter_memory` as bytes. With device_memory, what is not said is all of it; the host budget of a CPU follows the device's."""
+    """`adapter_memory` as bytes. With device_memory, what is not said is all of it; the host budget of a CPU follows
+    the device's."""
     adapters, host = _size("adapter_memory", lora.adapter_memory, whole), lora.host_memory_bytes
     if adapters is None:
         is_unset = whole is not None and lora.adapter_memory_bytes == DEFAULT_ADAPTER_BYTES

@@ -62,7 +62,8 @@ class StepHandle:
         self._arriving = arriving
 
     def result(self) -> Mapping[str, SampledToken]:
-        """One token per sampled sequence, by request_id; prompt logprobs are added to their requests. Waits for this step alone.
+        """One token per sampled sequence, by request_id; prompt logprobs are added to their requests. Waits for this
+        step alone.
 
         Tokens through adapters that did not arrive are errors instead.
         """
@@ -95,7 +96,8 @@ class _LastTokens:
 class ModelRunner:
     """The decoder with its KV memory and its sampler.
 
-    adapters: None in an engine without LoRA. graphs: captured decode steps; None where every step runs kernel by kernel.
+    adapters: None in an engine without LoRA. graphs: captured decode steps; None where every step runs kernel by
+    kernel.
     """
 
     def __init__(
@@ -133,7 +135,8 @@ class ModelRunner:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Within the block torch has one thread where kernels have their own: torch's spin for milliseconds after each operation."""
+        """Within the block torch has one thread where kernels have their own: torch's spin for milliseconds after each
+        operation."""
         before = torch.get_num_threads()
         torch.set_num_threads(1 if self._has_own_threads else before)  # half a microsecond
         try:
@@ -150,7 +153,8 @@ class ModelRunner:
         return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
 
     def recover(self) -> None:
-        """After a step that failed, on its way perhaps: wait for all that was launched, and make the next step possible."""
+        """After a step that failed, on its way perhaps: wait for all that was launched, and make the next step
+        possible."""
         self.wait()
         self._model.reset_workspace()
 
@@ -173,7 +177,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulePlan) -> StepHandle:
-        """Run the plan, or have the device do so: nothing here waits for it. Tokens that the step before draws are taken from there."""
+        """Run the plan, or have the device do so: nothing here waits for it. Tokens that the step before draws are
+        taken from there."""
         with self._profiler.part("build"):
             arriving = self._prepare(plan)
             step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
@@ -184,7 +189,8 @@ class ModelRunner:
             return self._sample(step, hidden, logits, arriving)
 
     def _take_pending(self, step: BuiltStep) -> None:
-        """Write the tokens that the last step draws into this one's batch; what it did not draw belongs to requests that have ended."""
+        """Write the tokens that the last step draws into this one's batch; what it did not draw belongs to requests
+        that have ended."""
         row_of = self._last.row_of
         pairs = [(row, row_of[state]) for row, state in step.pending if state in row_of]
         if pairs:
@@ -197,7 +203,8 @@ class ModelRunner:
 
         Logits come from its graph, if it has one. None: no such rows.
         Prompts can have thousands of them, so their logits are not made at once.
-        A graph begins when all of an arriving adapter is there: most steps that run one follow its prompt, which has waited for that.
+        A graph begins when all of an arriving adapter is there: most steps that run one follow its prompt, which has
+        waited for that.
         """
         if step.padded_size is not None:
             assert self.graphs is not None
@@ -213,7 +220,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
-        """The likeliest next token after each token of a prompt whose KV blocks are reserved; None when logits are not finite."""
+        """The likeliest next token after each token of a prompt whose KV blocks are reserved; None when logits are not
+        finite."""
         token_ids = list(request.prompt_token_ids)
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))

@@ -2,17 +2,17 @@
 
     logits -> penalties -> logit_bias -> min_tokens -> temperature -> top_k -> top_p -> min_p -> one draw
 
-Tokens are ordered by (logit, descending; id, ascending), so a tie never depends on a library's sort. top_k keeps the first k of
-that order; top_p the shortest prefix whose mass is at least top_p (of what top_k left); min_p the tokens whose probability is at
-least min_p times the largest. Each keeps at least one token. Below a temperature of 1e-5 (vLLM's bound) a row is greedy: the
-first token of the order.
+Tokens are ordered by (logit, descending; id, ascending), so a tie never depends on a library's sort. top_k keeps the
+first k of that order; top_p the shortest prefix whose mass is at least top_p (of what top_k left); min_p the tokens
+whose probability is at least min_p times the largest. Each keeps at least one token. Below a temperature of 1e-5
+(vLLM's bound) a row is greedy: the first token of the order.
 
 The draw is the inverse CDF at u = hash(seed, position), one number per row. Probabilities enter it as whole numbers
 
     w[i] = floor(2^s * exp((logits[i] - max) / temperature)),   s = 53 - ceil(log2(vocab_size + 1))
 
-held in floats. Their sums stay below 2^53, so they are exact in any order: a row's token depends on its logits, parameters, seed
-and position alone, never on its neighbours, on the size of the batch or on how a device splits a sum.
+held in floats. Their sums stay below 2^53, so they are exact in any order: a row's token depends on its logits,
+parameters, seed and position alone, never on its neighbours, on the size of the batch or on how a device splits a sum.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class SamplerOutput:
 
 
 class DrawnTokens:
-    """What a call draws, on its way to the host. `token_ids`: int64 [n] on the device of the logits, for the next step to go on with."""
+    """What a call draws, on its way to the host. `token_ids`: int64 [n] on the device of the logits, for the next step
+    to go on with."""
 
     def __init__(self, token_ids: Tensor, finish: Callable[[], SamplerOutput]) -> None:
         self.token_ids = token_ids
@@ -116,8 +117,9 @@ class DrawnTokens:
 class Sampler:
     """Draws one token per row of logits. It holds no state: a call is a function of its arguments.
 
-    Every backend's `ops` draw the same tokens. On a CPU what is drawn decides what is computed next (a nucleus of the whole
-    vocabulary only for rows that need it); on another device nothing waits: `launch` returns when everything is queued.
+    Every backend's `ops` draw the same tokens. On a CPU what is drawn decides what is computed next (a nucleus of the
+    whole vocabulary only for rows that need it); on another device nothing waits: `launch` returns when everything is
+    queued.
     """
 
     def __init__(self, vocab_size: int, ops: SamplingOps | None = None) -> None:
@@ -131,7 +133,8 @@ class Sampler:
         return self.launch(logits, rows).result()
 
     def launch(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> DrawnTokens:
-        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and as before on return."""
+        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and as before on
+        return."""
         batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch.build(rows)
         assert logits.shape == (len(batch.rows), self.vocab_size), (
             f"logits {tuple(logits.shape)}, {len(batch.rows)} rows"
@@ -142,7 +145,8 @@ class Sampler:
             return draw(logits, batch)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
-        """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; the k best tokens besides."""
+        """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; the k best tokens
+        besides."""
         with torch.inference_mode():
             chosen = torch.as_tensor(next_ids, dtype=torch.int64, device=logits.device)
             result: list[TokenLogprobs] = []
@@ -166,7 +170,7 @@ class Sampler:
             download = _LogprobsDownload(ranked, ())
         return lambda: tuple(download.entries([k] * len(next_ids)))
 
-    # ------------------------------------------------------------------------------------------------------- on the host
+    # ------------------------------------------------------------------------------------------------------ on the host
 
     def _draw_and_wait(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
         if not batch.rows:
@@ -198,7 +202,7 @@ class Sampler:
                 result[i] = entries
         return tuple(result)
 
-    # ---------------------------------------------------------------------------------------------------- beside the host
+    # -------------------------------------------------------------------------------------------------- beside the host
 
     def _draw_beside_host(self, logits: Tensor, batch: SamplingBatch) -> DrawnTokens:
         with edited_logits(logits, batch):
@@ -229,7 +233,7 @@ class Sampler:
 
         return DrawnTokens(token_ids, finish)
 
-    # --------------------------------------------------------------------------------------------------------- the draws
+    # -------------------------------------------------------------------------------------------------------- the draws
 
     def _draws(self, batch: SamplingBatch, is_random: Bools) -> Iterator[tuple[Int64s, Callable[[_Draw], Tensor]]]:
         """Rows that draw at random, by the way in which they do: the parameters alone decide."""
@@ -370,7 +374,8 @@ def _take(tensor: Tensor, rows: Sequence[int] | Int64s) -> Tensor:
 
 
 def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
-    """A token of the shortest prefix of mass `wanted` [m, 1]: weights float64 [m, k] in descending order, of tokens `ids`."""
+    """A token of the shortest prefix of mass `wanted` [m, 1]: weights float64 [m, k] in descending order, of tokens
+    `ids`."""
     mass_before = weights.cumsum(-1) - weights
     weights = weights * (mass_before < wanted)
     if draw.least is not None:
@@ -384,7 +389,8 @@ def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> T
 def token_logprobs(
     ops: SamplingOps, logits: Tensor, token_ids: Tensor, num_best: Sequence[int]
 ) -> list[dict[int, Logprob]]:
-    """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and of `token_ids` [m] in any case.
+    """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and of `token_ids` [m] in any
+    case.
 
     Rank: 1 + the number of tokens before this one in the order (value, descending; id, ascending).
     """

@@ -2,7 +2,8 @@
 
     logits -> penalties -> logit_bias -> min_tokens
 
-Edits touch few elements of a row, so they are scattered into the logits and taken back after the draw; nothing is copied.
+Edits touch few elements of a row, so they are scattered into the logits and taken back after the draw; nothing is
+copied.
 
 No edit makes NaN or +Inf of a finite logit. So a row whose largest edited logit is one of these had it before, and
 speaks against its adapter or the base; where that is -Inf, `min_tokens` forbade all there was.
@@ -33,8 +34,8 @@ Bools = npt.NDArray[np.bool_]
 class SamplingState:
     """What one request's edits of the logits need between steps: token counts, kept sparse, and its bias as arrays.
 
-    `token_ids [m]` are the distinct tokens of prompt and output, `counts [m]` how often each is in the output (0: prompt only).
-    `commit` costs O(1) per token.
+    `token_ids [m]` are the distinct tokens of prompt and output, `counts [m]` how often each is in the output (0:
+    prompt only). `commit` costs O(1) per token.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class SamplingState:
 class SamplingRow:
     """One row of logits. `position` is the index of the token being drawn: 0 for the first of the output.
 
-    `state` holds the counts of exactly `output_token_ids`; without it they are counted from the two lists, when a penalty asks.
+    `state` holds the counts of exactly `output_token_ids`; without it they are counted from the two lists, when a
+    penalty asks.
     """
 
     params: SamplingParams
@@ -135,7 +137,8 @@ class SamplingBatch:
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Float64s:
     """u [n] in [0, 1), multiples of 2^-53, a function of (seed mod 2^64, position) alone.
 
-    Counter-based: two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+    Counter-based: two rounds of the finaliser of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+    Generators).
     """
     seed = np.array([s & (2**64 - 1) for s in seeds], np.uint64)
     position = np.asarray(positions, np.uint64)
@@ -184,7 +187,8 @@ def _flat_index(per_row: Sequence[tuple[int, Int64s]], vocab_size: int) -> tuple
 
 
 def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
-    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count > 0).
+    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count >
+    0).
 
     Nothing becomes Inf by it.
     """

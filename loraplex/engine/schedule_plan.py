@@ -30,9 +30,9 @@ class RequestState:
 
     token_ids: the prompt's, shared with its other completions until `append`.
     num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
-    num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not known yet.
-    num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run: counted by the scheduler.
-    keeps_kv: it waits, and has its KV: it made room for another adapter.
+    num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
+    known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
+    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter.
     """
 
     request: Request
@@ -76,9 +76,11 @@ class RequestState:
 
     @property
     def needs_commit(self) -> bool:
-        """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays on the device.
+        """Whether its next step depends on more of the step in flight than the id of the token drawn there, which stays
+        on the device.
 
-        Penalties count that token on the host; the prompt logprobs of a chunk are taken after those of the chunk before.
+        Penalties count that token on the host; the prompt logprobs of a chunk are taken after those of the chunk
+        before.
         """
         if not self.num_steps_in_flight:
             return False

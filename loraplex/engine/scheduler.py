@@ -1,18 +1,19 @@
 """Which requests run in the next step, and with how many tokens. Pure Python: it sees memory through two protocols.
 
-A step is schedule -> run -> commit. `schedule` reserves KV and adapter references; `commit` is the only place where tokens, phases and
-references change afterwards. Between the two nothing of a scheduled request may be taken away: one that ends meanwhile ends for its
-client at once, and keeps its KV and its adapter until the last step that runs it is committed.
+A step is schedule -> run -> commit. `schedule` reserves KV and adapter references; `commit` is the only place where
+tokens, phases and references change afterwards. Between the two nothing of a scheduled request may be taken away: one
+that ends meanwhile ends for its client at once, and keeps its KV and its adapter until the last step that runs it is
+committed.
 
-The next step may be scheduled while one is in flight (look-ahead), unless `needs_commit`. A request whose next token is being drawn
-there is then scheduled with that token pending, if what the host knows does not end it; if the token does, what the next
-step draws for it is dropped.
+The next step may be scheduled while one is in flight (look-ahead), unless `needs_commit`. A request whose next token is
+being drawn there is then scheduled with that token pending, if what the host knows does not end it; if the token does,
+what the next step draws for it is dropped.
 
-Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not there
-yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running requests are paused for one
-that is further behind. With n adapters waiting before it, one gets in within aging_steps + n * (aging_steps / 16 + the steps of a prompt)
-steps. Who is paused keeps its KV as long as nobody else needs the memory; preemption for lack of KV is by recompute, which the prefix
-cache makes cheap.
+Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not
+there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
+requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
+n * (aging_steps / 16 + the steps of a prompt) steps. Who is paused keeps its KV as long as nobody else needs the
+memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Scheduler:
         self.num_finished: Counter[str] = Counter()
         self.num_admitted: Counter[str] = Counter()
 
-    # ------------------------------------------------------------------------------------------------ requests come and go
+    # --------------------------------------------------------------------------------------------- requests come and go
 
     def add(self, request: Request) -> None:
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
@@ -104,14 +105,16 @@ class Scheduler:
         return [state for state in self._states.values() if state.request.adapter_id == adapter_id]
 
     def forget_kv(self, adapter_digest: str) -> None:
-        """What an adapter's content computed is not to be used again: paused requests compute theirs anew, running ones keep it."""
+        """What an adapter's content computed is not to be used again: paused requests compute theirs anew, running ones
+        keep it."""
         self._blocks.drop_digest(adapter_digest)
         for state in self._waiting:
             if state.keeps_kv and state.request.adapter_digest == adapter_digest:
                 self._drop_kv(state)
 
     def throttle(self, share: int) -> None:
-        """Admit requests up to one in `share` of the batch's places (at least one); 1 is as many as ever. Those that run go on."""
+        """Admit requests up to one in `share` of the batch's places (at least one); 1 is as many as ever. Those that
+        run go on."""
         self._max_running = max(1, self._max_num_seqs // share)
 
     @property
@@ -142,10 +145,12 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- schedule
 
     def needs_commit(self) -> bool:
-        """Whether the step in flight has to be committed before the next is scheduled: one place says when looking ahead stops.
+        """Whether the step in flight has to be committed before the next is scheduled: one place says when looking
+        ahead stops.
 
-        So when the next step of a running request depends on more of it than a token's id; and when a running request has to give
-        way, for lack of KV or to an adapter that waited too long: what a step in flight runs is taken from nobody.
+        So when the next step of a running request depends on more of it than a token's id; and when a running request
+        has to give way, for lack of KV or to an adapter that waited too long: what a step in flight runs is taken from
+        nobody.
         """
         if not self._uncommitted:
             return False
@@ -206,8 +211,8 @@ class Scheduler:
         return budget
 
     def _reserve(self, state: RequestState, num_tokens: int) -> bool:
-        """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest first; for one
-        that is to run, those that came after it, or all if others were paused for it or nothing runs.
+        """KV for so many tokens more. Before a running request lacks it, those that are paused lose theirs, the newest
+        first; for one that is to run, those that came after it, or all if others were paused for it or nothing runs.
         """
         request_id, num_tokens = state.request.request_id, state.num_scheduled_tokens + num_tokens
         is_first = state.status is RequestStatus.RUNNING or self._turns.is_called(state) or not self._running
@@ -270,7 +275,8 @@ class Scheduler:
         return False
 
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
-        """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is short."""
+        """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is
+        short."""
         has_table, is_reserved = state.keeps_kv, False
         try:
             if not has_table:
@@ -392,7 +398,8 @@ class Scheduler:
         return token_output(state, token, reason, error)
 
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
-        """Adapter reference and KV, unless it keeps that, return now, or when the last step in flight that runs it is committed."""
+        """Adapter reference and KV, unless it keeps that, return now, or when the last step in flight that runs it is
+        committed."""
         self._running.remove(state)
         adapter_id = state.request.adapter_id
         if adapter_id is not None and all(other.request.adapter_id != adapter_id for other in self._running):
@@ -456,21 +463,24 @@ class _Turn:
 
 
 class AdapterTurns:
-    """Whose turn it is on the device: the request that is furthest behind runs, and no request waits very much longer than the others.
+    """Whose turn it is on the device: the request that is furthest behind runs, and no request waits very much longer
+    than the others.
 
         lag of a request := steps since it came - half of the steps that ran it
 
-    When a request lacks room, and leads the running requests of each adapter in its way by `aging_steps / 32` steps of lag, these are
-    paused: they give up their adapter, keep their KV, and go on when they are furthest behind themselves. Running requests count as if
-    they lagged by less than `aging_steps`, so a request that waited so long leads. An adapter that got in has its turn: it is left alone
-    for `aging_steps / 16` steps, and until the request that brought it in has ended or got as many tokens (a prompt whose KV is needed
-    elsewhere would otherwise be computed again and again).
+    When a request lacks room, and leads the running requests of each adapter in its way by `aging_steps / 32` steps of
+    lag, these are paused: they give up their adapter, keep their KV, and go on when they are furthest behind
+    themselves. Running requests count as if they lagged by less than `aging_steps`, so a request that waited so long
+    leads. An adapter that got in has its turn: it is left alone for `aging_steps / 16` steps, and until the request
+    that brought it in has ended or got as many tokens (a prompt whose KV is needed elsewhere would otherwise be
+    computed again and again).
 
-    Simulated for equal requests, six adapters over room for three (docs/performance.md): waiting for the end of running requests gives
-    P99 / median 2.2, first come first served with pauses 2.0, this rule 1.8 with the lowest P99 of the three. Steps spent waiting alone,
-    without the half, shorten the tail no further and lengthen the median.
+    Simulated for equal requests, six adapters over room for three (docs/performance.md): waiting for the end of running
+    requests gives P99 / median 2.2, first come first served with pauses 2.0, this rule 1.8 with the lowest P99 of the
+    three. Steps spent waiting alone, without the half, shorten the tail no further and lengthen the median.
 
-    Counted in steps; the scheduler says which step it is, and which requests run and wait. `residency` is None in an engine without LoRA.
+    Counted in steps; the scheduler says which step it is, and which requests run and wait. `residency` is None in an
+    engine without LoRA.
     """
 
     def __init__(self, residency: ResidencyView | None, aging_steps: int) -> None:
@@ -503,7 +513,8 @@ class AdapterTurns:
         return state in self._called
 
     def queue(self, waiting: Sequence[RequestState]) -> list[RequestState]:
-        """Who is admitted before whom: those that others were paused for, or the room would be taken from them, then by arrival."""
+        """Who is admitted before whom: those that others were paused for, or the room would be taken from them, then by
+        arrival."""
         self._called = [state for state in self._called if state in waiting]
         return self._called + [state for state in waiting if state not in self._called]
 
@@ -515,7 +526,8 @@ class AdapterTurns:
         return paused
 
     def to_pause(self, waiting: Sequence[RequestState], running: Sequence[RequestState]) -> list[RequestState]:
-        """Running requests in the way of the one that lacks room and is furthest behind, if it leads them all and each had its turn."""
+        """Running requests in the way of the one that lacks room and is furthest behind, if it leads them all and each
+        had its turn."""
         if not any(state.waits_for is WaitsFor.ROOM for state in waiting):
             return []
         lag_of: dict[int, int] = {}  # of the request of an adapter that is furthest behind

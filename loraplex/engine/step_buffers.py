@@ -3,8 +3,9 @@
     HostBuffers     on a CPU: new arrays for each step, and its tensors are over them; nothing is copied
     StagedBuffers   elsewhere: all arrays lie in one block of page-locked memory and go to one block of the device in one copy
 
-The LoRA plan lies before them. What is where in a block depends on the `StepShape` alone. So all steps of one shape have their tensors
-at the same addresses, which is what a captured graph needs: it is captured once and reads what the next copy brings.
+The LoRA plan lies before them. What is where in a block depends on the `StepShape` alone. So all steps of one shape
+have their tensors at the same addresses, which is what a captured graph needs: it is captured once and reads what the
+next copy brings.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class StepShape(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step on the host, as AttentionPlan and StepBatch name them; what is in them is the writer's to set, all of it."""
+    """A step on the host, as AttentionPlan and StepBatch name them; what is in them is the writer's to set, all of
+    it."""
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -68,7 +70,8 @@ class StepBuffers(Protocol):
         ...
 
     def upload(self, shape: StepShape, lora: LoraPlan | None) -> StepTensors:
-        """What was written to the arrays of the last `begin`, which was of this shape. They may not be written any more.
+        """What was written to the arrays of the last `begin`, which was of this shape. They may not be written any
+        more.
 
         lora: the step's plan, written and not uploaded; None for a step without adapters.
         """
@@ -92,11 +95,13 @@ class HostBuffers:
 
 
 class StagedBuffers:
-    """StepBuffers of another device. `largest` bounds each size of a step; what a step needs of the block is all that is copied.
+    """StepBuffers of another device. `largest` bounds each size of a step; what a step needs of the block is all that
+    is copied.
 
     `lora_plan` is the one that all steps have; it is moved to the block.
 
-    The copy runs on the current stream: after the step before it, which still reads the device's block, and beside what the host does.
+    The copy runs on the current stream: after the step before it, which still reads the device's block, and beside what
+    the host does.
     """
 
     def __init__(self, device: torch.device, largest: StepShape, lora_plan: LoraPlan) -> None:

@@ -12,7 +12,8 @@ from loraplex.performance.steps import StepKind, StepProfile, StepSums, Timeline
 class StepRecorder:
     """`begin` before a step and `end` at its commit, each with the seconds by part so far.
 
-    Every second counts once. With look-ahead those of a step's launch go to the step that is committed in the same call.
+    Every second counts once. With look-ahead those of a step's launch go to the step that is committed in the same
+    call.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -1,9 +1,10 @@
-"""Steps before the first request, on a GPU: what compiles, loads or allocates when it is first used has done so when requests come.
+"""Steps before the first request, on a GPU: what compiles, loads or allocates when it is first used has done so when
+requests come.
 
-Triton compiles a kernel for seconds at its first launch (and keeps it on disk for the next start); cuBLAS and torch load theirs then.
-The steps are those that serving will have: prompts of all sizes, alone and beside a decode, many short ones, a few tokens behind a long
-context, decodes; each without adapters, and through lora_slots, which are empty. Their KV blocks hold anything, and nobody gets their
-tokens.
+Triton compiles a kernel for seconds at its first launch (and keeps it on disk for the next start); cuBLAS and torch
+load theirs then. The steps are those that serving will have: prompts of all sizes, alone and beside a decode, many
+short ones, a few tokens behind a long context, decodes; each without adapters, and through lora_slots, which are empty.
+Their KV blocks hold anything, and nobody gets their tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A step: tokens [start, end) of each sequence. Through adapters, sequence i has lora_slot i of `num_slots`; 0: the base alone."""
+    """A step: tokens [start, end) of each sequence. Through adapters, sequence i has lora_slot i of `num_slots`; 0: the
+    base alone."""
 
     ranges: tuple[tuple[int, int], ...]
     num_slots: int = 0
 
 
 def rehearsals(max_tokens: int, max_num_seqs: int, max_context: int, num_slots: int) -> Iterator[Rehearsal]:
-    """The steps for an engine of at most `max_tokens` in a step and `max_context` in a sequence; num_slots: of adapters, 0 without LoRA."""
+    """The steps for an engine of at most `max_tokens` in a step and `max_context` in a sequence; num_slots: of
+    adapters, 0 without LoRA."""
     few, short = min(FEW_TOKENS, max_tokens - 1, max_context), min(SHORT_PROMPT, max_context)
     for slots in (0, num_slots) if num_slots else (0,):
         for num_seqs in _powers_of_two(min(max_num_seqs, max_tokens)):

@@ -24,7 +24,8 @@ def _method(verb: Callable[Concatenate[LoRARegistry, P], T]) -> Callable[Concate
 
 
 class AdapterVerbs(ABC):
-    """What an engine's clients do with adapters: `await engine.pin_adapter("sql")` is `LoRARegistry.pin`, run by `on_registry`."""
+    """What an engine's clients do with adapters: `await engine.pin_adapter("sql")` is `LoRARegistry.pin`, run by
+    `on_registry`."""
 
     @property
     @abstractmethod
@@ -35,7 +36,8 @@ class AdapterVerbs(ABC):
     async def on_registry(
         self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a verb of the registry where it may wait: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises what it raises.
+        """Run a verb of the registry where it may wait: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises
+        what it raises.
 
         LoraDisabledError when LoRA is off; EngineError when the engine is unavailable or is being restarted.
         """

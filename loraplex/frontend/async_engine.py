@@ -1,8 +1,8 @@
 """The engine for servers: async generators over engine processes, with adapters by name.
 
-Names, versions, references, fetching and checking of adapters live here, in front of the engine, so that a bad file never reaches it.
-Engines are addressed through a list (one today). When a process dies, the requests in flight end with an error, it is started again,
-and knows its adapters again under the same ids: they are loaded by need.
+Names, versions, references, fetching and checking of adapters live here, in front of the engine, so that a bad file
+never reaches it. Engines are addressed through a list (one today). When a process dies, the requests in flight end with
+an error, it is started again, and knows its adapters again under the same ids: they are loaded by need.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class EngineHealth:
 class AsyncEngine(AdapterVerbs):
     """Serves any mix of adapters from engine processes. Make one with `await AsyncEngine.start(config)`.
 
-    generate: an async iterator of cumulative `RequestOutput`s; leaving it early, or `abort`, ends the request in the engine.
-    Adapter verbs are those of SEMANTICS: they never hold up a request, and their errors are the caller's alone.
+    generate: an async iterator of cumulative `RequestOutput`s; leaving it early, or `abort`, ends the request in the
+    engine. Adapter verbs are those of SEMANTICS: they never hold up a request, and their errors are the caller's alone.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class AsyncEngine(AdapterVerbs):
     ) -> AsyncEngine:
         """Start the engine process and wait until its model is ready.
 
-        state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when this returns.
-        supervision: how the process is watched.
+        state_dir: where the names and all that belongs to them outlive the process; those that are there resolve when
+        this returns. supervision: how the process is watched.
         Raises ConfigError when the state directory cannot be used.
         """
         fetched = await _with_fetched_model(config.with_real_roots())
@@ -196,8 +196,8 @@ class AsyncEngine(AdapterVerbs):
     async def on_registry(
         self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """In a thread, since a verb may wait for a fetch, a load or another verb. Not while the engine is being restarted: it would meet
-        its adapters half restored.
+        """In a thread, since a verb may wait for a fetch, a load or another verb. Not while the engine is being
+        restarted: it would meet its adapters half restored.
         """
         run: Callable[..., Any] = _logged_load if verb is LoRARegistry.load else verb
         work = partial(run, self._front.registry_or_refuse(), *args, **kwargs)
@@ -219,7 +219,8 @@ class AsyncEngine(AdapterVerbs):
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises LoraplexError of any kind."""
+        """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises LoraplexError of any
+        kind."""
         self.check_can_serve()
         if lora_request is not None:
             model = await self._load_requested(lora_request)
@@ -271,7 +272,8 @@ class AsyncEngine(AdapterVerbs):
         return request.lora_name
 
     async def abort(self, request_id: str) -> None:
-        """End a request; unknown and finished ones are passed over. Its iterator ends with its last output or an error."""
+        """End a request; unknown and finished ones are passed over. Its iterator ends with its last output or an
+        error."""
         stream = self._streams.pop(request_id, None)
         self._forget(request_id)
         if stream is not None:
@@ -354,7 +356,8 @@ class AsyncEngine(AdapterVerbs):
         return self._front.outputs.recorder is not None
 
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
-        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a profile runs."""
+        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a
+        profile runs."""
         check_not_profiling(self._profile)
         profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
         try:
@@ -366,7 +369,8 @@ class AsyncEngine(AdapterVerbs):
         self._front.outputs.recorder = profile.requests
 
     async def generate_lora_performance_report(self) -> LoraPerformanceReport:
-        """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer, it goes on."""
+        """End the profile and say what it found. InvalidRequestError when none runs. When the engine does not answer,
+        it goes on."""
         profile = check_profiling(self._profile)
         adapters = await self.list_adapters()
         stats = await self.stats()
@@ -376,7 +380,8 @@ class AsyncEngine(AdapterVerbs):
         return await asyncio.get_running_loop().run_in_executor(self._views, report)
 
     async def check_integrity(self) -> None:
-        """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and `loraplex doctor`."""
+        """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and
+        `loraplex doctor`."""
         if self.registry is not None:
             self.registry.check_integrity()
         await self.call(msg.CheckIntegrity)
@@ -422,7 +427,8 @@ class AsyncEngine(AdapterVerbs):
 
 
 async def _with_fetched_model(config: EngineConfig) -> EngineConfig:
-    """The model as a local directory. The hub is asked by this process: the engine's has no token, and starts again without the hub."""
+    """The model as a local directory. The hub is asked by this process: the engine's has no token, and starts again
+    without the hub."""
     if Path(config.model).expanduser().is_dir():
         return config
     fetched: Future[Path] = Future()
@@ -468,7 +474,8 @@ def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
 
 
 class OutputStream:
-    """The latest output of one request. Outputs are cumulative, so a slow reader skips some and memory stays bounded."""
+    """The latest output of one request. Outputs are cumulative, so a slow reader skips some and memory stays
+    bounded."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._latest: RequestOutput | None = None

@@ -41,15 +41,17 @@ OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, sign
 """What people and systems end a process with. A process that fails by itself gets others."""
 
 SPINNING = {"GOMP_SPINCOUNT": "1000"}
-"""For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after milliseconds, so that a
-process beside them costs a share of the throughput and not nearly all of it. The environment's own value goes before."""
+"""For stock torch, where there are no native kernels: its threads sleep after microseconds of waiting, not after
+milliseconds, so that a process beside them costs a share of the throughput and not nearly all of it. The environment's
+own value goes before."""
 
 
 class EngineClient:
     """One engine process. Every call is answered, with EngineDeadError when the process ends before it could.
 
-    `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process exits unexpectedly, or is
-    killed because its loop was silent for `timeout_s`. `module` is what the process runs (`python -m module ADDRESS`).
+    `on_outputs` gets the tokens of each step; `on_death` is called once, with the reason, when the process exits
+    unexpectedly, or is killed because its loop was silent for `timeout_s`. `module` is what the process runs
+    (`python -m module ADDRESS`).
     """
 
     def __init__(
@@ -135,7 +137,8 @@ class EngineClient:
         """The process imports what an engine needs, and waits for `start`."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # a file in the working directory must not stand in for a module: the engine imports what this process would
+            # a file in the working directory must not stand in for a module: the engine imports what this process would
+            "-P",
             "-m",
             self._module,
             self._address,
@@ -156,7 +159,8 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._count_silence(self._heartbeat)))
 
     def send(self, message: Any) -> None:
-        """Send without waiting. Raises EngineDeadError when the process has ended, UnknownMessageError for what cannot be sent."""
+        """Send without waiting. Raises EngineDeadError when the process has ended, UnknownMessageError for what cannot
+        be sent."""
         if self.death is not None or self._is_stopping:
             raise EngineDeadError(str(self.death or "the engine is shutting down"))
         # The socket has no high-water mark: a send completes at once and the future can be dropped.
@@ -165,7 +169,8 @@ class EngineClient:
     async def call(self, message_type: type, *values: Any) -> Any:
         """Send a call and wait for its value; raises the error that the engine answers with.
 
-        EngineTimeoutError: a call that only reads was not answered for READ_TIMEOUT_S, or nothing was for so long before it.
+        EngineTimeoutError: a call that only reads was not answered for READ_TIMEOUT_S, or nothing was for so long
+        before it.
         """
         message = message_type(next(self._call_ids), *values)
         is_read = msg.is_read(message)
@@ -190,7 +195,8 @@ class EngineClient:
         return 0.0 if self._heartbeat is None else self._heartbeat.silence_s
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed at once.
+        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed
+        at once.
 
         Called off in the middle, nothing stays either: not the process, nor the socket's folder.
         """

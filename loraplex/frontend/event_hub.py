@@ -1,4 +1,5 @@
-"""All events of a server in one numbered row: the engine process's and the server's own, for logs and for those who follow them."""
+"""All events of a server in one numbered row: the engine process's and the server's own, for logs and for those who
+follow them."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class NumberedEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What came after an id, oldest first. last_id: of the newest event there is; num_lost: how many came and are not kept any longer."""
+    """What came after an id, oldest first. last_id: of the newest event there is; num_lost: how many came and are not
+    kept any longer."""
 
     last_id: int = 0
     num_lost: int = 0
@@ -46,10 +48,12 @@ class EventBatch:
 
 
 class EventHub:
-    """The latest `max_kept` events. Any thread may add; any number may follow, each at its own pace and without a queue of its own."""
+    """The latest `max_kept` events. Any thread may add; any number may follow, each at its own pace and without a queue
+    of its own."""
 
     def __init__(self, max_kept: int = MAX_NUMBERED_EVENTS, first_id: int = 0) -> None:
-        """first_id: larger than any id of a server before this one, so that its followers miss nothing when they come back."""
+        """first_id: larger than any id of a server before this one, so that its followers miss nothing when they come
+        back."""
         self._events: deque[NumberedEvent] = deque(maxlen=max_kept)
         self._lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()

@@ -1,8 +1,9 @@
 """Whether an engine process hangs: how long its step loop has been silent, and what the process did meanwhile.
 
-A long step is silent too: the prompt of a large model on a slow processor takes minutes. It computes, or waits for the disk that its
-weights are mapped from, and a process that is stopped or waits for a lock does neither. So silence without work counts against the
-limit, and silence of any kind against MAX_STEP times the limit, which ends a loop that computes and never comes back.
+A long step is silent too: the prompt of a large model on a slow processor takes minutes. It computes, or waits for the
+disk that its weights are mapped from, and a process that is stopped or waits for a lock does neither. So silence
+without work counts against the limit, and silence of any kind against MAX_STEP times the limit, which ends a loop that
+computes and never comes back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ LONGEST_TICK_S = 1.0
 
 
 class Heartbeat:
-    """Counts silence in ticks of the watching loop, so that a stall or a stop of the watcher is no silence of the engine.
+    """Counts silence in ticks of the watching loop, so that a stall or a stop of the watcher is no silence of the
+    engine.
 
     `is_working(seconds)`: whether the process did something in the seconds since it was asked last.
     """

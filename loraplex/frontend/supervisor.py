@@ -1,8 +1,9 @@
-"""One engine process kept alive: started again when it dies or hangs, at once at first, with growing pauses when that does not help.
+"""One engine process kept alive: started again when it dies or hangs, at once at first, with growing pauses when that
+does not help.
 
-A process that fails by itself (a crash, an exit, a hang, a start that raises) is a failure. Failures in a row make pauses of 0, 1, 2, 4
-... MAX_PAUSE_S seconds. One that is killed from outside is none: the next starts at once, or after KILLED_PAUSE_S when it was killed
-during its start. A process that has served for CALM_S ends the row.
+A process that fails by itself (a crash, an exit, a hang, a start that raises) is a failure. Failures in a row make
+pauses of 0, 1, 2, 4 ... MAX_PAUSE_S seconds. One that is killed from outside is none: the next starts at once, or after
+KILLED_PAUSE_S when it was killed during its start. A process that has served for CALM_S ends the row.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ SPARE_DELAY_S = 2.0
 class Supervision:
     """How an engine process is watched.
 
-    engine_timeout_s: silence of its loop after which it is killed; has_standby: a second process has imported everything and waits to
-    take over; max_restarts: failures in a row after which nothing is tried any more (None: no limit); module: what processes run.
+    engine_timeout_s: silence of its loop after which it is killed; has_standby: a second process has imported
+    everything and waits to take over; max_restarts: failures in a row after which nothing is tried any more (None: no
+    limit); module: what processes run.
     """
 
     engine_timeout_s: float = ENGINE_TIMEOUT_S
@@ -46,8 +48,8 @@ class EngineSupervisor:
     """`death` says why nothing can be served now; None while it can.
 
     on_outputs gets the tokens of each step; on_death is called when a process that served is gone; restore gives a new
-    process its adapters again, before anything is served; on_event gets what the process tells, its deaths and its returns.
-    has_given_up is set after `max_restarts` failures in a row.
+    process its adapters again, before anything is served; on_event gets what the process tells, its deaths and its
+    returns. has_given_up is set after `max_restarts` failures in a row.
     """
 
     def __init__(
@@ -193,7 +195,8 @@ class EngineSupervisor:
 
 
 def _reason(error: Exception) -> str:
-    """What clients are told of a start that failed. The text of an error of its own may name the operator's paths: it is for the log."""
+    """What clients are told of a start that failed. The text of an error of its own may name the operator's paths: it
+    is for the log."""
     if isinstance(error, EngineDeadError):
         return str(error)
     logger.error("the engine process could not be restarted: %s", error)
@@ -201,7 +204,8 @@ def _reason(error: Exception) -> str:
 
 
 class _Row:
-    """Deaths with no calm between them, and the pause before the next start; None after more than `max_restarts` failures."""
+    """Deaths with no calm between them, and the pause before the next start; None after more than `max_restarts`
+    failures."""
 
     def __init__(self, max_restarts: int | None) -> None:
         self._max_restarts = max_restarts

@@ -1,14 +1,16 @@
-"""A number that tells whether the bytes of an extent are still those that were packed, at about the speed of reading them.
+"""A number that tells whether the bytes of an extent are still those that were packed, at about the speed of reading
+them.
 
     words    := the bytes as int64, in rows of 512 (the words that do not fill a row: the rest)
     columns  := the sum of each column, rows := the sum of each row, both modulo 2^64
     checksum := crc32(columns) * 2^32 + crc32(rows | rest | number of bytes)
 
-Sums are what numpy and every accelerator do fast, and equal on both. Noticed for certain: a flipped bit (it adds a power of two to one
-sum of either kind, and CRC-32 sees any such carry). Noticed but for 1 in 2^32 or fewer: everything inside one row's length, since no two
-of its words share a column; two words, lines or pages that changed places; pages lost, repeated or of another file. Not noticed: changes
-made so that the sums stay (such as +1 and -1 at the corners of a rectangle of words): it guards against faults, not against people.
-That the content is the right one says the adapter's digest, when it is read from its source.
+Sums are what numpy and every accelerator do fast, and equal on both. Noticed for certain: a flipped bit (it adds a
+power of two to one sum of either kind, and CRC-32 sees any such carry). Noticed but for 1 in 2^32 or fewer: everything
+inside one row's length, since no two of its words share a column; two words, lines or pages that changed places; pages
+lost, repeated or of another file. Not noticed: changes made so that the sums stay (such as +1 and -1 at the corners of
+a rectangle of words): it guards against faults, not against people. That the content is the right one says the
+adapter's digest, when it is read from its source.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ Checksums = Callable[[Sequence[torch.Tensor]], tuple[int, ...]]
 def checksum(data: torch.Tensor, *, is_summed_by_torch: bool | None = None) -> int:
     """64 bits for a flat contiguous uint8 tensor. ValueError when its length is no multiple of 64.
 
-    On the host numpy sums, which takes neither the interpreter's lock nor torch's threads; on another device torch does, there.
-    is_summed_by_torch: choose, the number is the same.
+    On the host numpy sums, which takes neither the interpreter's lock nor torch's threads; on another device torch
+    does, there. is_summed_by_torch: choose, the number is the same.
     """
     if is_summed_by_torch is None:
         is_summed_by_torch = data.device.type != "cpu"
@@ -48,7 +50,8 @@ def checksum(data: torch.Tensor, *, is_summed_by_torch: bool | None = None) -> i
 
 
 def checksums(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """`checksum` of each; on another device than the host all of them are summed there before anything is brought here."""
+    """`checksum` of each; on another device than the host all of them are summed there before anything is brought
+    here."""
     if pieces and pieces[0].device.type != "cpu":
         return _checksums_by_torch(pieces)
     return tuple(checksum(piece) for piece in pieces)

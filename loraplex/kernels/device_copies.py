@@ -1,4 +1,5 @@
-"""Copies between host and device that wait for nothing else: an upload is there in the device's order, a download says when it is."""
+"""Copies between host and device that wait for nothing else: an upload is there in the device's order, a download says
+when it is."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Download:
-    """Tensors of one device on their way to the host. `result` waits until they are there, and for nothing launched after them."""
+    """Tensors of one device on their way to the host. `result` waits until they are there, and for nothing launched
+    after them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [_download(tensor) for tensor in tensors]

@@ -1,7 +1,8 @@
-"""Operators of token_ranking.py for a device that runs beside the host: the same results, bit for bit, and nothing waits for them.
+"""Operators of token_ranking.py for a device that runs beside the host: the same results, bit for bit, and nothing
+waits for them.
 
-No value on the device decides on the host what is called next. Rows that hold NaN give an id inside the vocabulary or next to it, and mean
-nothing.
+No value on the device decides on the host what is called next. Rows that hold NaN give an id inside the vocabulary or
+next to it, and mean nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ def runs_beside_host(x: Tensor) -> bool:
 
 
 def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest. One reduction."""
+    """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest. One
+    reduction."""
     values, ids = x.max(-1)
     return ids, values
 
@@ -24,9 +26,9 @@ def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
 def ordered_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The first k tokens of each row of x [m, V], float32, in their order: values [m, k], ids int64 [m, k].
 
-    key = order-preserving bits of the value, then the id backwards: no two are equal, so the order of a library's ties is not asked for.
-    The k blocks that come first by (largest value, number) hold the first k tokens: each of them has one that comes before all of the
-    blocks behind it.
+    key = order-preserving bits of the value, then the id backwards: no two are equal, so the order of a library's ties
+    is not asked for. The k blocks that come first by (largest value, number) hold the first k tokens: each of them has
+    one that comes before all of the blocks behind it.
     """
     k = min(k, x.shape[1])
     block = 128 if k <= 64 else 32
@@ -50,6 +52,7 @@ def _first_by_key(x: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
-    """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both [m, 1])."""
+    """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both
+    [m, 1])."""
     is_last = x == last
     return weights.masked_fill_((x < last) | (is_last & (is_last.cumsum(-1) > num_last)), 0)

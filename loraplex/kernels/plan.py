@@ -44,7 +44,8 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Token rows [start, end) go through the adapter in `lora_slot`, times `weight`. A row may be in several segments."""
+    """Token rows [start, end) go through the adapter in `lora_slot`, times `weight`. A row may be in several
+    segments."""
 
     start: int
     end: int
@@ -55,13 +56,14 @@ class LoraSegment:
 class LoraPlan:
     """The segments of one step, in buffers of a fixed size that every layer reads and the next step rewrites.
 
-    seg_starts, seg_ends, seg_slots: int32 [capacity]; seg_weights: float32 [capacity]. Segments from `num_segments` on are
-    empty and have slot -1, so that a captured graph may run over all of them. `segments` is the same on the host.
+    seg_starts, seg_ends, seg_slots: int32 [capacity]; seg_weights: float32 [capacity]. Segments from `num_segments` on
+    are empty and have slot -1, so that a captured graph may run over all of them. `segments` is the same on the host.
     Rows in no segment are base rows: no kernel touches them.
 
-    For GPU kernels the same rows are cut into tiles (tiles.py): small_tiles, large_tiles int32 [5, room]. On a CPU they are cut when
-    `cut_tiles` is called. All of it is one host tensor and one on the device, with the parts at fixed places: `host`, `buffer`.
-    They are replaced by larger ones only when a step has more tiles than disjoint segments over `max_tokens` rows can have.
+    For GPU kernels the same rows are cut into tiles (tiles.py): small_tiles, large_tiles int32 [5, room]. On a CPU they
+    are cut when `cut_tiles` is called. All of it is one host tensor and one on the device, with the parts at fixed
+    places: `host`, `buffer`. They are replaced by larger ones only when a step has more tiles than disjoint segments
+    over `max_tokens` rows can have.
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu", max_tokens: int = 0) -> None:
@@ -98,9 +100,9 @@ class LoraPlan:
     def rewrite(self, segments: Sequence[LoraSegment], num_tokens: int, is_decode: bool = False) -> None:
         """Make this the plan of another step; the buffers stay where they are.
 
-        is_decode: each row is a sequence of its own, so every tile is a small one, and there are at most `num_tokens` of them.
-        Raises ValueError, and changes nothing, when a segment is empty, leaves [0, num_tokens), has a negative slot or a
-        weight that is not finite, or when there are more segments than `capacity`.
+        is_decode: each row is a sequence of its own, so every tile is a small one, and there are at most `num_tokens`
+        of them. Raises ValueError, and changes nothing, when a segment is empty, leaves [0, num_tokens), has a negative
+        slot or a weight that is not finite, or when there are more segments than `capacity`.
         """
         self.write(segments, num_tokens, is_decode)
         self.upload()
@@ -126,7 +128,8 @@ class LoraPlan:
             self.cut_tiles()
 
     def upload(self) -> None:
-        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. Nobody waits for it."""
+        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. Nobody
+        waits for it."""
         if self.buffer is not self.host:
             is_gpu = (
                 self.device.type == "cuda"
@@ -158,7 +161,8 @@ class LoraPlan:
         self.move_to(self.host if self.device.type == "cpu" else torch.zeros_like(self.host, device=self.device))
 
     def move_to(self, buffer: torch.Tensor) -> None:
-        """Read the device's half from `buffer`, int32 and as large as `host`, from now on; it is as it was at the next upload."""
+        """Read the device's half from `buffer`, int32 and as large as `host`, from now on; it is as it was at the next
+        upload."""
         assert (buffer.dtype, buffer.shape) == (self.host.dtype, self.host.shape)
         self.buffer, capacity = buffer, self.capacity
         ranges, tiles = buffer[: 4 * capacity].view(4, capacity), buffer[4 * capacity :]
@@ -204,7 +208,8 @@ class SliceWeights:
 
 @dataclass(frozen=True, slots=True)
 class SliceLayout:
-    """Where a backend put one slice inside its packed block: byte offsets from the block's start, ABSENT for no such part."""
+    """Where a backend put one slice inside its packed block: byte offsets from the block's start, ABSENT for no such
+    part."""
 
     a_offset: int
     b_offset: int
@@ -233,10 +238,12 @@ class _Placed:
 
 @dataclass(frozen=True)
 class SlotImage:
-    """What the rows of an adapter hold but for where it lies: made once for all that are packed alike (`SlotTable.image`).
+    """What the rows of an adapter hold but for where it lies: made once for all that are packed alike
+    (`SlotTable.image`).
 
-    One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [3, n] of A, B and
-    bias inside the block (ABSENT: no such part), and rank, scale, dtype [n]. first_rows, layouts: one per block.
+    One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [3,
+    n] of A, B and bias inside the block (ABSENT: no such part), and rank, scale, dtype [n]. first_rows, layouts: one
+    per block.
     """
 
     rows: NDArray[np.int64]
@@ -253,12 +260,13 @@ class SlotTable:
     """Addresses of every resident adapter's packed blocks: all that a LoRA kernel reads of adapters.
 
     One row per (target, slice), in the order of `targets`; one column per lora_slot. Tensors of shape [rows, capacity]:
-    a_addr, b_addr, bias_addr int64 (0: no such part), rank int32 (0: no A and B), scale float32, dtype int32 (DTYPE_CODES).
-    They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
+    a_addr, b_addr, bias_addr int64 (0: no such part), rank int32 (0: no A and B), scale float32, dtype int32
+    (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
 
-    On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings it to the
-    tensors, in the order of the kernels: a step in flight sees none of it, the next one all. Nobody else calls it: an engine does
-    before each launch (memory/residency/store.py), other users of a table do before their kernels.
+    On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings
+    it to the tensors, in the order of the kernels: a step in flight sees none of it, the next one all. Nobody else
+    calls it: an engine does before each launch (memory/residency/store.py), other users of a table do before their
+    kernels.
     """
 
     def __init__(
@@ -281,7 +289,8 @@ class SlotTable:
         self._allocate_columns()
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
-        """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block changes."""
+        """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block
+        changes."""
         self.max_rank = 0
         """The largest rank that any block here ever had; it never becomes less."""
         self.block_dtypes: set[torch.dtype] = set()
@@ -335,7 +344,8 @@ class SlotTable:
         self.derived[lora_slot].pop(first_row, None)
 
     def image(self, blocks: Sequence[tuple[str, Sequence[SliceLayout | None]]]) -> SlotImage:
-        """The image of an adapter with these blocks: (name of the target, layouts of its slices). KeyError for an unknown target."""
+        """The image of an adapter with these blocks: (name of the target, layouts of its slices). KeyError for an
+        unknown target."""
         first_rows = tuple(self._first_rows[name] for name, _ in blocks)
         found = [
             (row, index, layout)
@@ -391,7 +401,8 @@ class SlotTable:
         return int(ranks.max()) if ranks.size else 0
 
     def views(self, row: int, lora_slot: int) -> SliceView | None:
-        """The parts of one slice as tensors, for blocks of the stock layout; None when the adapter has nothing there."""
+        """The parts of one slice as tensors, for blocks of the stock layout; None when the adapter has nothing
+        there."""
         first_row, slice_index = self._rows[row]
         placed = self._placed[lora_slot].get(first_row)
         layout = None if placed is None else placed.layouts[slice_index]
@@ -435,15 +446,18 @@ class SlotTable:
         return bool(self._changed)
 
     def flush(self) -> None:
-        """Bring the columns that were written since to the device, on the current stream: one copy and two kernels, whatever changed.
+        """Bring the columns that were written since to the device, on the current stream: one copy and two kernels,
+        whatever changed.
 
-        For the thread that launches steps, before each; nobody may write meanwhile. Nothing is launched when nothing changed.
+        For the thread that launches steps, before each; nobody may write meanwhile. Nothing is launched when nothing
+        changed.
         """
         if not self._changed:
             return
         slots = sorted(self._changed)
         size = len(slots) * self.num_rows * 3
-        # int64 words: the slots, the addresses, and the values two by two. Torch keeps page-locked memory until its copy is done.
+        # int64 words: the slots, the addresses, and the values two by two. Torch keeps page-locked memory until its
+        # copy is done.
         is_pinned = self.buffer.device.type == "cuda"
         staging = torch.empty(len(slots) + size + (size + 1) // 2, dtype=torch.int64, pin_memory=is_pinned)
         staging[: len(slots)] = torch.tensor(slots)
@@ -495,10 +509,11 @@ def _row_starts(targets: Sequence[LoraTarget]) -> list[int]:
 class AttentionPlan:
     """Where the keys and values of a step's sequences are. B sequences, T token rows, sequence by sequence.
 
-    q_indptr int32 [B+1]: rows of sequence i are [q_indptr[i], q_indptr[i+1]); context_lens int32 [B]: tokens in the KV cache
-    after this step; block_tables int32 [B, max_blocks] (entries past a context are not read); kv_slot_mapping int64 [T]:
-    block * block_size + offset of each new token. query_lens and context_lens_host are the same lengths on the host.
-    The i-th query of a sequence is at position context_len - query_len + i and sees keys up to its own position.
+    q_indptr int32 [B+1]: rows of sequence i are [q_indptr[i], q_indptr[i+1]); context_lens int32 [B]: tokens in the KV
+    cache after this step; block_tables int32 [B, max_blocks] (entries past a context are not read); kv_slot_mapping
+    int64 [T]: block * block_size + offset of each new token. query_lens and context_lens_host are the same lengths on
+    the host. The i-th query of a sequence is at position context_len - query_len + i and sees keys up to its own
+    position.
     """
 
     q_indptr: torch.Tensor
@@ -516,7 +531,8 @@ class LayerGate(Protocol):
     """Where a step waits for adapters whose weights are still on their way to the device, layer by layer."""
 
     def wait_for_layer(self, layer: int) -> None:
-        """Kernels launched from now on begin when what the step reads of this decoder layer is there. The host does not wait."""
+        """Kernels launched from now on begin when what the step reads of this decoder layer is there. The host does not
+        wait."""
         ...
 
     def wait_for_all(self) -> None:
@@ -526,9 +542,11 @@ class LayerGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (rows to sample from).
+    """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (rows to sample
+    from).
 
-    lora is None when no row goes through an adapter. gate is None when all adapters of the step are there: always on a CPU.
+    lora is None when no row goes through an adapter. gate is None when all adapters of the step are there: always on a
+    CPU.
     """
 
     token_ids: torch.Tensor

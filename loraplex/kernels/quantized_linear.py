@@ -4,9 +4,9 @@
     int4   q uint8 [out, in' / 2]            scale [in' / 128, out], the weight's dtype
     fp8    q float8 e4m3 [out', in']         scale float32 [out']                    out', in' rounded up to 16, as cuBLAS asks
 
-Which numbers these are, reference.py says; what is added is 0. A byte j of the 64 of an int4 group holds number j of the group in its
-low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and interleaves nothing; the scales of one
-group of all rows lie side by side, as a kernel wants them.
+Which numbers these are, reference.py says; what is added is 0. A byte j of the 64 of an int4 group holds number j of
+the group in its low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and
+interleaves nothing; the scales of one group of all rows lie side by side, as a kernel wants them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FP8_CAPABILITY = (8, 9)
 """The first compute capability whose matrix units take float8."""
 
 ROW_SCALED_CAPABILITY = (9, 0)
-"""The one on which `torch._scaled_mm` takes a scale for each row and column in every build since 2.5: elsewhere it depends on the build."""
+"""The one on which `torch._scaled_mm` takes a scale for each row and column in every build since 2.5: elsewhere it
+depends on the build."""
 
 FP8_MULTIPLE = 16
 QUANTIZED_AT_ONCE = 1 << 24
@@ -128,7 +129,8 @@ Dequantize = Callable[[QuantizedWeight, int, torch.Tensor], None]
 def linear_of_many_rows(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, dequantize: Dequantize
 ) -> torch.Tensor:
-    """x W^T + bias with the weight dequantised piece by piece: for rows enough that this costs little beside the product."""
+    """x W^T + bias with the weight dequantised piece by piece: for rows enough that this costs little beside the
+    product."""
     depth = weight.in_features
     y = x.new_empty(len(x), weight.out_features)
     padded_depth = _round_up(depth, INT4_GROUP)
@@ -163,7 +165,8 @@ def fp8_linear(
 ) -> torch.Tensor:
     """The product of float8 numbers, scaled by row and column, in `dtype`.
 
-    is_row_scaled: `torch._scaled_mm` scales, which needs bfloat16; else it sums in float32 and the scales are multiplied in here.
+    is_row_scaled: `torch._scaled_mm` scales, which needs bfloat16; else it sums in float32 and the scales are
+    multiplied in here.
     """
     transposed = weight.q.t()
     is_padded = weight.q.shape[0] != weight.out_features

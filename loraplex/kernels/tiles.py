@@ -1,9 +1,10 @@
 """The rows of a step cut into tiles, as GPU kernels take them: pieces of one adapter with a bounded number of rows.
 
-An interval is a run of rows that are in the same segments. Short ones, and all of a decode step's, become small tiles, which are bound
-by the adapters' bytes; long ones become large tiles, which are bound by arithmetic. Rows in several segments give as many tiles in a
-row: the first of them, their head, has `chain` := how many they are, the others 0. What writes to y is one piece of work for a head, which
-goes through the chain in the order of the segments: sums have a fixed order, and no two write to the same rows.
+An interval is a run of rows that are in the same segments. Short ones, and all of a decode step's, become small tiles,
+which are bound by the adapters' bytes; long ones become large tiles, which are bound by arithmetic. Rows in several
+segments give as many tiles in a row: the first of them, their head, has `chain` := how many they are, the others 0.
+What writes to y is one piece of work for a head, which goes through the chain in the order of the segments: sums have a
+fixed order, and no two write to the same rows.
 
     tile := int32 [start, rows, slot, chain, bits of the float32 weight]; unused: slot -1 and chain 0
 """
@@ -95,7 +96,8 @@ def _cut(
     is_wanted: NDArray[np.bool_],
     most_rows: int,
 ) -> NDArray[np.int32]:
-    """Tiles of the wanted intervals. slots, weights: of the members of all intervals, chains[i] of them for interval i."""
+    """Tiles of the wanted intervals. slots, weights: of the members of all intervals, chains[i] of them for interval
+    i."""
     wanted = np.flatnonzero(is_wanted)
     if not len(wanted):
         return NO_TILES.small

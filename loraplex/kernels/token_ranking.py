@@ -1,8 +1,8 @@
 """From logits to a token, in stock torch: what the sampler asks of a kernel backend.
 
-Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats with row sums up to 2^53, so sums of
-them are exact in any order. Searches here are those that stock torch does slower, or leaves undefined at ties. Tensors on another
-device than a CPU are searched by device_ranking.py.
+Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats with row sums up to 2^53,
+so sums of them are exact in any order. Searches here are those that stock torch does slower, or leaves undefined at
+ties. Tensors on another device than a CPU are searched by device_ranking.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """How logits of rows [m, V] become weights: their maxima `top` [m, 1], `temperature` [m, 1], and the best token's weight `scale`."""
+    """How logits of rows [m, V] become weights: their maxima `top` [m, 1], `temperature` [m, 1], and the best token's
+    weight `scale`."""
 
     top: Tensor
     temperature: Tensor
@@ -77,8 +78,8 @@ def token_weights(logits: Tensor, rule: WeightRule) -> tuple[Tensor, Tensor]:
 def invert_cdf(weights: Tensor, least: Tensor | None, uniform: Tensor) -> Tensor:
     """First id whose inclusive prefix sum exceeds floor(u * total): weights [m, V], u float64 [m, 1] -> int64 [m].
 
-    Weights below `least` [m, 1] count as 0 (and may become 0). Finds the block of 128 first, then the id in it. An id of weight 0 is
-    never drawn.
+    Weights below `least` [m, 1] count as 0 (and may become 0). Finds the block of 128 first, then the id in it. An id
+    of weight 0 is never drawn.
     """
     if least is not None:
         weights.masked_fill_(weights < least, 0)
@@ -111,7 +112,8 @@ def ordered_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_k_any_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """torch.topk; for a small k among the k blocks of the largest maxima, which hold an answer and are far less to search."""
+    """torch.topk; for a small k among the k blocks of the largest maxima, which hold an answer and are far less to
+    search."""
     block = 128 if k <= 64 else 32
     if k > 256 or x.shape[1] < 4 * k * block:
         return torch.topk(x, k, dim=-1)
@@ -130,7 +132,8 @@ def sort_descending(x: Tensor) -> Tensor:
 
 
 def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
-    """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both [m, 1])."""
+    """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both
+    [m, 1])."""
     if device_ranking.runs_beside_host(x):
         return device_ranking.keep_prefix(x, weights, last, num_last)
     weights.masked_fill_(x < last, 0)
@@ -141,7 +144,8 @@ def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> T
 
 
 def keep_nucleus(logits: Tensor, weights: Tensor, wanted: Tensor, rule: WeightRule) -> Tensor:
-    """`weights` [m, V] with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in place."""
+    """`weights` [m, V] with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1];
+    in place."""
     values = sort_descending(logits)
     sorted_weights = rule.of(values).double()
     size = (sorted_weights.cumsum(-1) - sorted_weights < wanted).sum(-1, keepdim=True)

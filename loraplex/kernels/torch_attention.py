@@ -1,11 +1,13 @@
 """Paged attention as one gather of KV blocks and one scaled_dot_product_attention, in stock torch.
 
-Decode rows (one query) of similar context go together: their blocks are gathered into [2, B, KH, S, D], the G = H / KH query heads
-of a KV head stand where SDPA has query positions, and a mask [B, 1, 1, S] hides what is no key. A sequence with more
-queries goes on its own, with exactly its keys. Indices and masks are made once per step and shared by all layers.
+Decode rows (one query) of similar context go together: their blocks are gathered into [2, B, KH, S, D], the G = H / KH
+query heads of a KV head stand where SDPA has query positions, and a mask [B, 1, 1, S] hides what is no key. A sequence
+with more queries goes on its own, with exactly its keys. Indices and masks are made once per step and shared by all
+layers.
 
-Bytes past a context are any bytes: with NaN, neither a mask nor a zero weight helps (NaN - inf and 0 x NaN are NaN), so the gathered
-positions that lie past a context are set to zero. Padding repeats a sequence's own first block, so nothing else can be bad.
+Bytes past a context are any bytes: with NaN, neither a mask nor a zero weight helps (NaN - inf and 0 x NaN are NaN), so
+the gathered positions that lie past a context are set to zero. Padding repeats a sequence's own first block, so nothing
+else can be bad.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from numpy.typing import NDArray
 from loraplex.kernels.plan import AttentionPlan
 
 MIN_PADDING = 1024
-"""Padded key positions that cost less than one more gather and SDPA (0.25 us each on a 3-head model against about 100 us)."""
+"""Padded key positions that cost less than one more gather and SDPA (0.25 us each on a 3-head model against about 100
+us)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The operators in few calls of stock torch, on any device.
 
-`add_lora` is a loop of small matrix products over (segment, slice). Measured on 2 cores, 16 rows with 16 adapters of rank 16: a
-batched product is as fast (10 + 47 us against 16 x (1.7 + 2.6)) only if the weights need not be stacked first (18 us each),
-and one product for the A's of all slices is slower for one row (6.9 against 5.5 us), so neither is done.
+`add_lora` is a loop of small matrix products over (segment, slice). Measured on 2 cores, 16 rows with 16 adapters of
+rank 16: a batched product is as fast (10 + 47 us against 16 x (1.7 + 2.6)) only if the weights need not be stacked
+first (18 us each), and one product for the A's of all slices is slower for one row (6.9 against 5.5 us), so neither is
+done.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor:
-        """oneDNN's own layout on a CPU in float32: 1.6 times as fast for 16 rows, and not slower for one or many (docs/performance.md)."""
+        """oneDNN's own layout on a CPU in float32: 1.6 times as fast for 16 rows, and not slower for one or many
+        (docs/performance.md)."""
         is_packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
         if not is_packable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return weight
@@ -68,7 +70,8 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        # One pass for the norm, one for the product: 9 us for [16, 576] where F.rms_norm takes 13 (and 80 against 950 for 512 rows).
+        # One pass for the norm, one for the product: 9 us for [16, 576] where F.rms_norm takes 13 (and 80 against 950
+        # for 512 rows).
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         inverse = norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
         normed: torch.Tensor = (x * inverse).to(x.dtype)

@@ -16,8 +16,9 @@ from loraplex.kvcache.prefix_cache import PrefixCache, next_key, root_key
 class _Table:
     """One request's blocks; the first `len(keys) - 1` of them are full and have been offered to the cache.
 
-    blocks: int32, which a step copies into its own table as they are: as a list they would be converted one by one in every step.
-    num_queried, num_hit: what its look-up adds to the counters once it runs; one that finds no room asks again in every step.
+    blocks: int32, which a step copies into its own table as they are: as a list they would be converted one by one in
+    every step. num_queried, num_hit: what its look-up adds to the counters once it runs; one that finds no room asks
+    again in every step.
     """
 
     adapter_digest: str
@@ -33,8 +34,8 @@ class KVBlockAllocator:
     A request's table covers positions [0, len(blocks) * block_size). Blocks are shared only when full and computed.
     `num_blocks` and `num_free_blocks` are of the ceiling: what is not lent to the KV cache yet counts as free.
 
-    Tables are the engine's thread's; `give_back` and `fence` may come from any thread. `reclaim(num_chunks)`, called with no lock
-    held, asks the adapters for chunks; returns how many came.
+    Tables are the engine's thread's; `give_back` and `fence` may come from any thread. `reclaim(num_chunks)`, called
+    with no lock held, asks the adapters for chunks; returns how many came.
     """
 
     def __init__(
@@ -146,7 +147,8 @@ class KVBlockAllocator:
             self._pool.release(reversed(self._tables.pop(request_id).blocks))
 
     def drop_digest(self, adapter_digest: str) -> None:
-        """Forget the KV of an adapter's content; its blocks are reused first. Running requests keep their own blocks."""
+        """Forget the KV of an adapter's content; its blocks are reused first. Running requests keep their own
+        blocks."""
         if self._cache is not None:
             with self._lock:
                 for kv_block in self._cache.drop_digest(adapter_digest):
@@ -178,7 +180,8 @@ class KVBlockAllocator:
         return self._num_owed
 
     def vacate(self, num_chunks: int, move: Callable[[Sequence[int], Sequence[int]], None]) -> int:
-        """Move the blocks of sparsely used chunks into free blocks of others, and give the chunks back; returns how many.
+        """Move the blocks of sparsely used chunks into free blocks of others, and give the chunks back; returns how
+        many.
 
         If those are too few, chunks move to the front of the arena, so that what is free behind is adjacent.
         move(sources, targets) copies the memory of blocks. Engine's thread only, while no step is in flight.
@@ -219,7 +222,8 @@ class KVBlockAllocator:
             table.blocks[:] = array("i", [moved.get(kv_block, kv_block) for kv_block in table.blocks])
 
     def fence(self, chunk: int) -> None:
-        """Never use a chunk again: its free blocks go now, the others when their requests end or `vacate` moves them. From any thread."""
+        """Never use a chunk again: its free blocks go now, the others when their requests end or `vacate` moves them.
+        From any thread."""
         with self._lock:
             self._pool.fence(chunk)
 

@@ -1,7 +1,8 @@
-"""KV blocks with reference counts, in chunks of memory that come and go. A block whose count is zero is free; it keeps its content until
-it is lent again.
+"""KV blocks with reference counts, in chunks of memory that come and go. A block whose count is zero is free; it keeps
+its content until it is lent again.
 
-Chunk c is blocks [c * blocks_per_chunk, (c + 1) * blocks_per_chunk): a block's number says where it is, whoever has its chunk.
+Chunk c is blocks [c * blocks_per_chunk, (c + 1) * blocks_per_chunk): a block's number says where it is, whoever has its
+chunk.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ChunkLender(Protocol):
         ...
 
     def lend_lower(self, chunk: int) -> int | None:
-        """The first free chunk before `chunk`, to which it moves: it is given back next. None when it is in front of all free ones."""
+        """The first free chunk before `chunk`, to which it moves: it is given back next. None when it is in front of
+        all free ones."""
         ...
 
     def give_back(self, chunk: int) -> None: ...
@@ -73,9 +75,9 @@ class FixedChunks:
 class BlockPool:
     """Blocks of the chunks that a lender has lent. The floor is taken at once, more by need.
 
-    Lent first: free blocks without cached content (the last freed first: memory that was touched is touched again), then those of
-    another chunk, then free blocks that `cache` knows, least recently freed first. Not thread-safe. Pure bookkeeping: the memory
-    itself belongs to the arena.
+    Lent first: free blocks without cached content (the last freed first: memory that was touched is touched again),
+    then those of another chunk, then free blocks that `cache` knows, least recently freed first. Not thread-safe. Pure
+    bookkeeping: the memory itself belongs to the arena.
     """
 
     def __init__(self, chunks: ChunkLender, blocks_per_chunk: int, cache: PrefixCache | None = None) -> None:
@@ -158,13 +160,13 @@ class BlockPool:
             self._worthless[kv_block] = None
             self._worthless.move_to_end(kv_block, last=False)
 
-    # ------------------------------------------------------------------------------------------------------------ chunks
+    # ----------------------------------------------------------------------------------------------------------- chunks
 
     def give_back(self, num_chunks: int) -> int:
         """Return chunks without references, those with least cached content first; never below the floor.
 
-        If those are too few, others are exchanged for chunks in front, so that what is free behind is adjacent. Returns how many
-        came free.
+        If those are too few, others are exchanged for chunks in front, so that what is free behind is adjacent. Returns
+        how many came free.
         """
         idle = [chunk for chunk, used in self._num_used.items() if used == 0]
         most = min(num_chunks, self.num_above_floor)
@@ -208,7 +210,8 @@ class BlockPool:
         return self._chunk_of(kv_block) not in self._closed
 
     def fence(self, chunk: int) -> None:
-        """Never use the chunk again: its free blocks go now, the others when they are released. Nothing in it is shared anew."""
+        """Never use the chunk again: its free blocks go now, the others when they are released. Nothing in it is shared
+        anew."""
         if chunk in self._closed or not self._lender.fence(chunk):
             return
         self._closed.add(chunk)
@@ -218,7 +221,8 @@ class BlockPool:
                 self._free_closed(kv_block)
 
     def sparsest(self, num_chunks: int) -> list[int]:
-        """Chunks to be vacated: fenced ones, and of the others as many as the floor allows, those with fewest references first."""
+        """Chunks to be vacated: fenced ones, and of the others as many as the floor allows, those with fewest
+        references first."""
         fenced = [chunk for chunk in self._closed if self._num_used[chunk]]
         most = min(num_chunks, self.num_above_floor)
         others = [chunk for chunk in self._num_used if chunk not in self._closed]
@@ -228,7 +232,8 @@ class BlockPool:
         return [kv_block for kv_block in self._blocks_of(chunk) if self._num_refs.get(kv_block)]
 
     def take_elsewhere(self, count: int, besides: Collection[int]) -> Sequence[int] | None:
-        """`count` blocks with one reference each from chunks that are not `besides`, without growing; None when fewer are free there."""
+        """`count` blocks with one reference each from chunks that are not `besides`, without growing; None when fewer
+        are free there."""
         order = (*self._worthless, *self._cached)
         taken = [kv_block for kv_block in order if self._chunk_of(kv_block) not in besides][:count]
         return self.take(taken) if len(taken) == count else None
@@ -241,7 +246,8 @@ class BlockPool:
         return kv_blocks
 
     def hand_over(self, source: int, target: int) -> None:
-        """`target`, which was taken for it, has the content of `source` now, and all its references and its place in the cache."""
+        """`target`, which was taken for it, has the content of `source` now, and all its references and its place in
+        the cache."""
         assert self._num_refs[target] == 1, f"KV block {target} is shared"
         self._num_refs[target] = self._num_refs[source]
         if self._cache is not None:
@@ -249,7 +255,7 @@ class BlockPool:
         self._num_refs[source] = 1
         self.release([source])
 
-    # -------------------------------------------------------------------------------------------------------- inner part
+    # ------------------------------------------------------------------------------------------------------- inner part
 
     def _grow(self) -> bool:
         chunk = self._lender.lend()

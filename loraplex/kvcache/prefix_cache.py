@@ -2,7 +2,8 @@
 
 The key of block i of a sequence is a hash chain:
     key[-1] = H(adapter_digest, cache_salt);  key[i] = H(key[i-1], token_ids[i*block_size : (i+1)*block_size])
-with H = blake2b of 16 bytes. A different adapter content or tenant gives other keys from the root on, so nothing is shared by accident.
+with H = blake2b of 16 bytes. A different adapter content or tenant gives other keys from the root on, so nothing is
+shared by accident.
 """
 
 from __future__ import annotations

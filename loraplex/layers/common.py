@@ -67,13 +67,15 @@ class WeightPart:
 
 
 class WeightedLayer(Protocol):
-    """A layer that a checkpoint fills: `allocate`, its parts, then `prepare`. Or `restore` alone, from what `prepared` gave."""
+    """A layer that a checkpoint fills: `allocate`, its parts, then `prepare`. Or `restore` alone, from what `prepared`
+    gave."""
 
     @property
     def name(self) -> str: ...
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        """Every tensor of the checkpoint that this layer needs. Before `allocate` they may be shapes on the meta device."""
+        """Every tensor of the checkpoint that this layer needs. Before `allocate` they may be shapes on the meta
+        device."""
         ...
 
     def allocate(self) -> None:
@@ -81,7 +83,8 @@ class WeightedLayer(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Once all parts are loaded: weights in the form that the kernels read fastest. Parts cannot be loaded any more."""
+        """Once all parts are loaded: weights in the form that the kernels read fastest. Parts cannot be loaded any
+        more."""
         ...
 
     def prepared(self) -> dict[str, Tensor]:
@@ -102,8 +105,8 @@ def whole(tensor: Tensor) -> Tensor:
 class RopeParameters:
     """How positions turn into angles. Names and meaning are those of a Hugging Face config's `rope_parameters`.
 
-    `factor`: the context grows by it (linear, llama3, yarn); `original_max_position_embeddings`: context of the pretraining
-    (llama3, yarn); `attention_factor`, `beta_*`, `mscale*`, `truncate`: yarn; `*_freq_factor`: llama3.
+    `factor`: the context grows by it (linear, llama3, yarn); `original_max_position_embeddings`: context of the
+    pretraining (llama3, yarn); `attention_factor`, `beta_*`, `mscale*`, `truncate`: yarn; `*_freq_factor`: llama3.
     """
 
     rope_type: str = "default"
@@ -120,8 +123,8 @@ class RopeParameters:
     truncate: bool = True
 
 
-# Each rule below does its float32 operations in the order of transformers' modeling_rope_utils.py: at position p an angle is
-# p * inv_freq, so one rounding that differs is an angle that is wrong by up to p * 6e-8.
+# Each rule below does its float32 operations in the order of transformers' modeling_rope_utils.py: at position p an
+# angle is # p * inv_freq, so one rounding that differs is an angle that is wrong by up to p * 6e-8.
 
 
 def _base_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -187,8 +190,8 @@ ROPE_RULES: dict[str, Callable[[int, RopeParameters], Tensor]] = {
     "llama3": _llama3_rope,
     "yarn": _yarn_rope,
 }
-"""The rope types that exist here, by Hugging Face's name. `dynamic` and `longrope` do not: their frequencies depend on the
-length of the sequence, which a shared KV cache cannot undo."""
+"""The rope types that exist here, by Hugging Face's name. `dynamic` and `longrope` do not: their frequencies depend on
+the length of the sequence, which a shared KV cache cannot undo."""
 
 
 def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -196,7 +199,8 @@ def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_attention_factor(rope: RopeParameters) -> float:
-    """What cos and sin are multiplied by: 1 but for yarn, where it is the softmax temperature of the paper's section 3.4."""
+    """What cos and sin are multiplied by: 1 but for yarn, where it is the softmax temperature of the paper's section
+    3.4."""
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -215,7 +219,8 @@ class RotaryEmbedding:
         self.dtype = setup.activation_dtype
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the dtype of the activations; the halves are equal (`rotate_half`)."""
+        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the dtype of the activations; the halves are equal
+        (`rotate_half`)."""
         angles = positions[:, None].float() * self.inv_freq
         return self._both_halves(angles.cos()), self._both_halves(angles.sin())
 
@@ -262,16 +267,19 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention of one layer over its part of the paged KV cache; grouped queries; `sliding_window` tokens or all."""
+    """Causal attention of one layer over its part of the paged KV cache; grouped queries; `sliding_window` tokens or
+    all."""
 
     head_dim: int
     sliding_window: int | None
     ops: LayerOps
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Gives q and k their positions; k and v go to the cache.
+        """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Gives q and k their positions; k and v go to the
+        cache.
 
-        kv_layer [num_blocks, 2, kv_heads, block_size, D] is this layer's view of the cache; only blocks of the plan are read.
+        kv_layer [num_blocks, 2, kv_heads, block_size, D] is this layer's view of the cache; only blocks of the plan are
+        read.
         """
         q = self.ops.rotary_write_kv(q, k, v, *rope, kv_layer, plan.kv_slot_mapping)
         out = self.ops.paged_attention(q, kv_layer, plan, self.head_dim**-0.5, self.sliding_window)

@@ -1,9 +1,10 @@
 """Linear layers of the base model, each this rank's share of what the checkpoint has.
 
-A linear publishes a `LoraTarget` (name, slices, how it is cut) and the parts of the checkpoint that fill it; the weights of its
-slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Weights are shapes on the meta device until
-`allocate`, when it is the layer's turn to be loaded, and are filled in place. How tensors are cut is loraplex/distributed.py, the same
-rule as for adapters; the sum over ranks after a row-parallel layer is not here (one rank today).
+A linear publishes a `LoraTarget` (name, slices, how it is cut) and the parts of the checkpoint that fill it; the
+weights of its slices (q, k, v or gate, up) lie under one another in one tensor, so that they are one GEMM. Weights are
+shapes on the meta device until `allocate`, when it is the layer's turn to be loaded, and are filled in place. How
+tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a row-parallel layer
+is not here (one rank today).
 
     column, merged, qkv    y_i = x W_i^T + b_i         parts side by side = y       (k, v replicated when heads are fewer than ranks)
     row                    y_i = x_i W_i^T (+ b on rank 0)                          sum over ranks = y
@@ -131,9 +132,11 @@ class MergedColumnParallelLinear(ParallelLinear):
 
 
 class QKVParallelLinear(ParallelLinear):
-    """q, k and v in one GEMM, cut by heads; a k or v head is held by several ranks when there are fewer heads than ranks.
+    """q, k and v in one GEMM, cut by heads; a k or v head is held by several ranks when there are fewer heads than
+    ranks.
 
-    modules: the names of q, k and v in the checkpoint. Output columns: num_heads, num_kv_heads, num_kv_heads heads of head_dim.
+    modules: the names of q, k and v in the checkpoint. Output columns: num_heads, num_kv_heads, num_kv_heads heads of
+    head_dim.
     """
 
     def __init__(
@@ -187,7 +190,8 @@ def _share(full: int, shard: Shard) -> int:
 
 
 def kv_heads_of_shard(num_kv_heads: int, shard: Shard) -> int:
-    """Key and value heads of one rank: an even share, or one that `shard.size / num_kv_heads` neighbours hold together."""
+    """Key and value heads of one rank: an even share, or one that `shard.size / num_kv_heads` neighbours hold
+    together."""
     if num_kv_heads < shard.size and shard.size % num_kv_heads == 0:
         return 1
     return _share(num_kv_heads, shard)
@@ -197,9 +201,11 @@ def kv_heads_of_shard(num_kv_heads: int, shard: Shard) -> int:
 
 
 class VocabParallelEmbedding:
-    """y[t] = weight[token_ids[t]]; the vocabulary is cut over the ranks and rows of other ranks' tokens are zero: the sum is y.
+    """y[t] = weight[token_ids[t]]; the vocabulary is cut over the ranks and rows of other ranks' tokens are zero: the
+    sum is y.
 
-    is_tied: a head has the same weight. Where the kernels can look rows up in the form of a head, there is no other (`is_head`).
+    is_tied: a head has the same weight. Where the kernels can look rows up in the form of a head, there is no other
+    (`is_head`).
     """
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, setup: LayerSetup, is_tied: bool = False) -> None:
@@ -247,7 +253,8 @@ class VocabParallelEmbedding:
 class ParallelLMHead:
     """logits_i = hidden W_i^T in float32, the vocabulary cut over the ranks: parts side by side are the logits.
 
-    `tied_to`: the embedding whose weight this is. It is quantised to int8, and to nothing less: a logit's error is a token's.
+    `tied_to`: the embedding whose weight this is. It is quantised to int8, and to nothing less: a logit's error is a
+    token's.
     """
 
     def __init__(
@@ -278,7 +285,8 @@ class ParallelLMHead:
         return self._shared is None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then widened."""
+        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then
+        widened."""
         return self.ops.linear(hidden, self.weight, None).float()
 
     def allocate(self) -> None:
@@ -318,5 +326,6 @@ def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: S
 
 
 def _allocated(weight: Tensor, device: torch.device) -> Tensor:
-    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy, for a fifth of a second."""
+    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy, for a fifth of a
+    second."""
     return torch.empty(weight.shape, dtype=weight.dtype, device=device)

@@ -8,9 +8,10 @@
 | QKVParallelLinearWithLoRA          | no            | q, k, v by heads; k, v replicated if few   |
 | RowParallelLinearWithLoRA          | input columns | no                                         |
 
-The cuts themselves are in loraplex/distributed.py and follow from the base layer's LoraTarget. Adapters on the embedding
-(VocabParallelEmbeddingWithLoRA) and the output head are not there yet: the format check refuses adapters that have them.
-A model of one's own: give each linear a `target` and a `forward(x)`, wrap it in `with_lora`, and call it with the step's plan.
+The cuts themselves are in loraplex/distributed.py and follow from the base layer's LoraTarget. Adapters on the
+embedding (VocabParallelEmbeddingWithLoRA) and the output head are not there yet: the format check refuses adapters that
+have them. A model of one's own: give each linear a `target` and a `forward(x)`, wrap it in `with_lora`, and call it
+with the step's plan.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class BaseLayerWithLoRA:
         return self._table is not None
 
     def set_lora_info(self, table: SlotTable, backend: LayerOps) -> None:
-        """Read adapters from `table` with the kernels of `backend` from now on. KeyError: the table lacks this target."""
+        """Read adapters from `table` with the kernels of `backend` from now on. KeyError: the table lacks this
+        target."""
         self._first_row = table.first_row(self.target.name)
         self._table, self.lora_backend = table, backend
 

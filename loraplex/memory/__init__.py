@@ -1,1 +1,2 @@
-"""Where adapters' weights are: `space/` (bytes), `weights/` (copies), `residency/` (states), `eviction/`, `care/`; `manager.py` above."""
+"""Where adapters' weights are: `space/` (bytes), `weights/` (copies), `residency/` (states), `eviction/`, `care/`;
+`manager.py` above."""

@@ -1,13 +1,15 @@
 """Adapters by id over weights by digest: references, pins, and the verbs that the field knows.
 
-The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`, `step_committed`; none
-of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`, `activate_adapter`, `pin_adapter`,
-`set_active_adapters` and `switch_lora` wait for loads. They need no poll to make progress, so an engine that is idle may call
-them from its own thread; while a step is in flight, other threads must (retired room comes back when the step is committed).
+The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`,
+`step_committed`; none of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`,
+`activate_adapter`, `pin_adapter`, `set_active_adapters` and `switch_lora` wait for loads. They need no poll to make
+progress, so an engine that is idle may call them from its own thread; while a step is in flight, other threads must
+(retired room comes back when the step is committed).
 
-A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it from `try_acquire`:
-every one that asks in the scheduling pass in which the first of them does. After that pass, or when no request asked for a
-minute, the next `try_acquire` reads the source afresh; so does any verb at any time. `prefetch` alone never tries again.
+A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it
+from `try_acquire`: every one that asks in the scheduling pass in which the first of them does. After that pass, or when
+no request asked for a minute, the next `try_acquire` reads the source afresh; so does any verb at any time. `prefetch`
+alone never tries again.
 """
 
 from __future__ import annotations
@@ -76,9 +78,11 @@ class AdapterMapping(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SwitchOutcome:
-    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves when its last request ends.
+    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves when its last request
+    ends.
 
-    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: what left for it, `old` included.
+    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: what left for it, `old`
+    included.
     """
 
     was_active: bool
@@ -89,12 +93,13 @@ class SwitchOutcome:
 
 
 class LoRAModelManager:
-    """The residency of adapters: core.ResidencyView for the scheduler, and core.AdapterStore but for `abort_adapter` (the engine's).
+    """The residency of adapters: core.ResidencyView for the scheduler, and core.AdapterStore but for `abort_adapter`
+    (the engine's).
 
-    arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine (pinned for a
-    GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any thread. base_bias: this
-    shard's slice of a module's base bias. on_digest_dropped: called by `poll` when the last adapter of a content is gone. ask_kv: asks
-    the KV cache for chunks of `arena` (LoRAMemoryPool).
+    arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine
+    (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
+    thread. base_bias: this shard's slice of a module's base bias. on_digest_dropped: called by `poll` when the last
+    adapter of a content is gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool).
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class LoRAModelManager:
         self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, transfers.let_damaged_go_locked)
         self.housekeeping = Housekeeping(residency, tiers, loader, log, clock, compressed, transfers.advance_locked)
 
-    # ------------------------------------------------------------------------------------- core.ResidencyView: never waits
+    # ---------------------------------------------------------------------------------- core.ResidencyView: never waits
 
     def try_acquire(self, adapter_id: int) -> AcquireResult:
         """A reference for one running request, or what it waits for. Raises AdapterError as core.ResidencyView says."""
@@ -153,7 +158,8 @@ class LoRAModelManager:
             return AcquireResult(residency.acquire_locked(adapter))
 
     def release(self, adapter_id: int) -> None:
-        """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees it."""
+        """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees
+        it."""
         with self._residency.held():
             self._residency.release_locked(self._residency.in_use_locked(adapter_id))
 
@@ -176,11 +182,13 @@ class LoRAModelManager:
                 self.on_digest_dropped(digest)
 
     def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict idle adapters that no request waits for, until that many chunks of the arena came free; returns how many did."""
+        """Evict idle adapters that no request waits for, until that many chunks of the arena came free; returns how
+        many did."""
         return self.housekeeping.reclaim_chunks(num_chunks)
 
     def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from any thread."""
+        """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from
+        any thread."""
         return self._compactor.run(max_bytes, deadline_s)
 
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
@@ -188,9 +196,10 @@ class LoRAModelManager:
     def add_adapter(self, adapter: AdapterSpec | LoRAModel) -> AddOutcome:
         """Load into host memory, in this thread; nothing is read when the content is there already or on its way.
 
-        `is_new` is False for a known id with the same content. Raises AdapterConflictError for another content, AdapterTooLargeError,
-        AdapterNoRoomError, what `open_weights` raises, and AdapterContentChangedError when that gives another digest; the
-        adapter is unknown then. A load that began without this adapter's source and fails is followed by one with it.
+        `is_new` is False for a known id with the same content. Raises AdapterConflictError for another content,
+        AdapterTooLargeError, AdapterNoRoomError, what `open_weights` raises, and AdapterContentChangedError when that
+        gives another digest; the adapter is unknown then. A load that began without this adapter's source and fails is
+        followed by one with it.
         """
         spec, opener = self._spec_of(adapter)
         with self._residency.held():
@@ -213,7 +222,8 @@ class LoRAModelManager:
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
     def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
-        """Know adapters without reading them: what needs their weights first loads them, and gets the error if that fails.
+        """Know adapters without reading them: what needs their weights first loads them, and gets the error if that
+        fails.
 
         Known ids with the same content are passed over. Raises AdapterConflictError for another content.
         """
@@ -257,7 +267,8 @@ class LoRAModelManager:
         return self._residency.begin_load_locked(weights, Demand("add"), may_wait=True), True
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
-        """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error otherwise."""
+        """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error
+        otherwise."""
         if is_mine:
             self._transfers.run_load(job)
         with self._residency.held():
@@ -265,7 +276,8 @@ class LoRAModelManager:
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory is freed."""
+        """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory
+        is freed."""
         with self._residency.held():
             adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
@@ -277,10 +289,11 @@ class LoRAModelManager:
         with self._residency.held():
             self._residency.remove_locked(self._residency.adapter_locked(adapter_id))
 
-    # ------------------------------------------------------------------------------------------------ nearer and farther
+    # ----------------------------------------------------------------------------------------------- nearer and farther
 
     def promote_adapter(self, adapter_id: int) -> AddOutcome:
-        """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned or in use."""
+        """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned
+        or in use."""
         with self._residency.held():
             demand = Demand("promote")
             is_new = self._transfers.bring_locked(self._residency.adapter_locked(adapter_id), demand)
@@ -291,7 +304,8 @@ class LoRAModelManager:
         return self.promote_adapter(adapter_id).is_new
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is pinned."""
+        """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is
+        pinned."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             was_pinned = adapter.set_pinned(False)
@@ -310,7 +324,8 @@ class LoRAModelManager:
             return True
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the device."""
+        """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the
+        device."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             if adapter.is_pinned:
@@ -325,10 +340,12 @@ class LoRAModelManager:
             return self._residency.adapter_locked(adapter_id).set_pinned(False)
 
     def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
-        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request ends.
+        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request
+        ends.
 
-        An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises. `old` need
-        not be active, nor known. Requests are sent to `new` by the registry of names (adapters/registry/); until then they queue.
+        An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises.
+        `old` need not be active, nor known. Requests are sent to `new` by the registry of names (adapters/registry/);
+        until then they queue.
         """
         began_s = self._clock()
         loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)
@@ -376,8 +393,8 @@ class LoRAModelManager:
             self.set_adapter_mapping(mapping)
 
     def set_adapter_mapping(self, mapping: AdapterMapping) -> bool:
-        """Check a batch's mapping against what is on the device; whether it is another one than before. The engine's own
-        steps carry their plan as an argument and do not come here.
+        """Check a batch's mapping against what is on the device; whether it is another one than before. The engine's
+        own steps carry their plan as an argument and do not come here.
         """
         num_tokens, num_prompts = len(mapping.index_mapping), len(mapping.prompt_mapping)
         with self._residency.held():
@@ -391,7 +408,7 @@ class LoRAModelManager:
             self._mapping = mapping
             return has_changed
 
-    # ----------------------------------------------------------------------------------------------------------------- views
+    # ------------------------------------------------------------------------------------------------------------ views
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
@@ -486,7 +503,8 @@ def build_tiers(
 
 
 def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
-    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the log."""
+    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the
+    log."""
     least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
     for cache in caches:
         size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"
@@ -510,7 +528,7 @@ def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopi
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:
-    """So many that bytes run out first, within MIN_SLOTS..MAX_SLOTS: an eighth of an adapter of rank 1 on every target is what one of
-    16 bits on a few targets has.
+    """So many that bytes run out first, within MIN_SLOTS..MAX_SLOTS: an eighth of an adapter of rank 1 on every target
+    is what one of 16 bits on a few targets has.
     """
     return min(MAX_SLOTS, max(MIN_SLOTS, 8 * lora_config.adapter_memory_bytes // max(1, packer.smallest_nbytes())))

@@ -23,12 +23,13 @@ from loraplex.metrics import ChunkRun, MemoryReport, TierReport
 class MemoryCounters:
     """Running totals.
 
-    loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by what was read.
-    evictions: by tier and reason: `device_room`, `host_room` (somebody else needed the room), `kv_pressure` (the KV cache did), `verb`
-    (by name), `device_idle`, `host_idle`, `host_compressed` (unused for long), `..._low_memory`. misses: references that had to wait.
-    found: references by where the first request for them found the adapter: `device`, `host`, or what its load read (`compressed`, `disk`,
-    `source`).
-    damaged: copies whose bytes had changed; quarantined, recovered: contents that gave wrong results, and then right ones again.
+    loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by what
+    was read. evictions: by tier and reason: `device_room`, `host_room` (somebody else needed the room), `kv_pressure`
+    (the KV cache did), `verb` (by name), `device_idle`, `host_idle`, `host_compressed` (unused for long),
+    `..._low_memory`. misses: references that had to wait. found: references by where the first request for them found
+    the adapter: `device`, `host`, or what its load read (`compressed`, `disk`, `source`).
+    damaged: copies whose bytes had changed; quarantined, recovered: contents that gave wrong results, and then right
+    ones again.
     """
 
     loads: Counter[str] = field(default_factory=Counter)
@@ -51,7 +52,8 @@ class MemoryCounters:
 
 
 class MemoryLog:
-    """Counts and tells what happens to weights; `ledger` counts what came of prefetches. Called with the residency's lock held."""
+    """Counts and tells what happens to weights; `ledger` counts what came of prefetches. Called with the residency's
+    lock held."""
 
     def __init__(self, events: EventLog) -> None:
         self.events = events
@@ -95,8 +97,8 @@ class MemoryLog:
     ) -> MemoryReport:
         """One consistent look at the two tiers in memory. Bytes are packed bytes; equal contents count once.
 
-        What is in use or pinned cannot leave the device or, where they are one memory, the host; of another host's memory, what is
-        under way to it.
+        What is in use or pinned cannot leave the device or, where they are one memory, the host; of another host's
+        memory, what is under way to it.
         """
         counters, ledger, pool = self.counters, self.ledger, tiers.pool_of(Tier.DEVICE)
         fragmentation = pool.stats().fragmentation
@@ -143,7 +145,7 @@ class MemoryLog:
         )
 
 
-# ----------------------------------------------------------------------------------------------------- parts of a report
+# ---------------------------------------------------------------------------------------------------- parts of a report
 
 
 _TIERS = {
@@ -156,7 +158,8 @@ _TIERS = {
 
 
 def residency_of(adapter: StoredAdapter, resting_tier: Tier, fault: str | None) -> AdapterResidency:
-    """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is quarantined."""
+    """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is
+    quarantined."""
     weights = adapter.weights
     error = None if weights.failed_job is None else weights.failed_job.error_of(adapter)
     is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)

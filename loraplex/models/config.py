@@ -1,7 +1,8 @@
 """What a model is: families as data, read from a Hugging Face `config.json`.
 
-A setting that changes the mathematics is honoured or refused by name (`ModelConfigError`). What a file leaves out has the
-default of the family's class in transformers. Keys that change nothing in inference (dropout, initialisation, cache flags) are skipped.
+A setting that changes the mathematics is honoured or refused by name (`ModelConfigError`). What a file leaves out has
+the default of the family's class in transformers. Keys that change nothing in inference (dropout, initialisation, cache
+flags) are skipped.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ DEFAULT_ROPE_THETA = 10000.0
 class Family:
     """What tells one family from another. A flag that is a string is the key of config.json that has its value.
 
-    `window_rule`: "none" (no sliding window), "all" (one window for all layers), "upper" (Qwen: `use_sliding_window`, and then the
-    layers from `max_window_layers` on, or those that `layer_types` names). `defaults`: for keys that config.json leaves out.
+    `window_rule`: "none" (no sliding window), "all" (one window for all layers), "upper" (Qwen: `use_sliding_window`,
+    and then the layers from `max_window_layers` on, or those that `layer_types` names). `defaults`: for keys that
+    config.json leaves out.
     """
 
     architecture: str
@@ -143,7 +145,8 @@ ROPE_KEYS: Mapping[str, RopeKeys] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model, under Hugging Face's names. `sliding_windows[i]` is layer i's window in tokens, or None for all of the context.
+    """One model, under Hugging Face's names. `sliding_windows[i]` is layer i's window in tokens, or None for all of the
+    context.
 
     `dtype` is the checkpoint's, "" when config.json does not say.
     """
@@ -171,8 +174,8 @@ class ModelConfig:
     def max_model_len(self) -> int:
         """The longest sequence in tokens that the rotary embedding is made for.
 
-        yarn and linear scaling stretch the context of the pretraining by `factor`; llama3's `max_position_embeddings` is stretched
-        already.
+        yarn and linear scaling stretch the context of the pretraining by `factor`; llama3's `max_position_embeddings`
+        is stretched already.
         """
         if self.rope.rope_type == "linear":
             return int(self.max_position_embeddings * self.rope.factor)

@@ -1,4 +1,5 @@
-"""From a directory of safetensors to a `Decoder`: every weight is read from the memory map and copied once, into its place.
+"""From a directory of safetensors to a `Decoder`: every weight is read from the memory map and copied once, into its
+place.
 
 A weight that the model needs and the checkpoint lacks, or the other way round, is a `ModelWeightError` that names it.
 """
@@ -36,7 +37,8 @@ class WeightSource(Protocol):
     """Where weights come from: a checkpoint, or a seed."""
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
-        """Allocate, fill and prepare layer after layer: at most one is in memory twice, as it came and as it is kept."""
+        """Allocate, fill and prepare layer after layer: at most one is in memory twice, as it came and as it is
+        kept."""
         ...
 
 
@@ -194,8 +196,9 @@ def _some(names: list[str]) -> str:
 class DummyWeights:
     """Random weights for benchmarks, at the speed of memory: finite logits, the same for the same seed.
 
-    Matrices ~ N(0, 1 / in_features) (embedding and head a half of that deviation), norms 1, biases ~ N(0, 0.01). All are cut from one
-    table of draws, each from its own start: the length of the table is prime, so no two rows of a matrix are equal.
+    Matrices ~ N(0, 1 / in_features) (embedding and head a half of that deviation), norms 1, biases ~ N(0, 0.01). All
+    are cut from one table of draws, each from its own start: the length of the table is prime, so no two rows of a
+    matrix are equal.
     """
 
     TABLE_SIZE = 4_194_301

@@ -1,7 +1,8 @@
 """Prepared weights on disk, so that a later start maps them instead of reading and packing a checkpoint.
 
-One safetensors file per (checkpoint, dtype, quantization, packed format) in a folder of the user's. It is used where it lies: the
-processes of one machine share its pages. A file that cannot be read, or that is of another checkpoint, is made again.
+One safetensors file per (checkpoint, dtype, quantization, packed format) in a folder of the user's. It is used where it
+lies: the processes of one machine share its pages. A file that cannot be read, or that is of another checkpoint, is
+made again.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class PackedCache:
             del _writers[unfinished]
 
     def _sweep(self) -> None:
-        """What killed processes left of this model in this form; first, so that starts that never finish one do not fill the disk."""
+        """What killed processes left of this model in this form; first, so that starts that never finish one do not
+        fill the disk."""
         for file in self.file.parent.glob(f"{self._prefix}-*.tmp"):
             name = _UNFINISHED.search(file.name)
             if name is not None and file not in _writers and not _is_another_running(int(name[1])):
@@ -118,7 +120,8 @@ def wait_until_saved() -> None:
 
 
 def default_folder() -> Path | None:
-    """$LORAPLEX_CACHE, or loraplex in the user's cache folder; None when $LORAPLEX_CACHE is `none`: nothing is to be kept on disk."""
+    """$LORAPLEX_CACHE, or loraplex in the user's cache folder; None when $LORAPLEX_CACHE is `none`: nothing is to be
+    kept on disk."""
     own = os.environ.get("LORAPLEX_CACHE")
     if own:
         return None if own == "none" else Path(own)

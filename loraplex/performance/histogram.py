@@ -23,7 +23,8 @@ class Quantiles:
 
 @dataclass(slots=True)
 class Histogram:
-    """counts: by bucket i, which holds LEAST_S * GROWTH^i up to the next; about 600 buckets span a microsecond to years."""
+    """counts: by bucket i, which holds LEAST_S * GROWTH^i up to the next; about 600 buckets span a microsecond to
+    years."""
 
     counts: dict[int, int] = field(default_factory=dict)
     count: int = 0
@@ -51,7 +52,8 @@ class Histogram:
         self.total_s += other.total_s
 
     def quantile(self, share: float) -> float:
-        """The smallest duration that at least `share` of all do not exceed (the middle of its bucket); 0 without any."""
+        """The smallest duration that at least `share` of all do not exceed (the middle of its bucket); 0 without
+        any."""
         left = max(1, math.ceil(share * self.count))
         for bucket in sorted(self.counts):
             left -= self.counts[bucket]

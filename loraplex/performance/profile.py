@@ -1,4 +1,5 @@
-"""One profile of a running engine, seen from the front: the state before, what happens, the state after, and the report of it."""
+"""One profile of a running engine, seen from the front: the state before, what happens, the state after, and the report
+of it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Kernels:
 
 
 class LoraProfile:
-    """Give `requests` to the output processor and events to `see`; `report` when the steps are there. `see` may be called by any thread."""
+    """Give `requests` to the output processor and events to `see`; `report` when the steps are there. `see` may be
+    called by any thread."""
 
     def __init__(
         self,
@@ -228,7 +230,8 @@ def _mix(num_adapters: int, all_sums: Sequence[StepSums], steps: StepProfile) ->
 
 
 def slowdown(with_adapters: Sequence[StepSums], everything: Sequence[StepSums]) -> float | None:
-    """Mean time of decode steps against those of the base model alone, each with as many rows (as `size_class`); None without a pair."""
+    """Mean time of decode steps against those of the base model alone, each with as many rows (as `size_class`); None
+    without a pair."""
     base = {
         each.kind.num_rows: each for each in everything if each.kind.num_adapters == 0 and not each.kind.has_prefill
     }

@@ -1,4 +1,5 @@
-"""The report of a profile: how adapters fared, what they cost, and findings in words. Times are seconds, sizes bytes, shares 0 to 1."""
+"""The report of a profile: how adapters fared, what they cost, and findings in words. Times are seconds, sizes bytes,
+shares 0 to 1."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPerformance:
-    """The requests of one adapter; name None: of the base model, `(all)`: of everything. tier, nbytes, rank: at the end.
+    """The requests of one adapter; name None: of the base model, `(all)`: of everything. tier, nbytes, rank: at the
+    end.
 
     share_*: of the finished requests, those that kept the targets.
     """
@@ -49,8 +51,8 @@ class AdapterPerformance:
 class MixPerformance:
     """Decode steps with `least_adapters` up to (not with) twice as many distinct adapters.
 
-    lora_share: of the operators' time, None when the backend cannot tell. slowdown: mean time against steps without adapters that have
-    as many rows, None when there were none.
+    lora_share: of the operators' time, None when the backend cannot tell. slowdown: mean time against steps without
+    adapters that have as many rows, None when there were none.
     """
 
     least_adapters: int
@@ -78,10 +80,11 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class LoraPerformanceReport:
-    """admitted: requests by what of their adapter they had to wait for; served_from: the tier where a request found its adapter;
-    evictions and loads: by cause; part_seconds: of the steps (loraplex/profiler.py); device_share: of the time, in forward and sampling;
-    cpu: what the engine's threads got of the processor;
-    operator_seconds: of forward, empty when the backend cannot tell; slowdown: of decode steps with adapters against those without.
+    """admitted: requests by what of their adapter they had to wait for; served_from: the tier where a request found its
+    adapter; evictions and loads: by cause; part_seconds: of the steps (loraplex/profiler.py); device_share: of the
+    time, in forward and sampling; cpu: what the engine's threads got of the processor;
+    operator_seconds: of forward, empty when the backend cannot tell; slowdown: of decode steps with adapters against
+    those without.
     """
 
     begun_time: float

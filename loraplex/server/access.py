@@ -1,4 +1,5 @@
-"""Which key a route needs, declared at the route: `@requires(Access.VERB)`. A route that declares nothing needs an admin key."""
+"""Which key a route needs, declared at the route: `@requires(Access.VERB)`. A route that declares nothing needs an
+admin key."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class Access(enum.StrEnum):
-    """`open`: no key; `key`: any key; `admin`: an admin key, where the server has one; `verb`: the same, for what changes the server,
-    with an audit event; `loading`: a verb that changes which adapters there are, off with `--disable-dynamic-loading`."""
+    """`open`: no key; `key`: any key; `admin`: an admin key, where the server has one; `verb`: the same, for what
+    changes the server, with an audit event; `loading`: a verb that changes which adapters there are, off with
+    `--disable-dynamic-loading`."""
 
     OPEN = "open"
     KEY = "key"
@@ -55,7 +57,8 @@ def declared_access(endpoint: Callable[..., Any]) -> Access | None:
 
 
 class GuardedRoute(APIRoute):
-    """Answers 403 to a key that may not use the route, before anything of the request is read, and records every verb."""
+    """Answers 403 to a key that may not use the route, before anything of the request is read, and records every
+    verb."""
 
     def get_route_handler(self) -> Handler:
         handle = self.unguarded_handler()

@@ -58,7 +58,8 @@ assert MAX_LOADS + MAX_VERBS <= NUM_VERB_THREADS
 
 
 class UnloadQuery(BaseModel):
-    """Query of `DELETE /v1/adapters/{name}`: wait up to `deadline_s` for its requests; with `force`, abort what still runs."""
+    """Query of `DELETE /v1/adapters/{name}`: wait up to `deadline_s` for its requests; with `force`, abort what still
+    runs."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,7 +101,7 @@ class AdapterRoutes:
         add("DELETE", "/v1/adapters/{name:path}", self.unload, None, UnloadReply)
         return router
 
-    # ------------------------------------------------------------------------------------------------------ vLLM's routes
+    # ---------------------------------------------------------------------------------------------------- vLLM's routes
 
     @requires(Access.LOADING)
     async def load_lora_adapter(self, request: Request) -> Response:
@@ -160,11 +161,12 @@ class AdapterRoutes:
         await self._verb(request, LoRARegistry.unload, body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
 
-    # --------------------------------------------------------------------------------------------------------- own routes
+    # ------------------------------------------------------------------------------------------------------- own routes
 
     @requires(Access.KEY)
     async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
-        """Every adapter, or those that are asked for: where it is, its bytes, rank, references, version and last use."""
+        """Every adapter, or those that are asked for: where it is, its bytes, rank, references, version and last
+        use."""
         card, registry = _card_for(request), self._engine.registry
         if query.operators_field is not None and not caller_of(request).is_admin:
             raise ApiError(

@@ -1,7 +1,8 @@
 """Where the load routes may read. The operator's own adapters (--lora-modules) are not bound to it.
 
-A root is a directory, or `hf://` (any hub repository) or `hf://ORG` (those of one organisation). Symbolic links are resolved first, of
-the adapter's directory and of the files in it; nothing is said about what lies outside, nor where the roots are: the log has that.
+A root is a directory, or `hf://` (any hub repository) or `hf://ORG` (those of one organisation). Symbolic links are
+resolved first, of the adapter's directory and of the files in it; nothing is said about what lies outside, nor where
+the roots are: the log has that.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class AdapterRoots:
         self._directories = config.local_adapter_roots or ()
 
     def check(self, path: str, field: str = "path") -> None:
-        """Raises AdapterPathForbiddenError, and AdapterPathNotFoundError for a hub id that cannot be; both name the field that the path
-        came in. Touches the disk: call it in a thread."""
+        """Raises AdapterPathForbiddenError, and AdapterPathNotFoundError for a hub id that cannot be; both name the
+        field that the path came in. Touches the disk: call it in a thread."""
         try:
             self._check(path, HubAdapter.parse(path))
         except AdapterLoadError as error:
@@ -50,7 +51,8 @@ class AdapterRoots:
         return None if has_root else ""
 
     def _outside(self, path: str) -> str | None:
-        """None when the directory and all files of it that a load reads are inside the roots; "" or the name of what is not.
+        """None when the directory and all files of it that a load reads are inside the roots; "" or the name of what is
+        not.
 
         What else is in the directory does not matter: a root may be an adapter, too.
         """

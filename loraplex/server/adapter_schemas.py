@@ -102,7 +102,8 @@ class SwitchAdapterRequest(RequestModel):
 
 
 class VersionCard(msgspec.Struct, frozen=True):
-    """One version that `name@version` addresses. `state`: current, kept (for a rollback) or draining (goes with its last request)."""
+    """One version that `name@version` addresses. `state`: current, kept (for a rollback) or draining (goes with its
+    last request)."""
 
     version: int
     digest: str
@@ -132,7 +133,8 @@ class AdapterCard(msgspec.Struct, frozen=True):
     """One adapter. `bytes` are those of its weights where they are now; times are Unix seconds.
 
     references: requests that run on this version; draining: other versions that requests still run on;
-    alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; versions: the newest first.
+    alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; versions: the
+    newest first.
     """
 
     name: str
@@ -250,7 +252,8 @@ class LoadReply(msgspec.Struct, frozen=True):
 
 
 class UnloadReply(msgspec.Struct, frozen=True):
-    """The name no longer resolves. `is_drained` false: `references` requests still run; the weights go with the last."""
+    """The name no longer resolves. `is_drained` false: `references` requests still run; the weights go with the
+    last."""
 
     name: str
     version: int | None

@@ -1,7 +1,7 @@
 """Errors as clients see them: always `{"error": {"message", "type", "param", "code"}}`, in a response or in a stream.
 
-`code` names the error for programs: the class of errors.py in snake case (`adapter_path_not_found`), or OpenAI's own name
-where one exists (`model_not_found`, `context_length_exceeded`, `invalid_api_key`).
+`code` names the error for programs: the class of errors.py in snake case (`adapter_path_not_found`), or OpenAI's own
+name where one exists (`model_not_found`, `context_length_exceeded`, `invalid_api_key`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _log = logging.getLogger("loraplex.server")
 
 
 class ApiError(LoraplexError):
-    """An answer that is HTTP's own business: 401, 413, 415, the 404 of a model's name, the 400 of one field (`param`)."""
+    """An answer that is HTTP's own business: 401, 413, 415, the 404 of a model's name, the 400 of one field
+    (`param`)."""
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ def unknown_parameter(name: str) -> ApiError:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first field."""
+    """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first
+    field."""
     found = [(_place(item["loc"]), item["msg"]) for item in errors[:MAX_REASONS]]
     text = "; ".join(f"{where}: {what}" if where else what for where, what in found)
     if len(errors) > MAX_REASONS:
@@ -165,5 +167,6 @@ def _place(parts: Sequence[object]) -> str:
 
 
 def _is_tag(part: object) -> bool:
-    """Whether a part of a place is no field but one of a union's shapes (`<texts>`), which are named so in schemas.py."""
+    """Whether a part of a place is no field but one of a union's shapes (`<texts>`), which are named so in
+    schemas.py."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")

@@ -1,4 +1,5 @@
-"""Who called which verb: a line of the log `loraplex.audit` and an event for each, with the key's fingerprint, never the key."""
+"""Who called which verb: a line of the log `loraplex.audit` and an event for each, with the key's fingerprint, never
+the key."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from loraplex.server.api_error import CLIENT_CLOSED_REQUEST, MAX_SHOWN_CHARS, st
 from loraplex.server.auth import KEYLESS, caller_of
 
 REFUSAL_INTERVAL_S = 1.0
-"""At most one refusal in this time becomes an event: a key that may not do a thing must not wash away the events of those that may."""
+"""At most one refusal in this time becomes an event: a key that may not do a thing must not wash away the events of
+those that may."""
 
 logger = logging.getLogger("loraplex.audit")
 

@@ -1,4 +1,5 @@
-"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time and never logged; a fingerprint stands for them."""
+"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time and never logged; a fingerprint stands for
+them."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
 class Caller:
     """What the key of a request stands for.
 
-    fingerprint: names the key in logs and events. owner: separates the cached prefixes of two keys; made with a secret of this process,
-    so that neither key nor fingerprint follows from it; "" where all share them. is_admin: may use the routes that change the server.
+    fingerprint: names the key in logs and events. owner: separates the cached prefixes of two keys; made with a secret
+    of this process, so that neither key nor fingerprint follows from it; "" where all share them. is_admin: may use the
+    routes that change the server.
     """
 
     fingerprint: str
@@ -46,7 +48,8 @@ class KeyRing:
     def __init__(
         self, api_keys: Sequence[str], admin_keys: Sequence[str] = (), *, is_cache_shared: bool = False
     ) -> None:
-        """Without admin keys every key may do everything. is_cache_shared: requests of all keys share cached prefixes."""
+        """Without admin keys every key may do everything. is_cache_shared: requests of all keys share cached
+        prefixes."""
         secret = secrets.token_bytes(32)
         self._callers = tuple(
             (
@@ -69,11 +72,13 @@ class KeyRing:
         return bool(self._callers)
 
     def admits(self, headers: Headers) -> bool:
-        """Whether a request's head has a valid key, where there are keys. What another one sends as its body is never read."""
+        """Whether a request's head has a valid key, where there are keys. What another one sends as its body is never
+        read."""
         return not self._callers or self.caller_of(headers.get("authorization")) is not None
 
     def caller_of(self, authorization: str | None) -> Caller | None:
-        """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, whichever matches."""
+        """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, whichever
+        matches."""
         scheme, _, key = (authorization or "").partition(" ")
         given = key_digest(key.strip())
         found = [caller for digest, caller in self._callers if hmac.compare_digest(given, digest)]

@@ -1,8 +1,9 @@
 """Reading a request's body: bounded in bytes, values and depth, strict JSON, every field checked by name.
 
 What a body may cost is known before it is read as JSON: values are counted in its bytes, without making any. A long
-body is counted, decoded and checked in a thread (`off_loop.py`), and the event loop goes on between two calls. Counting is cut into
-slices; the longest single call is the decoder's: 8 ms for 16 MiB of plain text, 52 ms for 16 MiB of escapes (measured).
+body is counted, decoded and checked in a thread (`off_loop.py`), and the event loop goes on between two calls. Counting
+is cut into slices; the longest single call is the decoder's: 8 ms for 16 MiB of plain text, 52 ms for 16 MiB of escapes
+(measured).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ SHORT_BODY_BYTES = 16 * 2**10
 """A body up to this is read in the event loop: the worst takes some milliseconds."""
 
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
-"""The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body were cut."""
+"""The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body
+were cut."""
 _NO_VALUE_BEGINS = bytes(set(range(256)) - set(b",:[{"))
 SLICE_BYTES = 2**20
 """A call on so many bytes keeps the interpreter for at most 3 ms (escapes, measured)."""
@@ -115,7 +117,8 @@ def _num_begun(outside: bytes) -> int:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. NaN, Infinity, lone surrogates, bytes that are not UTF-8 and endless nesting are refused, not read."""
+    """A JSON object. NaN, Infinity, lone surrogates, bytes that are not UTF-8 and endless nesting are refused, not
+    read."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -146,7 +149,8 @@ def _too_long(max_body_bytes: int) -> ApiError:
 
 
 def check_media_type(headers: Headers) -> None:
-    """Other types are refused: a web page may post those to a server on this machine without being asked. So are packed bodies."""
+    """Other types are refused: a web page may post those to a server on this machine without being asked. So are packed
+    bodies."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(

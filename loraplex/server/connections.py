@@ -1,6 +1,8 @@
-"""How many connections are open, what their bodies hold, and what was refused: bounds that all connections of a server share.
+"""How many connections are open, what their bodies hold, and what was refused: bounds that all connections of a server
+share.
 
-Each refusal is counted by its reason (`loraplex:http_connections_refused`); a reason has at most one log line every LOG_EVERY_S.
+Each refusal is counted by its reason (`loraplex:http_connections_refused`); a reason has at most one log line every
+LOG_EVERY_S.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ IDLE_AT_LEAST_S = 1.0
 """A connection may be closed for another one when it has waited this long: its request is not on its way."""
 
 SMALL_BODY_BYTES = 64 * 2**10
-"""The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all others."""
+"""The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all
+others."""
 
 MAX_WAITING_BYTES = 32 * 2**20
 """Heads and bodies of requests behind unanswered ones on their connections: apart from the bodies of those that run."""
@@ -66,8 +69,8 @@ class Slot:
 class Connections:
     """The bounds and the counts. Everything happens on the event loop's thread.
 
-    A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a client that
-    means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
+    A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a
+    client that means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
     """
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,7 +105,7 @@ class Connections:
         """How many, by reason."""
         return self._refused
 
-    # ----------------------------------------------------------------------------------------------------------- connections
+    # ------------------------------------------------------------------------------------------------------ connections
 
     def admit(self, address: str) -> Slot | Refusal:
         """The place of a new connection from `address`, or why there is none."""
@@ -138,10 +141,11 @@ class Connections:
         self.refuse(Refusal.ROOM, f"{self._num_open} are open (--max-connections), and a new one took its place")
         return True
 
-    # ---------------------------------------------------------------------------------------------------------------- bodies
+    # ----------------------------------------------------------------------------------------------------------- bodies
 
     def hold_body(self, num_bytes: int, num_held: int) -> bool:
-        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies together would be too large."""
+        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies together would be too
+        large."""
         is_small = num_held + num_bytes <= SMALL_BODY_BYTES
         limit = self._max_body_bytes if is_small else self._max_body_bytes - self._max_body_bytes // 8
         if self._body_bytes + num_bytes > limit:
@@ -162,7 +166,7 @@ class Connections:
     def release_waiting(self, num_bytes: int) -> None:
         self._waiting_bytes -= num_bytes
 
-    # -------------------------------------------------------------------------------------------------------------- refusals
+    # --------------------------------------------------------------------------------------------------------- refusals
 
     def refuse(self, reason: Refusal, text: str, address: str = "") -> None:
         """Count a refusal, and log it unless this reason had a line just now."""

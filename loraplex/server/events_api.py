@@ -64,7 +64,8 @@ class EventPage(msgspec.Struct, frozen=True):
 
 
 class EventsQuery(BaseModel):
-    """Query of `GET /v1/events`: only these kinds (repeatable), after this id. Without `stream`: one page of what is kept now."""
+    """Query of `GET /v1/events`: only these kinds (repeatable), after this id. Without `stream`: one page of what is
+    kept now."""
 
     model_config = ConfigDict(extra="forbid")
 

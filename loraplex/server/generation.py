@@ -29,7 +29,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationItem:
-    """One prompt for one adapter (None: the base). `engine_request_id` is the server's own, so clients' ids never collide."""
+    """One prompt for one adapter (None: the base). `engine_request_id` is the server's own, so clients' ids never
+    collide."""
 
     prompt: Prompt
     adapter_name: str | None
@@ -66,8 +67,8 @@ class Deadline:
 class Generation:
     """What the client asked for, resolved. `model` is the name that the answer gives back.
 
-    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. shows_cached_tokens: false where a
-    cached token may be another client's. hides_paths: errors name no place of this machine.
+    cache_salt: the owner's and the client's own: prefixes are shared with those of the same salt. shows_cached_tokens:
+    false where a cached token may be another client's. hides_paths: errors name no place of this machine.
     """
 
     response_id: str
@@ -131,8 +132,9 @@ class Generator:
     def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
 
-        Raises what the engine raises, RequestAbortedError for a request that something else aborted, EngineShutdownError for
-        one that this server's shutdown did, and RequestTimeoutError for one whose deadline has passed.
+        Raises what the engine raises, RequestAbortedError for a request that something else aborted,
+        EngineShutdownError for one that this server's shutdown did, and RequestTimeoutError for one whose deadline has
+        passed.
         """
         return merge([self._outputs(item, generation) for item in generation.items])
 

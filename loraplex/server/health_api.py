@@ -36,7 +36,8 @@ STEP_POLL_S = 0.05
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`status`: ok; busy for a probe that had no turn while the engine worked for others. probe_ms: how long its token took."""
+    """`status`: ok; busy for a probe that had no turn while the engine worked for others. probe_ms: how long its token
+    took."""
 
     status: str
     probe_ms: float | None = None
@@ -71,7 +72,8 @@ class Shared(Generic[T]):
 class GenerateProbe:
     """One token of the base model through the scheduler.
 
-    A probe that is refused, or still waits at its deadline, says nothing of an engine with a long queue. Then the engine's steps do.
+    A probe that is refused, or still waits at its deadline, says nothing of an engine with a long queue. Then the
+    engine's steps do.
     """
 
     def __init__(self, engine: EngineSurface, timeout_s: float) -> None:
@@ -80,7 +82,8 @@ class GenerateProbe:
         self._numbers = itertools.count(1)
 
     async def run(self) -> float | None:
-        """Milliseconds that the token took, None when the engine stepped for others instead. Raises LoraplexError, or TimeoutError."""
+        """Milliseconds that the token took, None when the engine stepped for others instead. Raises LoraplexError, or
+        TimeoutError."""
         first = asyncio.ensure_future(self._num_steps())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -149,8 +152,8 @@ class HealthRoutes:
 
     @requires(Access.OPEN)
     async def health(self, probe: Literal["generate"] | None = None) -> Response:
-        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the base model, or
-        steps of the engine for others."""
+        """200 while requests can be served, else 503 with the reason. With `probe=generate`: after one token of the
+        base model, or steps of the engine for others."""
         health = self._context.engine.health()
         if self._context.in_flight.is_closing or not health.is_alive:
             raise _unhealthy(health.message or "shutting down")

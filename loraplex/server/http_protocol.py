@@ -1,16 +1,18 @@
 """HTTP/1.1 on one connection: httptools behind uvicorn, with bounds on what a client sends and on how long it takes.
 
-The parser itself takes a head of any length and any duration, and gathers it at a cost that grows with its square: one client
-could stop all others. Here whatever is neither body nor the end of a head is counted: request line, headers, chunk extensions,
-trailers. More of it than `max_header_bytes` at a time is answered with 431, a head that takes longer than `header_timeout_s` with 408.
-A head that comes in one piece, as nearly all do, costs a comparison and no timer.
+The parser itself takes a head of any length and any duration, and gathers it at a cost that grows with its square: one
+client could stop all others. Here whatever is neither body nor the end of a head is counted: request line, headers,
+chunk extensions, trailers. More of it than `max_header_bytes` at a time is answered with 431, a head that takes longer
+than `header_timeout_s` with 408. A head that comes in one piece, as nearly all do, costs a comparison and no timer.
 
-A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time. Bodies of all
-connections together are bounded by `Connections`. A request without a valid key (`server_admits`) has no body here: it is dropped as it
-comes. An answer that begins before its request's body has come is the last one of its connection.
+A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time.
+Bodies of all connections together are bounded by `Connections`. A request without a valid key (`server_admits`) has no
+body here: it is dropped as it comes. An answer that begins before its request's body has come is the last one of its
+connection.
 
-What the client does not read has the same rule with `send_timeout_s`. An answer of any size is written in pieces, each when the last one
-is gone, and the next request of the connection begins when the answer before it is gone: what a client does not read takes one piece.
+What the client does not read has the same rule with `send_timeout_s`. An answer of any size is written in pieces, each
+when the last one is gone, and the next request of the connection begins when the answer before it is gone: what a
+client does not read takes one piece.
 
 An `Upgrade` is ignored, as HTTP allows. The parser would take the request's body for another protocol's, and what comes
 later for a request of its own; so it is given the same head once more, without that header.
@@ -41,7 +43,8 @@ PIECE_BYTES = 64 * 2**10
 """Of an answer: what is written at a time."""
 
 LINGER_S = 1.0
-"""What a refused client still sends is read and dropped until it is silent for so long: a reset would overtake the answer."""
+"""What a refused client still sends is read and dropped until it is silent for so long: a reset would overtake the
+answer."""
 
 MAX_LINGERS = 5
 MAX_LINGER_BYTES = 32 * 2**20
@@ -52,8 +55,8 @@ MAX_LINGER_BYTES = 32 * 2**20
 class _Incoming:
     """One request: what came of its body, and what it counts for in `Connections`.
 
-    is_admitted: its body is kept. num_held: bytes of its body, once it runs. num_waiting: bytes of its head and body while it waits for
-    the answer to an earlier one. is_last: its answer closes the connection.
+    is_admitted: its body is kept. num_held: bytes of its body, once it runs. num_waiting: bytes of its head and body
+    while it waits for the answer to an earlier one. is_last: its answer closes the connection.
     """
 
     is_admitted: bool
@@ -163,7 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_idle = self.cycle is None or self.cycle.response_complete
         return (is_idle or (self._is_in_head and self._has_begun)) and not self.transport.is_closing()
 
-    # ------------------------------------------------------------------------------------------------- the parser's callbacks
+    # ------------------------------------------------------------------------------------------- the parser's callbacks
 
     def on_message_begin(self) -> None:
         self._is_in_head = self._has_begun = True
@@ -314,7 +317,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._note_idle()
 
     def _note_idle(self) -> None:
-        """All is answered and sent, and no body comes. A connection without admitted requests is idle from its begin."""
+        """All is answered and sent, and no body comes. A connection without admitted requests is idle from its
+        begin."""
         is_answered = self.cycle.response_complete and not self.pipeline
         is_sent = not (self.flow.write_paused or self.transport.is_closing())
         if self._is_busy and is_answered and self._is_in_head and is_sent:
@@ -342,7 +346,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return "the percent-encoding of the path or query does not stand for UTF-8"
         return None
 
-    # ------------------------------------------------------------------------------------------------------------- refusals
+    # --------------------------------------------------------------------------------------------------------- refusals
 
     def _refuse_length(self) -> None:
         limit = self.server_settings.max_header_bytes
@@ -367,7 +371,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.server_connections.refuse(reason, text, self.client[0] if self.client else "")
 
     def _close_softly(self) -> None:
-        """Close, but first read for a moment what the client still sends. Another connection may have the place at once."""
+        """Close, but first read for a moment what the client still sends. Another connection may have the place at
+        once."""
         self._is_refused = True
         self._stop_waiting()
         self._unset_keepalive_if_required()
@@ -389,7 +394,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _disconnect(self, incoming: _Incoming | None) -> None:
-        """Tell a running request that its client is gone. uvicorn tells the one that came last, which may still wait its turn."""
+        """Tell a running request that its client is gone. uvicorn tells the one that came last, which may still wait
+        its turn."""
         if incoming is not None and incoming.cycle is not None and not incoming.cycle.response_complete:
             incoming.cycle.disconnected = True
             incoming.cycle.message_event.set()
@@ -399,7 +405,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return self.cycle is None or self.cycle.response_complete
         return not self.cycle.response_started and not self.pipeline
 
-    # ----------------------------------------------------------------------------------------------------------------- time
+    # ------------------------------------------------------------------------------------------------------------- time
 
     def _await_head(self) -> None:
         self._header_timer = self.loop.call_later(self.server_settings.header_timeout_s, self._time_out)
@@ -485,6 +491,7 @@ def closing_answer(error: ApiError) -> bytes:
 def bounded_http_protocol(
     config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
 ) -> type[BoundedHttpProtocol]:
-    """The protocol with a server's limits: uvicorn makes one of it for each connection. `admits`: whose bodies are read."""
+    """The protocol with a server's limits: uvicorn makes one of it for each connection. `admits`: whose bodies are
+    read."""
     members = {"server_settings": config, "server_connections": connections, "server_admits": staticmethod(admits)}
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

@@ -1,6 +1,8 @@
-"""Lists of names and pages of them, as OpenAI's: `limit`, `after`, and `has_more` in the answer. Made in threads, card by card.
+"""Lists of names and pages of them, as OpenAI's: `limit`, `after`, and `has_more` in the answer. Made in threads, card
+by card.
 
-With any parameter a list is in the order of names, so that `after` is a place in it whether its name is still there or not.
+With any parameter a list is in the order of names, so that `after` is a place in it whether its name is still there or
+not.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ Text = Annotated[str, Field(max_length=4096)]
 
 
 class PageQuery(BaseModel):
-    """Query of a list: at most `limit` names that come after `after`, begin with `prefix` and have `contains` in them."""
+    """Query of a list: at most `limit` names that come after `after`, begin with `prefix` and have `contains` in
+    them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +40,8 @@ class PageQuery(BaseModel):
 
 
 class AdapterQuery(PageQuery):
-    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), and those that are pinned or are not."""
+    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), and those that are pinned or
+    are not."""
 
     state: Literal["device", "host", "disk", "source", "loading", "failed"] | None = None
     pinned: bool | None = None
@@ -58,7 +62,8 @@ class AdapterQuery(PageQuery):
 
 
 def encode_list(cards: Iterable[tuple[str, Any]], query: PageQuery) -> bytes:
-    """The answer: what `cards` yields by name, up to the query's limit. One card at a time, so that the event loop has its turns."""
+    """The answer: what `cards` yields by name, up to the query's limit. One card at a time, so that the event loop has
+    its turns."""
     names: list[str] = []
     written: list[bytes] = []
     has_more = False

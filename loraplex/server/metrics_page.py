@@ -1,7 +1,7 @@
 """GET /metrics: a snapshot of the engine and the server's histograms in Prometheus' text format.
 
-vLLM's names where it has one, so that dashboards and the Kubernetes gateway's inference extension work; own ones under `loraplex:`.
-Counters are the engine's: one that starts again begins at zero, which Prometheus understands.
+vLLM's names where it has one, so that dashboards and the Kubernetes gateway's inference extension work; own ones under
+`loraplex:`. Counters are the engine's: one that starts again begins at zero, which Prometheus understands.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ class ModelNames:
         self.served = tuple(served_model_names) or (engine.model_info.served_model_name,)
 
     def adapter_of(self, model: str | None, lora_path: str | None = None) -> str | None:
-        """The adapter's name, None for the base model. Raises ApiError (400 no model, 404 unknown) and LoraDisabledError."""
+        """The adapter's name, None for the base model. Raises ApiError (400 no model, 404 unknown) and
+        LoraDisabledError."""
         if model is None and lora_path is None:
             raise ApiError(
                 "model is missing: name the base model or an adapter (GET /v1/models lists them)", param="model"
@@ -66,8 +67,8 @@ class ModelNames:
         return adapter_name
 
     def cards(self, query: NameQuery, *, has_paths: bool = True) -> Iterator[tuple[str, ModelCard]]:
-        """Of the base model under each of its names, then of adapters. Without paths, `root` is the name again: where models lie is the
-        operator's business. `query.after` may be a name of either kind.
+        """Of the base model under each of its names, then of adapters. Without paths, `root` is the name again: where
+        models lie is the operator's business. `query.after` may be a name of either kind.
         """
         served = self.served
         if query.after in served:

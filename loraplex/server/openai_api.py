@@ -72,7 +72,8 @@ class OpenAIRoutes:
     async def complete(self, request: Request) -> Response:
         """Continue one or more prompts."""
         context, arrived_s = self._context, time.monotonic()
-        context.engine.check_can_serve()  # before any work: while the engine starts again, failing requests must cost little
+        # before any work: while the engine starts again, failing requests must cost little
+        context.engine.check_can_serve()
         body = await context.bodies.read(request, CompletionRequest)
         params = body.to_sampling_params()
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
@@ -171,7 +172,8 @@ class OpenAIRoutes:
         )
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
-        """The answer, or its stream. A stream begins with the first output, so that errors before it have their status."""
+        """The answer, or its stream. A stream begins with the first output, so that errors before it have their
+        status."""
         generator = self._context.generator
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
@@ -223,8 +225,8 @@ async def _events(
 async def _chunks(
     renderer: Renderer, prompt_index: int, output: RequestOutput, num_seen: MutableMapping[int, int]
 ) -> bytes:
-    """Those with many log probabilities are written in a thread: a slow reader gets all at once that it has missed. `num_seen`: those
-    of each prompt that are written.
+    """Those with many log probabilities are written in a thread: a slow reader gets all at once that it has missed.
+    `num_seen`: those of each prompt that are written.
     """
     num_logprobs = _num_logprobs(output)
     num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs

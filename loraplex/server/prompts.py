@@ -86,7 +86,8 @@ class PromptEncoder:
         return await self._encoded(text, add_special_tokens, "prompt", self.max_counted_ids, client)
 
     async def from_chat(self, chat: ChatFields, client: str, max_ids: int | None = None) -> Prompt:
-        """Messages through the model's chat template. Raises InvalidRequestError when there is none or it refuses them."""
+        """Messages through the model's chat template. Raises InvalidRequestError when there is none or it refuses
+        them."""
         num_chars = sum(map(_num_chars, chat.messages))
         self._check_chars(num_chars, "messages")
         has_more = chat.tools or chat.documents or chat.chat_template_kwargs
@@ -158,7 +159,8 @@ class PromptEncoder:
     def check(
         self, prompt: Prompt, max_tokens: int | None, field: str = "prompt", limit_field: str = "max_tokens"
     ) -> None:
-        """Raises PromptTooLongError and ApiError with the value, the limit and the field: that of the prompt or of `max_tokens`."""
+        """Raises PromptTooLongError and ApiError with the value, the limit and the field: that of the prompt or of
+        `max_tokens`."""
         num_prompt, limit = len(prompt.token_ids), self._model_info.max_model_len
         if not num_prompt:
             raise ApiError("the prompt is empty: it must have at least one token", param=field)
@@ -210,7 +212,8 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 def _check_arguments(chat: ChatFields) -> None:
     """Arguments of tool calls are JSON inside of a JSON text, whose values nobody has counted yet.
 
-    Counted as one: an open string in some of them, which hides what follows, is refused when these are parsed, before the rest.
+    Counted as one: an open string in some of them, which hides what follows, is refused when these are parsed, before
+    the rest.
     """
     calls = [call for message in chat.messages for call in message.tool_calls]
     texts = [text for text in map(_arguments_of, calls) if text is not None]

@@ -1,5 +1,5 @@
-"""Every response carries `X-Request-Id`: the client's own when it is usable, else a new one. The last guard: an unforeseen
-error is answered here, so that no request stays without an answer.
+"""Every response carries `X-Request-Id`: the client's own when it is usable, else a new one. The last guard: an
+unforeseen error is answered here, so that no request stays without an answer.
 """
 
 from __future__ import annotations

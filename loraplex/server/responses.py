@@ -1,4 +1,5 @@
-"""What the OpenAI routes answer, as msgspec structs: OpenAI's fields, then vLLM's extras, which are left out when not asked for."""
+"""What the OpenAI routes answer, as msgspec structs: OpenAI's fields, then vLLM's extras, which are left out when not
+asked for."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ def encode(value: Any) -> bytes:
 
 
 def written(value: Card) -> Card:
-    """As its JSON, in the place of `value` in an answer. To encode all positions of a long answer in one call would keep the event
-    loop waiting for tens of milliseconds: the interpreter's lock is held that long.
+    """As its JSON, in the place of `value` in an answer. To encode all positions of a long answer in one call would
+    keep the event loop waiting for tens of milliseconds: the interpreter's lock is held that long.
     """
     return cast("Card", msgspec.Raw(encode(value)))
 

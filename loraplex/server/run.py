@@ -1,8 +1,8 @@
 """The application on a port, from the first byte to the last: bind, start the engine, serve, drain, stop.
 
-The port is bound before the engine starts (a taken one is said at once, not after minutes of loading) and opened after it is ready.
-On SIGTERM or SIGINT no new connection is taken, running requests have `shutdown_grace_s` to finish, and what is left then is ended
-with an error that says so. A second signal does not wait.
+The port is bound before the engine starts (a taken one is said at once, not after minutes of loading) and opened after
+it is ready. On SIGTERM or SIGINT no new connection is taken, running requests have `shutdown_grace_s` to finish, and
+what is left then is ended with an error that says so. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ SWITCH_INTERVAL_S = 0.001
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GC_THRESHOLDS = (50_000, 5, 1000)
-"""Python's own (700, 10, 10) look at all objects again and again while the log probabilities of a large answer come together:
-seconds in which nobody is answered. With these a young collection takes some 10 ms, a middle one 50 ms, and an old one is rare."""
+"""Python's own (700, 10, 10) look at all objects again and again while the log probabilities of a large answer come
+together: seconds in which nobody is answered. With these a young collection takes some 10 ms, a middle one 50 ms, and
+an old one is rare."""
 
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""
@@ -111,7 +112,8 @@ def make_server(
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, whose requests end with an error of their own, not a broken connection, when the grace is over."""
+    """uvicorn's server, whose requests end with an error of their own, not a broken connection, when the grace is
+    over."""
 
     def __init__(
         self, context: ServerContext, config: uvicorn.Config, on_ready: Callable[[ServerContext], None]

@@ -24,7 +24,8 @@ def sse(data: bytes) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. However it ends (all sent, client gone, server stopped), they and their source are closed.
+    """Sends events as they come. However it ends (all sent, client gone, server stopped), they and their source are
+    closed.
 
     `source` is what `events` reads: closing events that nobody began to read would not reach it.
     """
@@ -78,7 +79,8 @@ class _End:
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all sources as they come, each with the index of its source. The first error ends and closes all of them."""
+    """Items of all sources as they come, each with the index of its source. The first error ends and closes all of
+    them."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:
             async for item in source:

@@ -1,4 +1,5 @@
-"""Verbs on adapters, so many at a time: one that hangs (a file system that does not answer) takes a place of its client's alone."""
+"""Verbs on adapters, so many at a time: one that hangs (a file system that does not answer) takes a place of its
+client's alone."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class _Client:
 
 
 class VerbTurns:
-    """`max_running` verbs at a time, `max_of_a_client` of one client. One that has waited PATIENCE_S is refused: 429 behind its client's
-    own, 503 behind others'. `what` is the subject of the message.
+    """`max_running` verbs at a time, `max_of_a_client` of one client. One that has waited PATIENCE_S is refused: 429
+    behind its client's own, 503 behind others'. `what` is the subject of the message.
     """
 
     def __init__(self, what: str, max_running: int, max_of_a_client: int) -> None:

@@ -3,9 +3,9 @@
     engine = FakeAsyncEngine({"sql": "/adapters/sql"})
     app = create_app(engine)                       # the whole HTTP surface, answered at once
 
-The "model" answers `[NAME] PROMPT` and ends: NAME is the adapter's name or `base`, PROMPT the prompt's text. One token is one byte.
-Adapters, names and references are the real `LoRARegistry`'s. `hold`, `fail_next` and `die` bring about what is hard to bring
-about with a real engine; `requests` and `aborted` say what reached it.
+The "model" answers `[NAME] PROMPT` and ends: NAME is the adapter's name or `base`, PROMPT the prompt's text. One token
+is one byte. Adapters, names and references are the real `LoRARegistry`'s. `hold`, `fail_next` and `die` bring about
+what is hard to bring about with a real engine; `requests` and `aborted` say what reached it.
 """
 
 from __future__ import annotations

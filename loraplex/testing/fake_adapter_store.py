@@ -11,7 +11,8 @@ from loraplex.errors import AdapterNotFoundError
 
 
 class FakeAdapterStore:
-    """An `AdapterStore` that only keeps count. `max_resident` adapters are on the device; the oldest unpinned one makes room."""
+    """An `AdapterStore` that only keeps count. `max_resident` adapters are on the device; the oldest unpinned one makes
+    room."""
 
     def __init__(self, max_resident: int | None = None) -> None:
         self._max_resident = max_resident

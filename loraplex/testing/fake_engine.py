@@ -130,7 +130,7 @@ class FakeAsyncEngine(AdapterVerbs):
             raise self.errors_by_path[path]
         return OpenedAdapter(path, hashlib.blake2b(path.encode()).hexdigest()[:64], FAKE_BYTES, FAKE_RANK)
 
-    # ----------------------------------------------------------------------------------------------- what a test brings about
+    # ----------------------------------------------------------------------------------------- what a test brings about
 
     def hold(self, after_tokens: int = 0) -> None:
         """Every request stops after this many tokens, until `resume`."""
@@ -165,7 +165,7 @@ class FakeAsyncEngine(AdapterVerbs):
         run.error = error
         run.wake.set()
 
-    # ---------------------------------------------------------------------------------------------------- the engine's surface
+    # --------------------------------------------------------------------------------------------- the engine's surface
 
     async def generate(
         self,

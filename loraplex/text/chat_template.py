@@ -1,7 +1,8 @@
 """Chats to text as `transformers.PreTrainedTokenizerBase.apply_chat_template` renders them, with `jinja2` alone.
 
-A template is a program of the model's author: it runs in jinja2's sandbox, over plain JSON data. The sandbox bounds what it can
-reach, not how long it runs, so a server takes templates from the model's directory and its operator, not from strangers.
+A template is a program of the model's author: it runs in jinja2's sandbox, over plain JSON data. The sandbox bounds
+what it can reach, not how long it runs, so a server takes templates from the model's directory and its operator, not
+from strangers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _compile_template(source: str) -> jinja2.Template:
 
 
 def plain_json(value: Json, name: str) -> Json:
-    """A copy made of JSON's own types: no object of ours, and no subclass of a plain type, is within a template's reach."""
+    """A copy made of JSON's own types: no object of ours, and no subclass of a plain type, is within a template's
+    reach."""
     try:
         return json.loads(json.dumps(value, ensure_ascii=False))  # escapes would take five times as long
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
 """Token ids to text as they come, with stop strings.
 
-The text of an output is what decoding prompt and output together adds to decoding the prompt alone. `update` returns the part
-of it that no later token can change: bytes of an unfinished character wait, and so does a beginning of a stop string. Joined,
-all deltas and `finish()` equal the decoding of everything. The cost of a token does not grow with the output.
+The text of an output is what decoding prompt and output together adds to decoding the prompt alone. `update` returns
+the part of it that no later token can change: bytes of an unfinished character wait, and so does a beginning of a stop
+string. Joined, all deltas and `finish()` equal the decoding of everything. The cost of a token does not grow with the
+output.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class StopMatcher:
         return self._table.depth[self._node]
 
     def feed(self, text: str, is_enabled: bool = True) -> StopMatch | None:
-        """Take in more text; the first match in it (after which nothing may be fed). Disabled: matches are passed over."""
+        """Take in more text; the first match in it (after which nothing may be fed). Disabled: matches are passed
+        over."""
         if not self._node and self._first_characters.isdisjoint(text):
             self._num_fed += len(text)
             return None
@@ -190,11 +192,12 @@ class StopMatcher:
 class IncrementalDetokenizer:
     """The text of one completion while its tokens come.
 
-    `stop_reason` is the stop string that ended it; `num_tokens` counts the tokens taken in, the one that completed the stop
-    string included; later ones are ignored. Before `min_tokens` tokens no stop string ends anything.
+    `stop_reason` is the stop string that ended it; `num_tokens` counts the tokens taken in, the one that completed the
+    stop string included; later ones are ignored. Before `min_tokens` tokens no stop string ends anything.
 
-    `token_texts` has per token the text that became certain with it ("" inside a character), `token_offsets` where that starts in
-    the output, in characters; both only when `logprobs` is asked for. Joined they are the text, plus what is held back for now.
+    `token_texts` has per token the text that became certain with it ("" inside a character), `token_offsets` where that
+    starts in the output, in characters; both only when `logprobs` is asked for. Joined they are the text, plus what is
+    held back for now.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -277,7 +280,8 @@ class IncrementalDetokenizer:
 
 
 def text_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-    """The text that follows the prompt; its last tokens are decoded too, so that a first space or a split character is right."""
+    """The text that follows the prompt; its last tokens are decoded too, so that a first space or a split character is
+    right."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
     context: list[int] = []
     for token_id in reversed(prompt_ids):

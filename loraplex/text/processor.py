@@ -1,7 +1,8 @@
 """What stands between a client's prompt and the engine's token ids, on the way in and on the way out.
 
-In: a prompt becomes token ids, is checked against the model's limits, and `n` completions become `n` requests. Out: token ids become
-text, stop strings end a request, and the completions of one prompt come together in a `RequestOutput`. No torch.
+In: a prompt becomes token ids, is checked against the model's limits, and `n` completions become `n` requests. Out:
+token ids become text, stop strings end a request, and the completions of one prompt come together in a `RequestOutput`.
+No torch.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class AdapterRef:
 class PreparedRequest:
     """One prompt, ready for the engine: its token ids and one `Request` per completion.
 
-    The children's ids are never used again: a late output of an aborted request cannot be taken for one of its successor's.
+    The children's ids are never used again: a late output of an aborted request cannot be taken for one of its
+    successor's.
     """
 
     request_id: str
@@ -245,7 +247,8 @@ class _Generation:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutput:
-    """What a token output led to: `output` for the client, `error` instead of it, and requests that the engine should end."""
+    """What a token output led to: `output` for the client, `error` instead of it, and requests that the engine should
+    end."""
 
     request_id: str
     output: RequestOutput | None = None

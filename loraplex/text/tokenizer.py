@@ -1,7 +1,7 @@
 """Text to token ids and back, and chats to text: `tokenizers` and a `jinja2` sandbox, nothing else.
 
-A directory's `tokenizer.json` decides how text is cut; `tokenizer_config.json` (or the older `special_tokens_map.json`) names the
-special tokens; a chat renders as `transformers.PreTrainedTokenizerBase.apply_chat_template` renders it.
+A directory's `tokenizer.json` decides how text is cut; `tokenizer_config.json` (or the older `special_tokens_map.json`)
+names the special tokens; a chat renders as `transformers.PreTrainedTokenizerBase.apply_chat_template` renders it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _read_json(path: Path) -> dict[str, Json]:
 
 
 def read_eos_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids that the model states: of generation_config.json, else of config.json (there is no need of a tokenizer)."""
+    """End-of-sequence ids that the model states: of generation_config.json, else of config.json (there is no need of a
+    tokenizer)."""
     for name in ("generation_config.json", "config.json"):
         stated = _read_json(Path(directory) / name).get("eos_token_id")
         if stated is None:
@@ -98,7 +99,8 @@ def _added_token(value: Json, *, is_special: bool) -> AddedToken | None:
 
 
 class _SpecialTokens:
-    """Special tokens of a tokenizer_config.json: the named ones, the other added ones, and those listed without a name."""
+    """Special tokens of a tokenizer_config.json: the named ones, the other added ones, and those listed without a
+    name."""
 
     def __init__(self, config: Mapping[str, Json]) -> None:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -123,7 +125,8 @@ class _SpecialTokens:
             raise ModelConfigError(f"{path}: its special or added tokens cannot be read: {error}") from error
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Make the backend know them all. A token that it has keeps its id, and its flags unless it must become special."""
+        """Make the backend know them all. A token that it has keeps its id, and its flags unless it must become
+        special."""
         known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         for token in (*self.others, *self.named.values()):
             if token.content not in known or (token.special and not known[token.content]):
@@ -138,7 +141,8 @@ def _own_token_names(config: Mapping[str, Json]) -> list[str]:
 
 
 def _read_chat_templates(directory: Path) -> dict[str, str]:
-    """Chat templates by name: the .jinja files, else tokenizer_config.json (one, or a list of named ones), else chat_template.json."""
+    """Chat templates by name: the .jinja files, else tokenizer_config.json (one, or a list of named ones), else
+    chat_template.json."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
         files = {**files, "default": directory / "chat_template.jinja"}
@@ -286,7 +290,8 @@ class Tokenizer:
     ) -> str:
         """The prompt of a chat. `chat_template`: the name of one of the model's templates, or a template.
 
-        `template_kwargs` go to the template as variables. `continue_final_message` leaves the last message open for the model.
+        `template_kwargs` go to the template as variables. `continue_final_message` leaves the last message open for the
+        model.
         """
         source = self._choose_template(chat_template, has_tools=tools is not None)
         chat = plain_json(messages, "messages")
@@ -345,7 +350,8 @@ def _byte_of(token: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are shifted to U+0100 and up, in order."""
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are shifted to U+0100 and up, in
+    order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

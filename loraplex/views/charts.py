@@ -1,4 +1,5 @@
-"""Small charts as inline SVG: bars, a line, a strip. Every text is escaped; colours are the page's (`report.py`, STYLE)."""
+"""Small charts as inline SVG: bars, a line, a strip. Every text is escaped; colours are the page's (`report.py`,
+STYLE)."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def line(values: Sequence[float], length_shown: str, title: str) -> str:
 
 
 def strip(runs: Sequence[tuple[str, int]], title: str) -> str:
-    """Neighbours of one kind side by side, each as wide as its share. The kind is the CSS class, with `owner-` before it."""
+    """Neighbours of one kind side by side, each as wide as its share. The kind is the CSS class, with `owner-` before
+    it."""
     total = sum(count for _, count in runs)
     if not total:
         return ""

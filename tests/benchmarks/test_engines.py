@@ -1,4 +1,5 @@
-"""Which engines are run, with which jobs and in which turns. Nothing is timed; the processes here are a few lines of Python."""
+"""Which engines are run, with which jobs and in which turns. Nothing is timed; the processes here are a few lines of
+Python."""
 
 from __future__ import annotations
 

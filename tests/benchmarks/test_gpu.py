@@ -1,4 +1,5 @@
-"""The GPU scripts without a GPU: what they count and judge, and each once in Triton's interpreter. No figure is checked."""
+"""The GPU scripts without a GPU: what they count and judge, and each once in Triton's interpreter. No figure is
+checked."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 PLACE = Place(CPU, TorchBackend(), may_capture=False)
 
 
-# --------------------------------------------------------------------------------------------------------- what is counted
+# ------------------------------------------------------------------------------------------------------ what is counted
 
 
 def test_shapes_are_those_of_the_models() -> None:
@@ -91,7 +92,7 @@ def test_written_adapters_are_valid_and_differ(tmp_path: Path) -> None:
     assert contents[0] != contents[1]
 
 
-# ---------------------------------------------------------------------------------------------------------- what is judged
+# ------------------------------------------------------------------------------------------------------- what is judged
 
 
 def test_a_row_error_is_of_the_worst_row() -> None:
@@ -341,7 +342,7 @@ def test_a_sheet_as_markdown() -> None:
     assert sheet.markdown() == "| a | b |\n| --- | ---: |\n| x | 1 |"
 
 
-# ------------------------------------------------------------------------------------------------------------- each once
+# ------------------------------------------------------------------------------------------------------------ each once
 
 
 def figures(path: Path) -> dict[str, list[dict[str, object]]]:
@@ -375,7 +376,8 @@ def test_kernels_run(tmp_path: Path) -> None:
 def test_flash_attention_is_checked_and_timed_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against float64, with a fake; one that is wrong is found, by its trial. It takes no float32, in which the interpreter times."""
+    """Against float64, with a fake; one that is wrong is found, by its trial. It takes no float32, in which the
+    interpreter times."""
     pytest.importorskip("triton")
     place = find_place(is_interpreted=True)
     assert not list(flash_problems(place, ((4, 2, 64),)))
@@ -437,7 +439,7 @@ def test_one_command_leaves_everything(
     assert shown.endswith("== engine: exit code 1\nbegan\nfell\n")
 
 
-# --------------------------------------------------------------------------------------------------------------- the ending
+# ----------------------------------------------------------------------------------------------------------- the ending
 
 
 def interrupted(*arguments: object, **options: object) -> object:

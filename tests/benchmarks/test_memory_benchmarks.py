@@ -35,7 +35,7 @@ def common(made: Fixture, tmp_path: Path) -> list[str]:
     return ["--fixture", str(made.base.parent), "--threads", "1", "--json", str(tmp_path / "out.json")]
 
 
-# ----------------------------------------------------------------------------------------------------------- what is there
+# -------------------------------------------------------------------------------------------------------- what is there
 
 
 def test_no_two_adapters_have_one_content(made: Fixture) -> None:
@@ -67,7 +67,7 @@ def test_verdicts() -> None:
     assert loaded_engine.verdict(None, 1.0) == "-"
 
 
-# --------------------------------------------------------------------------------------------------------------- the sweep
+# ------------------------------------------------------------------------------------------------------------ the sweep
 
 
 def test_cells_have_names_and_are_compared_with_five() -> None:
@@ -139,7 +139,7 @@ def test_the_sweep_runs(made: Fixture, tmp_path: Path) -> None:
     assert many["counted"]["num_loads"] > few["counted"]["num_loads"]  # six fit
 
 
-# --------------------------------------------------------------------------------------------------------------- few slots
+# ------------------------------------------------------------------------------------------------------------ few slots
 
 
 def test_ratios_of_few_slots() -> None:
@@ -175,7 +175,7 @@ def test_room_must_be_little() -> None:
         few_slots.main(["--adapters", "8", "--room", "8"])
 
 
-# -------------------------------------------------------------------------------------------------------------- cold start
+# ----------------------------------------------------------------------------------------------------------- cold start
 
 
 def test_states_take_turns() -> None:
@@ -209,7 +209,7 @@ def test_a_tier_that_is_not_there_is_said_in_a_line(
         cold_start.main([*common(made, tmp_path), "--adapters", "5", "--prompt-len", "4"])
 
 
-# -------------------------------------------------------------------------------------------------- switching and the rest
+# ----------------------------------------------------------------------------------------------- switching and the rest
 
 
 def test_switching_runs(made: Fixture, tmp_path: Path) -> None:

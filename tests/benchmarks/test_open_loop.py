@@ -1,4 +1,5 @@
-"""Schedules are what they say, and an open loop notes when things came: with a clock of its own, nothing here is timed."""
+"""Schedules are what they say, and an open loop notes when things came: with a clock of its own, nothing here is
+timed."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
-# ------------------------------------------------------------------------------------------------------------ throughput
+# ----------------------------------------------------------------------------------------------------------- throughput
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_no_peer_can_be_asked_for() -> None:
     assert [e.name for e in throughput.engines_of(throughput.parser().parse_args([]))] == ["loraplex", "hf"]
 
 
-# --------------------------------------------------------------------------------------------------------- many adapters
+# -------------------------------------------------------------------------------------------------------- many adapters
 
 
 def test_popular_adapters_are_anywhere() -> None:

@@ -1,8 +1,8 @@
 """A GPU that is not there: what torch and the host do with one, but no numbers.
 
-Tensors on `cuda:0` have shape, dtype and device, and no memory (torch's FakeTensorMode): an operator that mixes devices, or shapes, fails.
-Streams, events and graphs are those of fake_streams.py; kernels are not launched, but their arguments are looked at. What comes to the
-host is 0: so are sampled tokens, and every sum.
+Tensors on `cuda:0` have shape, dtype and device, and no memory (torch's FakeTensorMode): an operator that mixes
+devices, or shapes, fails. Streams, events and graphs are those of fake_streams.py; kernels are not launched, but their
+arguments are looked at. What comes to the host is 0: so are sampled tokens, and every sum.
 
 `host.waits` has where the host waited for the device:
 
@@ -108,7 +108,7 @@ class FakeGpu(TorchFunctionMode):
         with self._mode if _is_gpu(device) else nullcontext():
             return func(*args, **options)
 
-    # ------------------------------------------------------------------------------------------------------------ copies
+    # ----------------------------------------------------------------------------------------------------------- copies
 
     def _copied(self, what: str, on_host: Tensor, is_asynchronous: bool) -> None:
         """Between this memory and the device."""
@@ -183,7 +183,7 @@ class FakeGpu(TorchFunctionMode):
             self.host.wait_for_current("repeat_interleave")
         return func(x, *args, **options)
 
-    # ------------------------------------------------------------------------------------------------------------ indices
+    # ---------------------------------------------------------------------------------------------------------- indices
 
     def _index(self, index: Any) -> Any:
         """One of a tuple; lists and tensors of the host are sent to the device, and masks come from there."""

@@ -1,8 +1,9 @@
-"""Streams, events and graphs of a GPU that is not there, its host's page-locked memory, and a record of where the host waited.
+"""Streams, events and graphs of a GPU that is not there, its host's page-locked memory, and a record of where the host
+waited.
 
-What is launched is not seen. So a stream is taken to be busy with something new whenever it is looked at, and it is known to be done
-as far as the host has waited for it, no further: what it waited for on other streams is not followed. That can show a wait
-where a real host would have none, never the reverse.
+What is launched is not seen. So a stream is taken to be busy with something new whenever it is looked at, and it is
+known to be done as far as the host has waited for it, no further: what it waited for on other streams is not followed.
+That can show a wait where a real host would have none, never the reverse.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Wait:
-    """what: the call that waited. callers: the functions of the package around it, as `Class.function`, the innermost first."""
+    """what: the call that waited. callers: the functions of the package around it, as `Class.function`, the innermost
+    first."""
 
     what: str
     callers: tuple[str, ...]
@@ -35,7 +37,8 @@ class Wait:
 
 
 class Host:
-    """The host's side of the device. `waits`: for all that it waited for, in order; a test clears it where its next phase begins."""
+    """The host's side of the device. `waits`: for all that it waited for, in order; a test clears it where its next
+    phase begins."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []

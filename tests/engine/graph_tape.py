@@ -1,11 +1,12 @@
 """A device that captures on a CPU, and kernels that may be captured: what a GPU does to a decode step, without one.
 
-`TapeDevice` writes down every operator of torch with the tensors that it got and gave. A replay runs the operators again on those
-tensors and nothing else: no Python of the model, so what the host knew is what it knew at the capture, as in a CUDA graph. Before each
-replay, tensors that the capture made are filled with NaN and -1 and so is what `poisoned` names. What reads the host, or waits for the
-device, cannot be captured.
+`TapeDevice` writes down every operator of torch with the tensors that it got and gave. A replay runs the operators
+again on those tensors and nothing else: no Python of the model, so what the host knew is what it knew at the capture,
+as in a CUDA graph. Before each replay, tensors that the capture made are filled with NaN and -1 and so is what
+`poisoned` names. What reads the host, or waits for the device, cannot be captured.
 
-`MaskedBackend` computes decode attention and LoRA from tensors of the device alone: it covers fixed sizes and masks what is not there.
+`MaskedBackend` computes decode attention and LoRA from tensors of the device alone: it covers fixed sizes and masks
+what is not there.
 """
 
 from __future__ import annotations

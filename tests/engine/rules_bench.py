@@ -1,4 +1,5 @@
-"""A base model with adapters of one size, and what a client of a driven engine asks and checks (fixtures in conftest.py)."""
+"""A base model with adapters of one size, and what a client of a driven engine asks and checks (fixtures in
+conftest.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ OpenDriver = Callable[..., Driver]
 
 @dataclass(frozen=True)
 class Bench:
-    """A base model, four adapters of one size and two versions of a fifth; `cases[path]` are two prompts and what it says to them.
+    """A base model, four adapters of one size and two versions of a fifth; `cases[path]` are two prompts and what it
+    says to them.
 
     nbytes: what one of the adapters takes on the device.
     """

@@ -275,7 +275,7 @@ class TestReplay:
         driver.outputs.clear()
 
 
-# ------------------------------------------------------------------------------------------------------ whatever happens
+# ----------------------------------------------------------------------------------------------------- whatever happens
 
 
 ROUNDS = st.lists(
@@ -294,7 +294,8 @@ ROUNDS = st.lists(
 def test_replays_equal_eager_steps_whatever_happens(
     make: MakeDriver, bench: Bench, rank_64: tuple[Path, GreedyCase]
 ) -> None:
-    """Requests that come and go, of the base and of adapters that take each other's memory, on one engine for all examples.
+    """Requests that come and go, of the base and of adapters that take each other's memory, on one engine for all
+    examples.
 
     Each answers as transformers + peft do, and each replay gives the bits of the step run kernel by kernel.
     """
@@ -341,7 +342,7 @@ def test_replays_equal_eager_steps_whatever_happens(
     assert min(steps["base"], steps["lora"]) > 20
 
 
-# -------------------------------------------------------------------------------------------------- the tape can be wrong
+# ------------------------------------------------------------------------------------------------ the tape can be wrong
 
 
 class TestTheTape:

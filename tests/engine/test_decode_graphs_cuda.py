@@ -1,4 +1,5 @@
-"""CUDA graphs on a GPU: each replay against the same step run kernel by kernel, bit for bit. Set TRITON_INTERPRET=0 for it."""
+"""CUDA graphs on a GPU: each replay against the same step run kernel by kernel, bit for bit. Set TRITON_INTERPRET=0 for
+it."""
 
 from __future__ import annotations
 

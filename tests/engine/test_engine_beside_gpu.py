@@ -1,4 +1,5 @@
-"""An engine on a GPU that is not there (fake_gpu.py): it starts, steps, mixes no devices, and no launch waits for the device.
+"""An engine on a GPU that is not there (fake_gpu.py): it starts, steps, mixes no devices, and no launch waits for the
+device.
 
 The host waits where it is to; `check_waits` says so of all that happened since the last `clear`.
 """
@@ -146,7 +147,8 @@ def test_as_fast_as_triton_is_not_enough(bench: Bench, monkeypatch: pytest.Monke
 
 
 def test_steps_without_a_result_are_not_queued_without_end(bench: Bench) -> None:
-    """Parts of a long prompt give none to wait for. The host is two of them ahead: it waits for the copy of the step before the last."""
+    """Parts of a long prompt give none to wait for. The host is two of them ahead: it waits for the copy of the step
+    before the last."""
     with fake_gpu() as gpu:
         driver = make(bench, max_num_batched_tokens=8)
         driver.submit(list(range(5, 85)), max_tokens=1)

@@ -1,7 +1,8 @@
-"""After any sequence of requests, aborts, loads, unloads, reloads, evictions, pins and changes of the sources, nothing is lost or mixed up.
+"""After any sequence of requests, aborts, loads, unloads, reloads, evictions, pins and changes of the sources, nothing
+is lost or mixed up.
 
-Memory is so small that everything happens in it: two of the adapters fit on the device, hardly more into the host's share, and four
-requests into the KV cache if they are short. All free memory holds NaN.
+Memory is so small that everything happens in it: two of the adapters fit on the device, hardly more into the host's
+share, and four requests into the KV cache if they are short. All free memory holds NaN.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ SOURCE_ERRORS = (AdapterContentChangedError, AdapterUnavailableError)
 
 @dataclass(frozen=True)
 class World:
-    """What there is to play with. `expected[content][i]` is what the model alone says to prompt i (content None: the base)."""
+    """What there is to play with. `expected[content][i]` is what the model alone says to prompt i (content None: the
+    base)."""
 
     base: Path
     contents: Mapping[str, Path]
@@ -141,9 +143,11 @@ class Names:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """`world` is set by the test. Rules never wait for requests; `teardown` runs everything to its end and counts what is left.
+    """`world` is set by the test. Rules never wait for requests; `teardown` runs everything to its end and counts what
+    is left.
 
-    Loads run in threads, so what is drawn must not depend on how far they are: rules take any name and know what to expect.
+    Loads run in threads, so what is drawn must not depend on how far they are: rules take any name and know what to
+    expect.
     """
 
     world: ClassVar[World]
@@ -277,7 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
         except (AdapterNoRoomError, *SOURCE_ERRORS):
             assert verb in ("pin", "preload")
 
-    # ------------------------------------------------------------------------------------------------------ the requests
+    # ----------------------------------------------------------------------------------------------------- the requests
 
     @rule(asks=st.lists(ASKS, min_size=1, max_size=4))
     def submit(self, asks: list[tuple[str | None, int, int]]) -> None:
@@ -307,7 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         self.driver.finish(max_steps=5000)
 
-    # ------------------------------------------------------------------------------------------------ what is always true
+    # ---------------------------------------------------------------------------------------------- what is always true
 
     @invariant()
     def everything_is_consistent(self) -> None:
@@ -380,7 +384,7 @@ def test_nothing_is_lost_or_mixed_up(world: World) -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------- verbs in other threads
+# ----------------------------------------------------------------------------------------------- verbs in other threads
 
 
 @pytest.mark.parametrize("is_contended", [False, True])

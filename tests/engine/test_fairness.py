@@ -1,8 +1,8 @@
 """Adapters that take turns, with the times of a model that is not there: how much longer than usual a request may take.
 
-A step takes 20 ms, 0.7 ms for each token of a decoding request and 1.8 for each of a prompt, about what a model of 0.5 billion
-parameters takes on two cores. Requests come as a Poisson process at a share of what 16 seats can serve, each through one of six
-adapters by chance.
+A step takes 20 ms, 0.7 ms for each token of a decoding request and 1.8 for each of a prompt, about what a model of 0.5
+billion parameters takes on two cores. Requests come as a Poisson process at a share of what 16 seats can serve, each
+through one of six adapters by chance.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def little_room(request: pytest.FixtureRequest) -> list[np.ndarray]:
 
 
 def test_the_slowest_take_less_than_twice_as_long_as_the_median(little_room: list[np.ndarray]) -> None:
-    """Where a request waits until those in its way have ended it is 1.97 at half the capacity, and 2.4 at three quarters."""
+    """Where a request waits until those in its way have ended it is 1.97 at half the capacity, and 2.4 at three
+    quarters."""
     tails = [np.percentile(each, 99) / np.median(each) for each in little_room]
     assert np.mean(tails) < 1.9
     assert np.median(tails) < 1.9

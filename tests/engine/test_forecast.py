@@ -1,4 +1,5 @@
-"""Prediction on the memory itself, with a fake clock: adapters that come again and again are there when they are asked for."""
+"""Prediction on the memory itself, with a fake clock: adapters that come again and again are there when they are asked
+for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An engine that launches a step before it knows the tokens of the last one: what clients get is what they get without."""
+"""An engine that launches a step before it knows the tokens of the last one: what clients get is what they get
+without."""
 
 from __future__ import annotations
 
@@ -306,7 +307,8 @@ def test_an_alarm_makes_care_due(driver: Driver, bench: Bench) -> None:
 
 @pytest.mark.parametrize("is_beside_host", [False, True])
 def test_a_launch_looks_at_no_value(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_beside_host: bool) -> None:
-    """Stock torch on CPU tensors, as if they were beside the host: prompts, chunks, adapters, pending tokens, all kinds of draws."""
+    """Stock torch on CPU tensors, as if they were beside the host: prompts, chunks, adapters, pending tokens, all kinds
+    of draws."""
     driver = loaded(
         Driver(bench.base, look_ahead=True, lora_backend="torch", max_model_len=128, max_num_batched_tokens=64), bench
     )
@@ -436,7 +438,7 @@ def test_an_adapter_at_fault_ends_its_requests_although_its_next_step_runs(drive
         each.check()
 
 
-# ---------------------------------------------------------------------------------------------------------------- fronts
+# --------------------------------------------------------------------------------------------------------------- fronts
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Whole models in fp32, greedy: token-identical to transformers + peft over 64 tokens.
 
-For each family and each honoured PEFT field, alone and in one mixed batch with the base model, while prompts are computed in chunks, come
-from the prefix cache, are preempted, and while there are more adapters than room. The oracle is fit for it (tests/fixtures.py).
+For each family and each honoured PEFT field, alone and in one mixed batch with the base model, while prompts are
+computed in chunks, come from the prefix cache, are preempted, and while there are more adapters than room. The oracle
+is fit for it (tests/fixtures.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @dataclass(frozen=True)
 class ParityCase:
-    """What the engine must say to one prompt through one adapter (None: the base model). `field` is what the adapter is there for."""
+    """What the engine must say to one prompt through one adapter (None: the base model). `field` is what the adapter is
+    there for."""
 
     field: str
     greedy: GreedyCase
@@ -48,7 +50,8 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class FamilyCases:
-    """One base model, and a case for each field; `kv_block_bytes` and `adapter_bytes` are for tests that are short of memory."""
+    """One base model, and a case for each field; `kv_block_bytes` and `adapter_bytes` are for tests that are short of
+    memory."""
 
     base: Path
     cases: tuple[ParityCase, ...]
@@ -126,7 +129,7 @@ def _write_shards(path: Path) -> None:
     (path / "adapter_model.safetensors.index.json").write_text(json.dumps(index))
 
 
-# -------------------------------------------------------------------------------------------------------- run and compare
+# ------------------------------------------------------------------------------------------------------ run and compare
 
 
 def start(family: FamilyCases, **settings: Any) -> LLM:
@@ -226,7 +229,8 @@ def test_more_adapters_than_device_room(family: FamilyCases) -> None:
 
 
 def test_everything_at_once(family: FamilyCases) -> None:
-    """Chunks, preemption, prefix cache, adapters that leave memory altogether and are read again; all free memory holds NaN."""
+    """Chunks, preemption, prefix cache, adapters that leave memory altogether and are read again; all free memory holds
+    NaN."""
     room = max(family.adapter_bytes) + 128 * 1024
     with start(
         family,
@@ -250,7 +254,8 @@ def test_everything_at_once(family: FamilyCases) -> None:
 
 
 def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thirds of what both want: chunks change hands all the time, KV blocks and extents move, and nobody's tokens do."""
+    """Two thirds of what both want: chunks change hands all the time, KV blocks and extents move, and nobody's tokens
+    do."""
     monkeypatch.setattr(memory_plan, "CHUNK_BYTES", 4 * family.kv_block_bytes)
     longest = -(-MAX_MODEL_LEN // BLOCK_SIZE) * family.kv_block_bytes
     wanted, floor = sum(family.adapter_bytes) + len(family.cases) * longest, 2 * max(family.adapter_bytes)

@@ -1,4 +1,5 @@
-"""--quantization and 16-bit weights: the demo's answers stay, a random model's logits move little, what a backend has not is refused."""
+"""--quantization and 16-bit weights: the demo's answers stay, a random model's logits move little, what a backend has
+not is refused."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_the_demo_answers_as_before_by_the_specification(quantization: str) -> N
 def test_a_random_models_logits_move_by_what_the_bits_allow(
     zoo: ModelZoo, dtype: torch.dtype, quantization: str, allowed: float
 ) -> None:
-    """Random weights magnify an error of each linear about sevenfold: that of bfloat16, 0.2 %, and those of fp8 and int4, 2.5 and 7 %."""
+    """Random weights magnify an error of each linear about sevenfold: that of bfloat16, 0.2 %, and those of fp8 and
+    int4, 2.5 and 7 %."""
     exact = logits_of(load(zoo, "reference", torch.float32, None))
     got = logits_of(load(zoo, "reference", dtype, quantization))
     assert 0 < (got - exact).square().mean().sqrt() <= allowed * exact.std()

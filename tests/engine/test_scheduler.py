@@ -305,7 +305,8 @@ class TestAdapters:
         assert len(harness.tokens("hog")) == 400
 
     def test_newcomers_of_a_hot_adapter_join_it_and_give_way_with_their_kv(self) -> None:
-        """Nothing is computed twice, and nobody is kept from a seat that is free: the hot adapter goes on afterwards."""
+        """Nothing is computed twice, and nobody is kept from a seat that is free: the hot adapter goes on
+        afterwards."""
         harness = Harness(room=1, aging_steps=64, num_blocks=512)
         harness.add("hot-0", adapter=1, max_tokens=120)
         harness.step()
@@ -323,7 +324,8 @@ class TestAdapters:
         assert computed == 6 * (4 + 119) + (4 + 3)
 
     def test_who_is_furthest_behind_is_next(self) -> None:
-        """Two wait; the one that came first has run for long already, so that the other has waited more than its share."""
+        """Two wait; the one that came first has run for long already, so that the other has waited more than its
+        share."""
         harness = Harness(room=1, aging_steps=64, num_blocks=512)
         harness.add("first", adapter=1, max_tokens=200)
         for _ in range(20):
@@ -394,7 +396,8 @@ class TestAdapters:
         assert max(after - before for before, after in itertools.pairwise(steps_of(harness, "old"))) < 30
 
     def test_paused_kv_goes_when_the_room_that_was_called_for_does_not_come(self) -> None:
-        """KV and adapters share one memory, and other requests run on: adapter 2 needs more of it than pausing alone gives."""
+        """KV and adapters share one memory, and other requests run on: adapter 2 needs more of it than pausing alone
+        gives."""
         harness = Harness(num_blocks=64, room=1, aging_steps=8)
         try_acquire = harness.residency.try_acquire
 

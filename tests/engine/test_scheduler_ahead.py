@@ -1,4 +1,5 @@
-"""The scheduler with a plan in flight while the next is made, over fakes: the outputs are those of one plan at a time."""
+"""The scheduler with a plan in flight while the next is made, over fakes: the outputs are those of one plan at a
+time."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ STOP = 98
 
 
 class Ahead(Harness):
-    """`step` makes and "launches" the next plan before it commits the last one. Tokens are a function of request and position."""
+    """`step` makes and "launches" the next plan before it commits the last one. Tokens are a function of request and
+    position."""
 
     def __init__(self, *, is_ahead: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
@@ -58,7 +60,8 @@ class Ahead(Harness):
         self._take(self.scheduler.commit(plan, tokens))
 
     def _check_pending(self, plan: SchedulePlan) -> None:
-        """Everything that a sequence reads is computed, in this step, or in the one in flight; at most one token of it is not known."""
+        """Everything that a sequence reads is computed, in this step, or in the one in flight; at most one token of it
+        is not known."""
         for sequence in plan.sequences:
             state = sequence.state
             assert sequence.end <= len(state.token_ids) + (len(self.flights) > 1)

@@ -1,7 +1,9 @@
-"""Faults, put into the objects of a running engine: bytes that flip, files that end early, allocations, copies and loads that fail.
+"""Faults, put into the objects of a running engine: bytes that flip, files that end early, allocations, copies and
+loads that fail.
 
-Functions change something once and say what; context managers make something fail while they last, in every thread of the process.
-What is injected into weights goes through the manager's lock, so that no adapter moves away under the injector's hands.
+Functions change something once and say what; context managers make something fail while they last, in every thread of
+the process. What is injected into weights goes through the manager's lock, so that no adapter moves away under the
+injector's hands.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from loraplex.memory.space.arena import POISON, Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.weights import copies, loading
 
-# ------------------------------------------------------------------------------------------------------ bytes of weights
+# ----------------------------------------------------------------------------------------------------- bytes of weights
 
 
 def flip_host_bytes(manager: LoRAModelManager, adapter_id: int, rng: Random, num_bytes: int = 1) -> list[int]:
-    """Flip one bit in each of `num_bytes` bytes of the adapter's host copy; their offsets in the arena, [] when there is no copy."""
+    """Flip one bit in each of `num_bytes` bytes of the adapter's host copy; their offsets in the arena, [] when there
+    is no copy."""
     return _flip_bytes(manager, adapter_id, Tier.HOST, rng, num_bytes)
 
 
@@ -71,7 +74,7 @@ def _memory_of(manager: LoRAModelManager, adapter_id: int, tier: Tier) -> tuple[
     return pool, () if place is None else place.extents
 
 
-# ----------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
 def flip_file_bytes(path: Path, rng: Random, num_bytes: int = 1) -> list[int]:
@@ -94,12 +97,13 @@ def truncate_file(path: Path, rng: Random) -> int:
     return size
 
 
-# ------------------------------------------------------------------------------------- what fails as long as it is wished
+# ----------------------------------------------------------------------------------- what fails as long as it is wished
 
 
 @contextlib.contextmanager
 def failing_allocations(manager: LoRAModelManager, error: BaseException | None = None) -> Iterator[None]:
-    """No pool of the adapters has an extent to give: `allocate_all` says None, or raises `error` (a MemoryError, say)."""
+    """No pool of the adapters has an extent to give: `allocate_all` says None, or raises `error` (a MemoryError,
+    say)."""
     store = manager._residency
     pools = {id(pool): pool for pool in (store.tiers.host.pool, store.tiers.device.pool) if pool is not None}.values()
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The engine for servers, with a real engine process that runs the demo's model: streams, verbs, aborts.
 
-One process serves all tests here; after each of them nothing runs and every reference has returned. Deaths, overload and the end of
-processes are in test_engine_process.py.
+One process serves all tests here; after each of them nothing runs and every reference has returned. Deaths, overload
+and the end of processes are in test_engine_process.py.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def said(output: RequestOutput) -> list[tuple[Any, ...]]:
     return [(each.index, each.text, each.token_ids, each.finish_reason, each.stop_reason) for each in output.outputs]
 
 
-# --------------------------------------------------------------------------------------------------------------- streams
+# -------------------------------------------------------------------------------------------------------------- streams
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -161,7 +161,7 @@ async def test_what_the_engine_is(client: Client, base: str) -> None:
     assert stats.memory.num_adapters == len(LOADED)
 
 
-# ------------------------------------------------------------------------------------------------------ ends before the end
+# -------------------------------------------------------------------------------------------------- ends before the end
 
 
 async def test_abort_frees_what_the_request_held(client: Client) -> None:
@@ -246,7 +246,7 @@ async def test_a_slow_reader_gets_the_latest(client: Client) -> None:
     assert len(outputs[0].outputs[0].token_ids) == 50
 
 
-# -------------------------------------------------------------------------------------------------------------- request ids
+# ---------------------------------------------------------------------------------------------------------- request ids
 
 
 async def test_an_id_in_use_is_refused_and_its_owner_goes_on(client: Client) -> None:
@@ -291,7 +291,7 @@ async def test_an_id_that_looks_like_a_childs(client: Client) -> None:
     assert all(len(each.token_ids) == 60 for each in (await rest(several))[-1].outputs)
 
 
-# ------------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ async def test_a_call_that_the_engine_does_not_understand_is_answered(client: Cl
     assert await client.ask("banana=", "upper") == "BANANA"
 
 
-# ---------------------------------------------------------------------------------------------------------- adapter verbs
+# -------------------------------------------------------------------------------------------------------- adapter verbs
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -609,7 +609,7 @@ async def test_a_slow_fetch_holds_up_nobody_else(client: Client, copied: Path, m
     await within(engine.unload_adapter("slow"))
 
 
-# ------------------------------------------------------------------------------------------------------------ LoRARequest
+# ---------------------------------------------------------------------------------------------------------- LoRARequest
 
 
 async def test_a_request_may_bring_its_adapter(client: Client, tmp_path: Path) -> None:

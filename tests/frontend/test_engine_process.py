@@ -1,4 +1,5 @@
-"""Engine processes that die, are overloaded, cannot start, or lose their parent: every request is answered and nothing is left."""
+"""Engine processes that die, are overloaded, cannot start, or lose their parent: every request is answered and nothing
+is left."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def engine_processes() -> list[int]:
     return [child.pid for child in children if is_running(child.pid) and "loraplex.frontend.process" in child.cmdline()]
 
 
-# ------------------------------------------------------------------------------------------------------------------- death
+# ---------------------------------------------------------------------------------------------------------------- death
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +183,7 @@ async def test_kills_during_its_start_do_not_use_up_its_lives(mortal: Client) ->
     await within(engine.check_integrity())
 
 
-# ------------------------------------------------------------------------------------------------- overload and shutdown
+# ------------------------------------------------------------------------------------------------ overload and shutdown
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -324,7 +325,7 @@ async def test_an_end_that_is_called_off_leaves_nothing_either(monkeypatch: pyte
     await until(lambda: not is_running(pid))
 
 
-# ---------------------------------------------------------------------------------------------------------------- orphans
+# -------------------------------------------------------------------------------------------------------------- orphans
 
 PARENT = """
 import asyncio, sys, tempfile

@@ -194,7 +194,7 @@ def test_an_error_that_the_other_side_does_not_know_is_an_engine_error() -> None
         msg.read_reply(msg.Reply(1, error={"error": "FutureError", "message": "of the future"}), bool)
 
 
-# ------------------------------------------------------------------------------------------------ what is not understood
+# ----------------------------------------------------------------------------------------------- what is not understood
 
 NOT_UNDERSTOOD = {
     "nothing": b"",
@@ -253,7 +253,7 @@ def test_the_request_of_a_message_that_is_not_understood_is_known() -> None:
         assert msg.request_ids_of(msgspec.msgpack.encode(odd)) == []
 
 
-# ------------------------------------------------------------------------------------------------------------ dispatcher
+# ----------------------------------------------------------------------------------------------------------- dispatcher
 
 
 def test_each_type_has_one_handler() -> None:
@@ -281,7 +281,7 @@ def test_an_error_of_a_handler_is_the_callers() -> None:
         msg.TypeBasedDispatcher({msg.Shutdown: refuse})(msg.Shutdown())
 
 
-# ----------------------------------------------------------------------------------------------------------- any content
+# ---------------------------------------------------------------------------------------------------------- any content
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 token_ids = st.integers(0, 2**31 - 1)

@@ -1,4 +1,5 @@
-"""Deaths and restarts of engine processes, with processes that are only played: each order of events, and no waiting."""
+"""Deaths and restarts of engine processes, with processes that are only played: each order of events, and no
+waiting."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class KilledAtStartError(EngineDeadError):
 
 
 class PlayedClient:
-    """Starts at once, unless `failures` has an error for it. `was_killed` is as in EngineClient: a signal from outside ended it."""
+    """Starts at once, unless `failures` has an error for it. `was_killed` is as in EngineClient: a signal from outside
+    ended it."""
 
     def __init__(self, failures: list[Exception | None], on_death: Callable[[EngineDeadError], None]) -> None:
         self._failures = failures
@@ -69,7 +71,8 @@ class PlayedClient:
 
 
 class Stage:
-    """A supervisor over played processes. `failures`: what the next starts fail with; `at_restore` runs with each restore."""
+    """A supervisor over played processes. `failures`: what the next starts fail with; `at_restore` runs with each
+    restore."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clients: list[PlayedClient] = []
@@ -246,7 +249,8 @@ async def test_failures_before_a_calm_time_are_forgotten(stage: Stage) -> None:
 async def test_what_keeps_a_process_from_starting_may_pass(
     stage: Stage, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A network file system comes back, a limit is raised. Its text is for the log: clients are not told the operator's paths."""
+    """A network file system comes back, a limit is raised. Its text is for the log: clients are not told the operator's
+    paths."""
     stage.failures = [error] * 3
     stage.clients[0].die()
     await stage.settle()
@@ -345,7 +349,8 @@ async def test_a_death_and_the_return_are_events(stage: Stage) -> None:
 async def test_a_process_that_cannot_even_be_made_is_a_failure_and_tried_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No room for the socket's folder, or no descriptor: the revival went away without a word, and nothing was served ever again."""
+    """No room for the socket's folder, or no descriptor: the revival went away without a word, and nothing was served
+    ever again."""
     errors = [OSError(28, "No space left on device"), OSError(24, "Too many open files")]
 
     def make_client(*arguments: Any, **options: Any) -> PlayedClient:

@@ -1,4 +1,5 @@
-"""What the kernel tests share: pairwise cases, random adapters in a poisoned arena, and the float64 oracle of add_lora."""
+"""What the kernel tests share: pairwise cases, random adapters in a poisoned arena, and the float64 oracle of
+add_lora."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def pairwise(dimensions: Mapping[str, Sequence[object]], seed: int = 0) -> list[
 
 
 def kv_places(backend: KernelBackend, kv_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a backend has dimension d of the key, and of the value, of token `offset` among a head's numbers: [block_size, D] each."""
+    """Where a backend has dimension d of the key, and of the value, of token `offset` among a head's numbers:
+    [block_size, D] each."""
     _, _, _, block_size, head_dim = kv_layer.shape
     offset, d = torch.arange(block_size)[:, None], torch.arange(head_dim)
     if not isinstance(backend, NativeBackend) or kv_layout_gap(kv_layer) is not None:

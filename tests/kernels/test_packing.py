@@ -1,7 +1,7 @@
 """packed_nbytes, pack and the views of the slot table: what goes in comes out, aligned, in one dtype, without residue.
 
-The views are of the stock layout; what the native layout holds is checked by what the kernels make of it (native/test_lora.py), and by
-`unpack`, which every backend has.
+The views are of the stock layout; what the native layout holds is checked by what the kernels make of it
+(native/test_lora.py), and by `unpack`, which every backend has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Quantised base weights: what the packing keeps, the products that stock torch computes, and the same numbers in torch's own kernels."""
+"""Quantised base weights: what the packing keeps, the products that stock torch computes, and the same numbers in
+torch's own kernels."""
 
 from __future__ import annotations
 

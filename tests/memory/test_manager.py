@@ -26,7 +26,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(is_separate=request.param)
 
 
-# ------------------------------------------------------------------------------------------------------------ add, remove
+# ---------------------------------------------------------------------------------------------------------- add, remove
 
 
 def test_add_loads_into_host_memory_once(rig: Rig) -> None:
@@ -263,7 +263,7 @@ def test_a_pin_survives_pressure(rig: Rig) -> None:
         assert rig.slots()[0] == 1
 
 
-# ----------------------------------------------------------------------------------------------------------------- switch
+# --------------------------------------------------------------------------------------------------------------- switch
 
 
 def test_switch_loads_promotes_and_sees_off(rig: Rig) -> None:
@@ -310,7 +310,7 @@ def test_an_idle_old_one_makes_room_for_the_new_one() -> None:
     assert rig.slots() == [2]
 
 
-# ------------------------------------------------------------------------------------------------------ vLLM's batch verbs
+# --------------------------------------------------------------------------------------------------- vLLM's batch verbs
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def test_a_mapping_is_checked_against_what_is_there(rig: Rig) -> None:
             rig.manager.set_adapter_mapping(LoRAMapping(np.array(slots), np.array(slots)))
 
 
-# -------------------------------------------------------------------------------------------------------------------- views
+# ---------------------------------------------------------------------------------------------------------------- views
 
 
 def test_the_list_tells_where_each_adapter_is(rig: Rig) -> None:

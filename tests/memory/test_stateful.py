@@ -1,4 +1,5 @@
-"""Any sequence of verbs, requests, loads and steps keeps the books exact, outputs right, and returns everything at the end."""
+"""Any sequence of verbs, requests, loads and steps keeps the books exact, outputs right, and returns everything at the
+end."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(has_no_step_in_flight)
     @rule(adapter_id=ADAPTERS, verb=st.sampled_from(["activate_adapter", "pin_adapter"]))
     def bring(self, adapter_id: int, verb: str) -> None:
-        self.loader.run_all()  # a first load takes its room when it knows its size: one begun before may push this one out again
+        # a first load takes its room when it knows its size: one begun before may push this one out again
+        self.loader.run_all()
         try:
             with self.loader.opened():
                 getattr(self.manager, verb)(adapter_id)
@@ -176,7 +178,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.manager.step_committed(self.in_flight.pop(0))
 
-    # ------------------------------------------------------------------------------------------------ what happens outside
+    # --------------------------------------------------------------------------------------------- what happens outside
 
     @rule()
     def load_one(self) -> None:
@@ -196,7 +198,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for adapter_id, digest in DIGEST_OF.items():
             self.rig.source.models[f"/p{adapter_id}"] = MODELS[digest]
 
-    # ------------------------------------------------------------------------------------------------------------- always
+    # ----------------------------------------------------------------------------------------------------------- always
 
     @invariant()
     def books_are_exact(self) -> None:

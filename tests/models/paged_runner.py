@@ -1,4 +1,5 @@
-"""Runs a decoder on hand-made steps over a KV cache whose free memory is NaN: what the engine does, without an engine."""
+"""Runs a decoder on hand-made steps over a KV cache whose free memory is NaN: what the engine does, without an
+engine."""
 
 from __future__ import annotations
 

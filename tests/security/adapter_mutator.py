@@ -113,7 +113,7 @@ class AdapterMutator:
         return tuple(changes)
 
 
-# --------------------------------------------------------------------------------------------------------- configuration
+# -------------------------------------------------------------------------------------------------------- configuration
 
 
 def set_field(rng: random.Random, path: Path) -> object:
@@ -157,7 +157,7 @@ def replace_config(rng: random.Random, path: Path) -> object:
     return content[:10]
 
 
-# --------------------------------------------------------------------------------------------------------------- headers
+# -------------------------------------------------------------------------------------------------------------- headers
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -238,7 +238,7 @@ def change_length(rng: random.Random, path: Path) -> object:
     return length
 
 
-# ----------------------------------------------------------------------------------------------------------------- bytes
+# ---------------------------------------------------------------------------------------------------------------- bytes
 
 
 def change_numbers(rng: random.Random, path: Path) -> object:
@@ -334,7 +334,7 @@ LAST = (change_size, rename_file, link_file, put_no_file)
 """After these a file may be one that must not be read here: 16 GiB, sparse, or no file at all."""
 
 
-# --------------------------------------------------------------------------------------------------------------- verdicts
+# ------------------------------------------------------------------------------------------------------------- verdicts
 
 
 @dataclass

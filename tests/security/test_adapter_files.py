@@ -353,7 +353,7 @@ def test_files_that_are_read_at_once_share_a_budget() -> None:
     assert (sorted(order[1:]), budget.held_bytes) == (["second", "third"], 0)
 
 
-# ------------------------------------------------------------------------------------------------ configuration, reasons
+# ----------------------------------------------------------------------------------------------- configuration, reasons
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_configurations_that_are_too_deep_or_too_long(adapter: Path, content: st
         assert isinstance(refusal(adapter), AdapterFileFormatError)
 
 
-# ------------------------------------------------------------------------------------------------------------ what is no file
+# ------------------------------------------------------------------------------------------------------ what is no file
 
 
 def bind_socket(path: Path) -> None:
@@ -592,8 +592,8 @@ def test_two_pickles_whose_names_differ_in_case_alone(adapter: Path) -> None:
 
 
 def test_a_zip_with_a_directory_that_only_torch_reads(adapter: Path) -> None:
-    """Python takes the directory that lies before the end record, torch's reader the one at the offset that the record says:
-    what was checked was not what was loaded. Whichever is taken, it is the checked one."""
+    """Python takes the directory that lies before the end record, torch's reader the one at the offset that the record
+    says: what was checked was not what was loaded. Whichever is taken, it is the checked one."""
     helper = PEFTHelper.from_local_dir(adapter)
     digest = demo_reader().read(adapter, helper).adapter_digest
     to_bin(adapter)

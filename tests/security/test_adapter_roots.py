@@ -1,4 +1,5 @@
-"""Attempts to leave what the server may load: through hub ids, links and the hub's cache, and to learn where things lie."""
+"""Attempts to leave what the server may load: through hub ids, links and the hub's cache, and to learn where things
+lie."""
 
 from __future__ import annotations
 
@@ -190,7 +191,8 @@ def test_what_the_hub_returns_outside_its_cache_is_not_read(hub: Hub, cache: Pat
 
 
 def test_another_repository_in_the_cache_is_not_read(hub: Hub, cache: Path) -> None:
-    """A root of `hf://org` is of that organisation: a reference or a link in its part of the cache leads to no other one."""
+    """A root of `hf://org` is of that organisation: a reference or a link in its part of the cache leads to no other
+    one."""
     other = cache / "models--other--secret" / "snapshots" / ("b" * 40)
     shutil.copytree(hub.snapshot, other, symlinks=False)
     hub.snapshot = other
@@ -255,7 +257,7 @@ def test_a_reference_that_is_no_small_file_is_not_given_to_the_library(
     assert hub.asked == [("org/name", revision)]
 
 
-# ------------------------------------------------------------------------------------------------------------ the routes
+# ----------------------------------------------------------------------------------------------------------- the routes
 
 ROUTES: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
     "vllm": lambda path: ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path}),
@@ -298,7 +300,7 @@ async def test_no_route_lets_a_hub_id_or_a_path_escape(tmp_path: Path, route: st
     assert hub.asked == []
 
 
-# ------------------------------------------------------------------------------------------------- what messages disclose
+# ----------------------------------------------------------------------------------------------- what messages disclose
 
 BROKEN: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: [file.unlink() for file in path.iterdir()],

@@ -1,4 +1,5 @@
-"""Every verb leaves a record of its key's fingerprint, its outcome and its client, which no client can forge or wash away."""
+"""Every verb leaves a record of its key's fingerprint, its outcome and its client, which no client can forge or wash
+away."""
 
 from __future__ import annotations
 
@@ -191,7 +192,7 @@ async def test_a_mistake_of_the_server_is_recorded(monkeypatch: pytest.MonkeyPat
     assert [event.details["status"] for event in audited(engine)] == [500]
 
 
-# -------------------------------------------------------------------------------------------------------- who may do what
+# ------------------------------------------------------------------------------------------------------ who may do what
 
 
 async def test_an_inference_key_cannot_touch_adapters() -> None:

@@ -44,7 +44,7 @@ def check_refusal(response: httpx.Response, status: int, code: str) -> None:
     assert "access-control-allow-origin" not in response.headers
 
 
-# ----------------------------------------------------------------------------------------------------------- DNS rebinding
+# -------------------------------------------------------------------------------------------------------- DNS rebinding
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_which_hosts_a_server_answers_to(
             check_refusal(await client.get("/health", headers={"Host": host}), 403, "host_not_allowed")
 
 
-# ------------------------------------------------------------------------------------------------------ pages of other sites
+# ------------------------------------------------------------------------------------------------- pages of other sites
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ async def test_every_origin_when_the_operator_says_so() -> None:
         assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "*")
 
 
-# -------------------------------------------------------------------------------------------------------------------- forms
+# ---------------------------------------------------------------------------------------------------------------- forms
 
 
 @pytest.mark.parametrize("content_type", FORM_TYPES)
@@ -260,7 +260,7 @@ async def test_verbs_without_a_body_are_as_easy_as_before(client: httpx.AsyncCli
         assert (await client.request(method, path, json={})).status_code == 200
 
 
-# ------------------------------------------------------------------------------------------------------------------ answers
+# -------------------------------------------------------------------------------------------------------------- answers
 
 
 @pytest.mark.parametrize("path", [*REVEALING, "/nowhere", "/v1/adapters/nope", "/openapi.json"])

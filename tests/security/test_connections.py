@@ -1,4 +1,5 @@
-"""Clients that hold connections, descriptors or memory: each bound is reached over a real port, on both event loops where they differ."""
+"""Clients that hold connections, descriptors or memory: each bound is reached over a real port, on both event loops
+where they differ."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# ---------------------------------------------------------------------------------------------------------------- bodies
+# --------------------------------------------------------------------------------------------------------------- bodies
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 1000\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"])
@@ -121,7 +122,8 @@ def test_the_rest_of_a_body_that_was_answered_ends_in_time(serve: Serve) -> None
 
 
 def test_all_bodies_together_are_bounded(serve: Serve) -> None:
-    """Counted as they arrive, not as they are declared; short requests are still served beside long ones that fill the memory."""
+    """Counted as they arrive, not as they are declared; short requests are still served beside long ones that fill the
+    memory."""
     size = 400 * 2**10
     server = serve(max_body_bytes=size, max_inflight_body_bytes=4 * size)
     long = POST + b"Content-Length: %d\r\n\r\n" % size
@@ -154,7 +156,7 @@ def test_a_body_counts_until_its_request_is_over(serve: Serve) -> None:
     assert engine.num_running == 0
 
 
-# ----------------------------------------------------------------------------------------------------- clients that do not read
+# --------------------------------------------------------------------------------------------- clients that do not read
 
 
 class Talkative(FakeAsyncEngine):
@@ -222,7 +224,7 @@ def test_a_running_request_ends_with_its_client_though_another_waits_behind_it(s
     assert len(engine.requests) == 1
 
 
-# ----------------------------------------------------------------------------------------------------------------- connections
+# ---------------------------------------------------------------------------------------------------------- connections
 
 
 @ON_BOTH_LOOPS
@@ -253,7 +255,8 @@ def test_connections_beyond_the_limit_are_503_at_once(serve: Serve, caplog: pyte
 
 @ON_BOTH_LOOPS
 def test_what_waits_longest_for_a_head_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent connections, heads that trickle and idle ones, in this order; never a request whose body comes, or that runs."""
+    """Silent connections, heads that trickle and idle ones, in this order; never a request whose body comes, or that
+    runs."""
     monkeypatch.setattr(connections, "IDLE_AT_LEAST_S", 0.0)
     server = serve(max_connections=4)
     with contextlib.ExitStack() as stack:
@@ -310,7 +313,7 @@ def test_hundreds_that_trickle_hold_up_nobody(serve: Serve) -> None:
             sock.close()
 
 
-# ----------------------------------------------------------------------------------------------------------------- descriptors
+# ---------------------------------------------------------------------------------------------------------- descriptors
 
 PROGRAM = """
 import asyncio, os, sys, threading

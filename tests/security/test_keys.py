@@ -69,7 +69,7 @@ def test_child_processes_get_no_secret() -> None:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- key files
+# ------------------------------------------------------------------------------------------------------------ key files
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_pipe_may_hold_keys(tmp_path: Path) -> None:
     writer.join()
 
 
-# ------------------------------------------------------------------------------------------------------------------ settings
+# ------------------------------------------------------------------------------------------------------------- settings
 
 
 def test_keys_are_in_no_text_of_the_settings() -> None:
@@ -195,7 +195,7 @@ def test_the_command_line_takes_keys_from_everywhere(file: Path, monkeypatch: py
     assert not any(name.startswith("LORAPLEX_") and "KEY" in name for name in os.environ)
 
 
-# ----------------------------------------------------------------------------------------- a server from its start to its end
+# ----------------------------------------------------------------------------------- a server from its start to its end
 
 
 class KeyedServer:

@@ -1,4 +1,5 @@
-"""Text of clients in the log of a real server at its most talkative: no line is forged, no terminal is steered, no secret is kept."""
+"""Text of clients in the log of a real server at its most talkative: no line is forged, no terminal is steered, no
+secret is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Long bodies of some clients beside short ones of others: what is refused before any work, and whose turn comes next."""
+"""Long bodies of some clients beside short ones of others: what is refused before any work, and whose turn comes
+next."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ async def test_long_work_of_two_clients_does_not_hold_up_the_short_work_of_a_thi
 
 
 async def test_turns_are_by_what_work_costs() -> None:
-    """A client of little long work comes before the next of one that had much, and before the first of one that brings more."""
+    """A client of little long work comes before the next of one that had much, and before the first of one that brings
+    more."""
     threads, off_loop = Threads(), OffLoop(num_threads=2)
     begin = [("a", "a0", LONG), ("b", "b0", LONG)]
     later = [("a", "a1", LONG), ("c", "c0", 2 * LONG), ("d", "d0", 2 * SHORT_BYTES), ("d", "d1", 2 * SHORT_BYTES)]
@@ -178,7 +180,7 @@ def test_clients_without_keys_are_networks_of_64_bits() -> None:
     assert client_of(request("10.0.0.1")) == client_of(request("::ffff:10.0.0.1")) == "10.0.0.1"
 
 
-# ----------------------------------------------------------------------------------------------------- counting in slices
+# --------------------------------------------------------------------------------------------------- counting in slices
 
 
 def num_values(text: bytes) -> int:

@@ -39,7 +39,7 @@ async def cached(client: httpx.AsyncClient, key: str | None, **fields: Any) -> i
     return int((await usage_of(client, key, **fields))["prompt_tokens_details"]["cached_tokens"])
 
 
-# ---------------------------------------------------------------------------------------------------- with the real engine
+# ------------------------------------------------------------------------------------------------- with the real engine
 
 
 async def test_a_key_does_not_learn_what_another_has_sent() -> None:
@@ -77,7 +77,7 @@ async def check_shared_keys(engine: AsyncEngine) -> None:
         assert (await engine.stats()).num_prefix_hit_tokens > before
 
 
-# ------------------------------------------------------------------------------------------------- what reaches the engine
+# ---------------------------------------------------------------------------------------------- what reaches the engine
 
 
 def app_of(engine: FakeAsyncEngine, **settings: Any) -> FastAPI:
@@ -128,7 +128,7 @@ async def test_a_shared_count_is_shown_when_it_can_only_be_ones_own(keys: tuple[
             assert ("cached_tokens" in text) == has_count
 
 
-# -------------------------------------------------------------------------------------------------------- requests of others
+# --------------------------------------------------------------------------------------------------- requests of others
 
 
 async def test_a_request_id_of_another_key_neither_collides_nor_aborts() -> None:
@@ -171,7 +171,7 @@ async def test_nothing_over_http_ends_a_request_of_another() -> None:
     assert b"[DONE]" in await call.rest()
 
 
-# ------------------------------------------------------------------------------------------------------ what a key may read
+# -------------------------------------------------------------------------------------------------- what a key may read
 
 
 SECRET_PATH = "/srv/operators/place/sql"

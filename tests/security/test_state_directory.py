@@ -1,4 +1,5 @@
-"""A state directory that was emptied, edited, made readable by others or booby-trapped is refused, and can be repaired."""
+"""A state directory that was emptied, edited, made readable by others or booby-trapped is refused, and can be
+repaired."""
 
 from __future__ import annotations
 
@@ -197,7 +198,7 @@ def test_an_error_names_a_few_of_many_damages(tmp_path: Path) -> None:
     assert len(str(refusal.value)) < 2048
 
 
-# ------------------------------------------------------------------------------------------------------------- the files
+# ------------------------------------------------------------------------------------------------------------ the files
 
 
 def mode(path: Path) -> int:
@@ -286,7 +287,7 @@ def test_a_whole_directory_is_left_alone(state: Path, capsys: pytest.CaptureFixt
     assert not (state / "damaged").exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- the copies
+# ----------------------------------------------------------------------------------------------------------- the copies
 
 
 def test_copies_of_the_last_days_are_kept(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message
 
 
 class AsgiCall:
-    """`await call.next_chunk()` is the next piece of the body, None at its end; `disconnect()` is the client going away."""
+    """`await call.next_chunk()` is the next piece of the body, None at its end; `disconnect()` is the client going
+    away."""
 
     def __init__(
         self,

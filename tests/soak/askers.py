@@ -1,4 +1,5 @@
-"""Workers that ask: whole answers, clients that leave, aborts, bursts, prompts that cannot be. Each answer is compared as it grows."""
+"""Workers that ask: whole answers, clients that leave, aborts, bursts, prompts that cannot be. Each answer is compared
+as it grows."""
 
 from __future__ import annotations
 
@@ -201,7 +202,7 @@ class Asker:
         except LoraplexError as error:
             self._judge(asked, error)
 
-    # --------------------------------------------------------------------------------------------------------- judgement
+    # -------------------------------------------------------------------------------------------------------- judgement
 
     def _compare(self, asked: Asked, output: RequestOutput) -> None:
         """What has been said so far is how the answer of that content alone begins; the last output has all of it."""

@@ -1,4 +1,5 @@
-"""The engine process of the soak: the ordinary one, with free memory that holds NaN, sources that may hang, and a socket for faults.
+"""The engine process of the soak: the ordinary one, with free memory that holds NaN, sources that may hang, and a
+socket for faults.
 
 python -m tests.soak.engine_main ADDRESS        started by Supervision(module=...); SIGUSR1 shows where every thread is
 """
@@ -45,7 +46,8 @@ class Orders(socketserver.StreamRequestHandler):
 
 
 class OrderServer(socketserver.ThreadingUnixStreamServer):
-    """Carries out orders on one engine. Beside the faults there are `events` (since it was asked last) and `heap` (objects by type)."""
+    """Carries out orders on one engine. Beside the faults there are `events` (since it was asked last) and `heap`
+    (objects by type)."""
 
     daemon_threads = True
 

@@ -1,7 +1,7 @@
 """What is true during a soak, and when: against it every answer and every error is judged.
 
-Workers write down what they are about to change before they do, and what became of it afterwards; in between, both are possible.
-Times are seconds of `time.monotonic()`.
+Workers write down what they are about to change before they do, and what became of it afterwards; in between, both are
+possible. Times are seconds of `time.monotonic()`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ NOTHING: Digests = frozenset([None])
 
 @dataclass
 class NameRecord:
-    """One name. stands: what requests for it may be answered with; source: what its source may hold; aborted: whether they may be."""
+    """One name. stands: what requests for it may be answered with; source: what its source may hold; aborted: whether
+    they may be."""
 
     stands: Timeline[Digests] = field(default_factory=lambda: Timeline(NOTHING))
     source: Timeline[Digests] = field(default_factory=lambda: Timeline(NOTHING))
@@ -72,7 +73,8 @@ class NameRecord:
 
 
 class Ledger:
-    """Names (of operators, and brought by requests), deaths, pins, faults; counts; findings; the latest actions for a replay."""
+    """Names (of operators, and brought by requests), deaths, pins, faults; counts; findings; the latest actions for a
+    replay."""
 
     def __init__(self) -> None:
         self.began_s = time.monotonic()

@@ -1,7 +1,8 @@
-"""Workers that operate: every verb on names of their own, good loads and bad ones, loads that are killed, sources that change.
+"""Workers that operate: every verb on names of their own, good loads and bad ones, loads that are killed, sources that
+change.
 
-Each operator alone changes its names and their sources, so it knows what a name stands for after each verb, and says so in the
-ledger; the registry must agree.
+Each operator alone changes its names and their sources, so it knows what a name stands for after each verb, and says so
+in the ledger; the registry must agree.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Operator:
         versions = self._world.versions(self._families[name])
         return versions[number % len(versions)]
 
-    # ----------------------------------------------------------------------------------------------------------- sources
+    # ---------------------------------------------------------------------------------------------------------- sources
 
     def _path(self, name: str) -> str:
         return str(self._sources[name].path)
@@ -170,7 +171,7 @@ class Operator:
         is_missed = digest is not None and record.was_elsewhere_since(time.monotonic() - LOAD_MARGIN_S, digest)
         return SOURCE_ERRORS if is_missed else ()
 
-    # ------------------------------------------------------------------------------------------------------------- loads
+    # ------------------------------------------------------------------------------------------------------------ loads
 
     async def _load(self, name: str, content: Content) -> None:
         """Of what the source has; only an empty one is filled first."""
@@ -276,7 +277,7 @@ class Operator:
             await load
         await self._settle([*afters, self._names])
 
-    # ------------------------------------------------------------------------------------------------------- other verbs
+    # ------------------------------------------------------------------------------------------------------ other verbs
 
     async def _unload(self, name: str, options: dict[str, Any]) -> None:
         expected: Errors = () if name in self._names.loaded else (AdapterNotFoundError,)
@@ -327,10 +328,11 @@ class Operator:
         expected: Errors = () if name in self._names.loaded else (AdapterNotFoundError,)
         await self._verb("describe", self._engine.describe_adapter(name), expected, None)
 
-    # --------------------------------------------------------------------------------------------------------- judgement
+    # -------------------------------------------------------------------------------------------------------- judgement
 
     async def _verb(self, what: str, call: Awaitable[Any], expected: Errors, afters: Sequence[Names] | None) -> Any:
-        """The result of a verb that turns the names into one of `afters` (None: it changes no name); None after an error."""
+        """The result of a verb that turns the names into one of `afters` (None: it changes no name); None after an
+        error."""
         if afters is not None:
             self._claim(afters)
         result = None
@@ -342,7 +344,8 @@ class Operator:
 
     @contextlib.contextmanager
     def _outcome(self, what: str, expected: Errors, began_s: float | None = None) -> Any:
-        """Count how a verb ends, which began now or at `began_s`; an error that is not expected is a finding. No error goes further."""
+        """Count how a verb ends, which began now or at `began_s`; an error that is not expected is a finding. No error
+        goes further."""
         began_s = time.monotonic() if began_s is None else began_s
         try:
             yield

@@ -1,6 +1,7 @@
 """What the soak may do to an engine process: orders by name, each a line of JSON on a socket of the process.
 
-The lead's list: a fault is one entry in FAULTS. An order has `adapter_id`, `seed` and `seconds`; what the function returns goes back.
+The lead's list: a fault is one entry in FAULTS. An order has `adapter_id`, `seed` and `seconds`; what the function
+returns goes back.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def socket_of(folder: Path, pid: int) -> Path:
 
 
 async def give(folder: Path, pid: int, order: Order) -> Any:
-    """Have an order carried out; what came of it. Raises OSError when the process is not there, RuntimeError with its error."""
+    """Have an order carried out; what came of it. Raises OSError when the process is not there, RuntimeError with its
+    error."""
     reader, writer = await asyncio.open_unix_connection(socket_of(folder, pid))
     try:
         writer.write(order.line())

@@ -105,7 +105,8 @@ class Soak:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Temporary files where they can be counted; sources that may hang; the engine is told where to listen for faults."""
+        """Temporary files where they can be counted; sources that may hang; the engine is told where to listen for
+        faults."""
         with (
             heeding(FRONT_MARKER),
             mock.patch.object(tempfile, "tempdir", str(self._folder / "tmp")),
@@ -135,7 +136,7 @@ class Soak:
             packed_cache_dir="none",
         )
 
-    # -------------------------------------------------------------------------------------------------------------- work
+    # ------------------------------------------------------------------------------------------------------------- work
 
     async def _work(self, engine: AsyncEngine, killer: Killer, footprint: Footprint) -> None:
         assert engine.registry is not None
@@ -202,10 +203,11 @@ class Soak:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
-    # --------------------------------------------------------------------------------------------------------------- end
+    # -------------------------------------------------------------------------------------------------------------- end
 
     async def _check_idle(self, engine: AsyncEngine) -> None:
-        """Nothing runs: every reference has returned, both sides know the same adapters, and when these are unloaded nothing is left."""
+        """Nothing runs: every reference has returned, both sides know the same adapters, and when these are unloaded
+        nothing is left."""
         registry = engine.registry
         assert registry is not None
         await self._expect("requests in the server", lambda: engine.num_unfinished == 0)

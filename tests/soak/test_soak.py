@@ -56,7 +56,7 @@ async def damage(soak: Soak, folder: Path) -> None:
                 await give(folder, pid, Order("flip_device", adapter_id, seed=adapter_id))
 
 
-# ------------------------------------------------------------------------------------------------------- what it judges by
+# ---------------------------------------------------------------------------------------------------- what it judges by
 
 
 def test_a_timeline_knows_what_was() -> None:

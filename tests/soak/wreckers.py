@@ -122,7 +122,8 @@ class Injector:
         return rng.choice(specs) if specs else None
 
     async def _heed_events(self) -> None:
-        """The engine has noticed: from now on it is accountable for that content again. A new process has nothing of the old one."""
+        """The engine has noticed: from now on it is accountable for that content again. A new process has nothing of
+        the old one."""
         registry = self._engine.registry
         assert registry is not None
         if self._ledger.was_down_since(self._heeded_s):

@@ -1,4 +1,5 @@
-"""Chats as transformers renders them: templates in the styles of the big families, with everything that templates use."""
+"""Chats as transformers renders them: templates in the styles of the big families, with everything that templates
+use."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def test_the_seed_wraps_in_64_bits(inputs: InputProcessor) -> None:
 
 
 def test_ids_of_children_are_never_used_again(inputs: InputProcessor) -> None:
-    """A late output of an aborted request "r" must not be taken for one of the next request "r", nor "r#0" for a child of "r"."""
+    """A late output of an aborted request "r" must not be taken for one of the next request "r", nor "r#0" for a child
+    of "r"."""
     ids = [
         child.request_id
         for name in ("r", "r", "r#0")
@@ -356,7 +357,7 @@ def test_logprobs_of_the_prompt_come_with_the_first_token_and_stay(engine: Engin
     assert output.prompt_logprobs[2] == {8: Logprob(-2.0, 3, engine.tokenizer.token_text(8))}
 
 
-# ---------------------------------------------------------------------------------------------------- several completions
+# -------------------------------------------------------------------------------------------------- several completions
 
 
 def test_completions_of_one_prompt_come_together(engine: Engine) -> None:
@@ -421,7 +422,7 @@ def test_an_aborted_completion_says_so(engine: Engine) -> None:
     assert len(engine.outputs) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 def test_an_error_ends_the_prompt_and_its_other_completions(engine: Engine) -> None:
@@ -461,7 +462,7 @@ def test_an_unknown_request_is_passed_over(engine: Engine) -> None:
     assert engine.outputs.process(TokenOutput("nobody", (9,))) is None
 
 
-# ------------------------------------------------------------------------------------------------------------- final only
+# ----------------------------------------------------------------------------------------------------------- final only
 
 
 def test_final_only_makes_one_output(engine: Engine) -> None:

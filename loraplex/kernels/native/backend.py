@@ -1,7 +1,7 @@
 """The native CPU backend: activations in float32, weights in any of float32, float16, bfloat16 and int8.
 
-Every result row is a function of that row's own inputs, bit for bit: not of its neighbours in the batch, the chunking of a prompt or the
-number of threads (csrc/linear.cpp and its siblings say how).
+Every result row is a function of that row's own inputs, bit for bit: not of its neighbours in the batch, the chunking
+of a prompt or the number of threads (csrc/linear.cpp and its siblings say how).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class NativeBackend(TorchBackend):
             return super().paged_attention(q, kv_layer, plan, scale, sliding_window)
         return paged_attention(self.library, q, kv_layer, plan, scale, sliding_window, self.num_threads)
 
-    # ---------------------------------------------------------------------------------------------------- glue of a layer
+    # -------------------------------------------------------------------------------------------------- glue of a layer
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if self._recorder is not None:
@@ -193,7 +193,7 @@ class NativeBackend(TorchBackend):
             return self._recorder.silu_mul(gate_up)
         return silu_mul(self.library, gate_up, self.num_threads)
 
-    # ----------------------------------------------------------------------------------------------------------- sampling
+    # --------------------------------------------------------------------------------------------------------- sampling
 
     def row_argmax(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sampling.row_argmax(self.library, x, self.num_threads)

@@ -46,7 +46,8 @@ def open_library() -> NativeLibrary | NoLibrary:
 
 
 def best_isa() -> str:
-    """The best instruction set of this processor. Raises one of LOAD_ERRORS when there is no library that could tell."""
+    """The best instruction set of this processor. Raises one of LOAD_ERRORS when there is no library that could
+    tell."""
     name: bytes = load("portable").functions.loraplex_best_isa()
     return name.decode()
 

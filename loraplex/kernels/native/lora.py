@@ -42,7 +42,8 @@ def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
 
 
 def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it). The A's of all slices are one part: they have the same offset."""
+    """(bytes of the block, where each slice lies in it). The A's of all slices are one part: they have the same
+    offset."""
     in_features = 0
     shapes: list[_SliceShape | None] = []
     for s in slices:
@@ -244,8 +245,8 @@ def add_rows(
 ) -> None:
     """y[s:e] += weight * scale * x[s:e] W^T (csrc/lora_rows.cpp).
 
-    The table has one row, whose a_addr are the W's [rank, in], row-major and dense in float32, float16 or bfloat16. x and
-    y are as for `add_lora`.
+    The table has one row, whose a_addr are the W's [rank, in], row-major and dense in float32, float16 or bfloat16. x
+    and y are as for `add_lora`.
     """
     check_rows(y, x, plan)
     rows, segments = table_rows(table, 0, x.shape[1], table.targets[0].slices), segments_of(plan, table)

@@ -1,9 +1,10 @@
 """All layers of a model as one native call: what a captured graph is on a GPU.
 
-The first step runs the layers' Python once with a `Recorder` in place of the kernels: each operator is written down with its addresses
-and gives a tensor of a workspace. Every later step replays the list (csrc/program.cpp). What depends on the step is an argument of the
-replay: the number of rows, the angles, the KV slots, the attention, the segments. So one list serves any batch, prefill and decode alike.
-It saves what Python does between kernels, about a tenth of a decode step of a small model (docs/performance.md).
+The first step runs the layers' Python once with a `Recorder` in place of the kernels: each operator is written down
+with its addresses and gives a tensor of a workspace. Every later step replays the list (csrc/program.cpp). What depends
+on the step is an argument of the replay: the number of rows, the angles, the KV slots, the attention, the segments. So
+one list serves any batch, prefill and decode alike. It saves what Python does between kernels, about a tenth of a
+decode step of a small model (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def _holder_type(num_floats: int) -> Any:
 class Recorder:
     """The operators of a step as NativeBackend has them; none is run.
 
-    Every tensor between them has to be a view of one that an operator gave: what torch computes here is not there in a replay.
+    Every tensor between them has to be a view of one that an operator gave: what torch computes here is not there in a
+    replay.
     """
 
     def __init__(self, workspace: Workspace, num_threads: int) -> None:
@@ -225,8 +227,9 @@ class _Key:
 class StepProgram:
     """`forward`, recorded when it is first called and replayed from then on.
 
-    When the KV memory moves, a new recording is made; weights, biases and the slot table have to stay where they are. A cache in a layout
-    that is not native is left to `forward` itself. recording(recorder): within it the operators are the recorder's.
+    When the KV memory moves, a new recording is made; weights, biases and the slot table have to stay where they are. A
+    cache in a layout that is not native is left to `forward` itself. recording(recorder): within it the operators are
+    the recorder's.
     """
 
     def __init__(

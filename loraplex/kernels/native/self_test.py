@@ -1,6 +1,8 @@
-"""Every operator of the library on small random inputs, to compare two instruction sets bit for bit when Loraplex starts.
+"""Every operator of the library on small random inputs, to compare two instruction sets bit for bit when Loraplex
+starts.
 
-A case runs operators of one library and gives what they wrote. CASES must name every function of the library; a test counts them.
+A case runs operators of one library and gives what they wrote. CASES must name every function of the library; a test
+counts them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _draw(*shape: int) -> torch.Tensor:
-    """Normal numbers, the same in each call; sizes of cases are no multiples of 16, so that the last lanes are tested too."""
+    """Normal numbers, the same in each call; sizes of cases are no multiples of 16, so that the last lanes are tested
+    too."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 

@@ -42,11 +42,13 @@ MOST_GROUP = 64
 
 MOST_DIMS = 256
 ONE_AHEAD, TWO_AHEAD = 3, 5
-"""Stages of the software pipeline for one or two tiles of keys on their way: each tile's entries of the block table come a step before."""
+"""Stages of the software pipeline for one or two tiles of keys on their way: each tile's entries of the block table
+come a step before."""
 
 DECODE_PROGRAMS_PER_SM = 16
-"""Of the decode kernel, about: several times what runs at once, so that one long context among short ones does not come last. No more, for
-programs without a part cost time too: where sequences are many, each program takes several parts of a context. Not measured."""
+"""Of the decode kernel, about: several times what runs at once, so that one long context among short ones does not come
+last. No more, for programs without a part cost time too: where sequences are many, each program takes several parts of
+a context. Not measured."""
 
 LEAST_DECODE_PROGRAMS = 2
 """For one sequence and KV head, where its context may have several parts."""
@@ -113,7 +115,8 @@ def _tiling(shape: _Shape, num_rows: int, launcher: Launcher) -> _Tiling:
 class _Schedule:
     """Of a step with prefills: tiles int32 [n, 2] of (sequence, first query), and the sequences that decode, int32 [m].
 
-    max_keys: of the tile with most. flash: the sequences that FlashAttention 3 runs, which have no tiles; None: it runs none.
+    max_keys: of the tile with most. flash: the sequences that FlashAttention 3 runs, which have no tiles; None: it runs
+    none.
     """
 
     tiles: torch.Tensor
@@ -124,7 +127,8 @@ class _Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _FlashRule:
-    """Which sequences FlashAttention 3 runs. A sequence's own lengths decide, so that its bits do not depend on its neighbours.
+    """Which sequences FlashAttention 3 runs. A sequence's own lengths decide, so that its bits do not depend on its
+    neighbours.
 
     queries: in a tile of the prefill kernel.
     """
@@ -135,7 +139,8 @@ class _FlashRule:
     launcher: Launcher
 
     def takes(self, query_len: int, context_len: int) -> bool:
-        """Every prompt and chunk but few queries behind a long prefix, whose keys the prefill kernel divides among programs."""
+        """Every prompt and chunk but few queries behind a long prefix, whose keys the prefill kernel divides among
+        programs."""
         if query_len in (1, context_len):
             return query_len > 1
         num_groups = -(-query_len // self.queries) * self.num_kv_heads
@@ -197,7 +202,8 @@ def paged_attention(
     *,
     is_flash: bool = False,
 ) -> torch.Tensor:
-    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: a new one if it is not given.
+    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: a new one if it is not
+    given.
 
     is_flash: FlashAttention 3 is chosen for prompts, and `flash_attention_gap` has nothing against it.
     """

@@ -1,7 +1,7 @@
 """Which kernels run the attention of prompts: Triton's, or FlashAttention 3 where it is installed, right and faster.
 
-It is tried at the start of an engine, on a step of the model's shapes: a build without some feature says so then, its numbers are held
-against the Triton kernels', and both are timed.
+It is tried at the start of an engine, on a step of the model's shapes: a build without some feature says so then, its
+numbers are held against the Triton kernels', and both are timed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MOST_DIFFERENCE = 4
 
 @dataclass(frozen=True, slots=True)
 class AttentionShapes:
-    """Of a model: query heads, the queries' dtype, the KV memory [num_blocks, num_layers, 2, KH, block_size, D], windows of its layers."""
+    """Of a model: query heads, the queries' dtype, the KV memory [num_blocks, num_layers, 2, KH, block_size, D],
+    windows of its layers."""
 
     num_heads: int
     dtype: torch.dtype
@@ -45,7 +46,8 @@ class AttentionShapes:
 
 
 def choose_attention(wanted: str, launcher: Launcher, shapes: AttentionShapes) -> bool:
-    """Whether FlashAttention 3 runs prompts; `wanted` is the setting attention_backend. Says in a line of the log what and why.
+    """Whether FlashAttention 3 runs prompts; `wanted` is the setting attention_backend. Says in a line of the log what
+    and why.
 
     Raises ConfigError where it was asked for and cannot.
     """
@@ -106,9 +108,11 @@ def _tried(launcher: Launcher, shapes: AttentionShapes) -> tuple[str | None, flo
 
 
 def _run_what_is_left(launcher: Launcher, shapes: AttentionShapes) -> None:
-    """So many sequences with few queries behind a prefix, beside FlashAttention 3, that their keys are not divided after all.
+    """So many sequences with few queries behind a prefix, beside FlashAttention 3, that their keys are not divided
+    after all.
 
-    The tiles that it leaves are small ones, which the warm-up's steps do not have undivided: Triton would compile them when requests come.
+    The tiles that it leaves are small ones, which the warm-up's steps do not have undivided: Triton would compile them
+    when requests come.
     """
     *_, num_kv_heads, block_size, head_dim = shapes.kv.shape
     count = launcher.target.num_sms // num_kv_heads + 1
@@ -139,7 +143,8 @@ def _plan(
 
 
 def seconds_of(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """The median of several rounds for each, in turn; on a GPU between events. They ran before, so nothing is compiled now."""
+    """The median of several rounds for each, in turn; on a GPU between events. They ran before, so nothing is compiled
+    now."""
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS if device.type == "cuda" else 1):
         for run, seconds in zip(runs, taken, strict=True):

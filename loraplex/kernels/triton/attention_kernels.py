@@ -1,8 +1,10 @@
-"""The kernels of paged attention: one query per sequence, split over its context; and tiles of queries, split where they are few.
+"""The kernels of paged attention: one query per sequence, split over its context; and tiles of queries, split where
+they are few.
 
-All fold tiles of keys into a running softmax (Flash Attention, arXiv 2205.14135): top is the largest score so far, total the sum of
-2^(score - top), acc the sum of 2^(score - top) * value. The rows of a tile are the queries of all heads that share a KV head.
-Scores are in base 2: their scale carries log2(e). Keys and values that no query may see are never loaded, for their bytes may be NaN.
+All fold tiles of keys into a running softmax (Flash Attention, arXiv 2205.14135): top is the largest score so far,
+total the sum of 2^(score - top), acc the sum of 2^(score - top) * value. The rows of a tile are the queries of all
+heads that share a KV head. Scores are in base 2: their scale carries log2(e). Keys and values that no query may see are
+never loaded, for their bytes may be NaN.
 """
 
 from __future__ import annotations
@@ -98,7 +100,8 @@ def _sum_parts(
 ):
     """NUM_ROWS rows (padded to ROWS) from their `count` parts, in the order of these: float32 [ROWS, DIMS].
 
-    Part of row r and split s: first_part + s * split_stride + r. Loads go past the cache of the multiprocessor, as others wrote it.
+    Part of row r and split s: first_part + s * split_stride + r. Loads go past the cache of the multiprocessor, as
+    others wrote it.
     """
     rows, splits, dims = tl.arange(0, ROWS), tl.arange(0, MAX_SPLITS), tl.arange(0, DIMS)
     parts = first_part + splits[:, None] * split_stride + rows[None, :]
@@ -123,7 +126,7 @@ def _sum_parts(
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-# -------------------------------------------------------------------------------------------------- one query a sequence
+# ------------------------------------------------------------------------------------------------- one query a sequence
 
 
 @triton.jit(
@@ -162,8 +165,8 @@ def decode_attention_kernel(
 ):
     """Program (KV head, number p, sequence): parts p, p + P, ... of the context, P being how many programs there are.
 
-    Where the parts begin depends on the sequence's own context alone, not on P. Of several programs, the last to arrive adds all parts
-    up, in their order; it leaves its counter at 0 for the next launch.
+    Where the parts begin depends on the sequence's own context alone, not on P. Of several programs, the last to arrive
+    adds all parts up, in their order; it leaves its counter at 0 for the next launch.
     """
     kv_head, first, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence, row = item, item
@@ -239,7 +242,7 @@ def decode_attention_kernel(
                 tl.store(out_start + places, summed.to(dtype), mask=is_member)
 
 
-# ------------------------------------------------------------------------------------------------------- tiles of queries
+# ----------------------------------------------------------------------------------------------------- tiles of queries
 
 
 @triton.jit(
@@ -274,7 +277,8 @@ def prefill_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Program (KV head, tile, part of the keys): QUERIES queries from the tile's first on, times GROUP heads, are up to ROWS rows.
+    """Program (KV head, tile, part of the keys): QUERIES queries from the tile's first on, times GROUP heads, are up to
+    ROWS rows.
 
     keys_per_split: a multiple of KEYS. Of several parts, each leaves its sums for `combine_attention_kernel`.
     """

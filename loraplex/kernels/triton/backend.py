@@ -46,8 +46,9 @@ class TritonBackend(GpuPacking, TorchBackend):
     ) -> None:
         """`launcher`: how kernels are run; by default on the device. Raises ConfigError where Triton cannot run.
 
-        block_dtype: of adapters in packed blocks, int8 too; None: the model's. is_lora_fused: one launch for a decode step's shrink and
-        expand, or two; None: as the shapes say. attention: the setting attention_backend; until `choose_attention` it is Triton's.
+        block_dtype: of adapters in packed blocks, int8 too; None: the model's. is_lora_fused: one launch for a decode
+        step's shrink and expand, or two; None: as the shapes say. attention: the setting attention_backend; until
+        `choose_attention` it is Triton's.
         """
         self.launcher = launcher or TritonLauncher(device)
         major, minor = self.launcher.target.capability
@@ -82,7 +83,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         self.lora_workspace.reset()
         self.attention_workspace.reset()
 
-    # -------------------------------------------------------------------------------------------------------------- graphs
+    # ----------------------------------------------------------------------------------------------------------- graphs
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -98,7 +99,7 @@ class TritonBackend(GpuPacking, TorchBackend):
     def may_replay(self, table: SlotTable) -> bool:
         return len(table.block_dtypes) == 1
 
-    # ----------------------------------------------------------------------------------------------------------- attention
+    # -------------------------------------------------------------------------------------------------------- attention
 
     def choose_attention(
         self, num_heads: int, dtype: torch.dtype, kv: torch.Tensor, sliding_windows: Sequence[int | None]
@@ -108,7 +109,7 @@ class TritonBackend(GpuPacking, TorchBackend):
         if self._is_flash:
             self.description += ", FlashAttention 3 for prompts"
 
-    # ------------------------------------------------------------------------------------------------------------ adapters
+    # --------------------------------------------------------------------------------------------------------- adapters
 
     def add_lora(
         self,
@@ -139,10 +140,11 @@ class TritonBackend(GpuPacking, TorchBackend):
         )
 
     def rank_capacity(self, table: SlotTable) -> int:
-        """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)` is no more."""
+        """Ranks that a capture over `table` made now is good for: replay a step only if `table.largest_rank(its slots)`
+        is no more."""
         return rank_capacity(table)
 
-    # ------------------------------------------------------------------------------------------- weights of the base model
+    # ---------------------------------------------------------------------------------------- weights of the base model
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """Raises ConfigError for bfloat16 in the interpreter, which computes it wrong without a word."""
@@ -174,7 +176,7 @@ class TritonBackend(GpuPacking, TorchBackend):
             return quantized_linear(self.launcher, x, weight, bias)
         return super().linear(x, weight, bias)
 
-    # ---------------------------------------------------------------------------------------------------------------- layers
+    # ----------------------------------------------------------------------------------------------------------- layers
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         reason = glue.rms_norm_gap(x, weight)

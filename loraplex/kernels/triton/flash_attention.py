@@ -1,8 +1,10 @@
-"""FlashAttention 3 for prompts, on a GPU of capability 9.x where it is installed: built from `hopper/` of Dao-AILab/flash-attention.
+"""FlashAttention 3 for prompts, on a GPU of capability 9.x where it is installed: built from `hopper/` of
+Dao-AILab/flash-attention.
 
-One call for all sequences of a step that have several queries. It takes every row of the step, so that none is copied: a sequence that
-others run has a context of 0 here, for which it writes zeros without reading a key, and those write over the zeros. `num_splits` is 1, as
-its own choice would look at the whole batch; with what `flash_attention_gap` leaves out, its tiles do not depend on the batch either.
+One call for all sequences of a step that have several queries. It takes every row of the step, so that none is copied:
+a sequence that others run has a context of 0 here, for which it writes zeros without reading a key, and those write
+over the zeros. `num_splits` is 1, as its own choice would look at the whole batch; with what `flash_attention_gap`
+leaves out, its tiles do not depend on the batch either.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from loraplex.kernels.plan import AttentionPlan
 MODULE = "flash_attn_interface"
 MOST_DIMS = 256
 LEAST_TILE = 64
-"""Keys of its smallest tile. Where a tile divides a KV block it may take another kernel, by the longest prompt of the step."""
+"""Keys of its smallest tile. Where a tile divides a KV block it may take another kernel, by the longest prompt of the
+step."""
 
 MOST_LOCAL_DIMS = 192
-"""Of wider heads, tiles with a sliding window differ from those without, and which it takes depends on how wide the block tables are."""
+"""Of wider heads, tiles with a sliding window differ from those without, and which it takes depends on how wide the
+block tables are."""
 
 ALIGNED = 16
 """Bytes: what one of its loads reads."""
@@ -31,7 +35,8 @@ NOT_INSTALLED = "it is not installed"
 
 @dataclass(frozen=True, slots=True)
 class FlashSequences:
-    """The sequences of a step that it runs: context_lens int32 [B], 0 for the others; the most queries that one of them has."""
+    """The sequences of a step that it runs: context_lens int32 [B], 0 for the others; the most queries that one of them
+    has."""
 
     context_lens: torch.Tensor
     max_query_len: int
@@ -89,7 +94,8 @@ def flash_attention(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """See KernelBackend.paged_attention, for some sequences of the plan; the rows of others are zeros. A new dense tensor.
+    """See KernelBackend.paged_attention, for some sequences of the plan; the rows of others are zeros. A new dense
+    tensor.
 
     Its window counts the keys before a query, ours the query's own too.
     """

@@ -2,7 +2,8 @@
 
     TritonLauncher   runs it: on a GPU, or in Triton's interpreter on a CPU (TRITON_INTERPRET=1, for tests)
 
-Tests have one more, which compiles what would be launched for a GPU that is not there (tests/kernels/triton/compiling.py).
+Tests have one more, which compiles what would be launched for a GPU that is not there
+(tests/kernels/triton/compiling.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ LEAST_SHARED_BYTES = 101_376
 
 @dataclass(frozen=True, slots=True)
 class GpuTarget:
-    """What block sizes depend on: compute capability, multiprocessors, and the most shared memory of one block in bytes."""
+    """What block sizes depend on: compute capability, multiprocessors, and the most shared memory of one block in
+    bytes."""
 
     capability: tuple[int, int]
     num_sms: int
@@ -50,7 +52,8 @@ H100 = GpuTarget((9, 0), 132, 232_448)
 
 
 class Launcher(Protocol):
-    """`launch(kernel, grid, *args, num_warps=, num_stages=, **constants)`: arguments in the kernel's order, constants by name."""
+    """`launch(kernel, grid, *args, num_warps=, num_stages=, **constants)`: arguments in the kernel's order, constants
+    by name."""
 
     @property
     def target(self) -> GpuTarget: ...
@@ -63,7 +66,8 @@ class Launcher(Protocol):
 
 
 class TritonLauncher:
-    """Launches on the current stream of `device`. Raises ConfigError where Triton cannot run: no GPU, and no interpreter."""
+    """Launches on the current stream of `device`. Raises ConfigError where Triton cannot run: no GPU, and no
+    interpreter."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_interpreted = bool(triton.knobs.runtime.interpret)

@@ -25,8 +25,9 @@ from loraplex.kernels.reference import INT4_GROUP
 from loraplex.kernels.triton.launch import GpuTarget, Launcher
 
 FEW_ROWS = 512
-"""Up to so many rows a weight is widened on the way. For more, dequantising it first costs less than widening it for every 128 rows:
-5 bytes moved for each int8 number, about as long as its product with 600 rows takes. Reckoned for an H100, not measured."""
+"""Up to so many rows a weight is widened on the way. For more, dequantising it first costs less than widening it for
+every 128 rows: 5 bytes moved for each int8 number, about as long as its product with 600 rows takes. Reckoned for an
+H100, not measured."""
 
 DEPTH = INT4_GROUP
 """Numbers of a weight's row in one turn of a loop."""
@@ -60,8 +61,9 @@ def quantized_linear(
 class _Tiles:
     """One program's part of y, [rows, columns], and into how many parts the depth of the product is split.
 
-    Two warps keep to the matrix instruction that takes both operands from registers, four or more of them on sm_90 get one that wants
-    x in shared memory: the first has fewer instructions for each number of the weight up to 32 rows, the second from there on.
+    Two warps keep to the matrix instruction that takes both operands from registers, four or more of them on sm_90 get
+    one that wants x in shared memory: the first has fewer instructions for each number of the weight up to 32 rows, the
+    second from there on.
     """
 
     rows: int
@@ -158,7 +160,8 @@ def skinny_linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out[split, t, n] = sum over the split's k of x[t, k] * weight[n, k], for COLUMNS n and ROWS t; without splits + bias[n].
+    """out[split, t, n] = sum over the split's k of x[t, k] * weight[n, k], for COLUMNS n and ROWS t; without splits +
+    bias[n].
 
     The weight is the left operand, which the matrix units take from registers: y^T = W x^T.
     """
@@ -209,7 +212,8 @@ def skinny_linear_kernel(
 
 @triton.jit
 def _widened_nibble(q, dtype: tl.constexpr):
-    """q - 8 in `dtype`, q uint8 of 0..15; in 16 bits by way of the number whose last bits q is: a conversion is four times as slow."""
+    """q - 8 in `dtype`, q uint8 of 0..15; in 16 bits by way of the number whose last bits q is: a conversion is four
+    times as slow."""
     if dtype == tl.bfloat16:
         return (q.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0  # 128 + q
     elif dtype == tl.float16:
@@ -275,7 +279,8 @@ def dequantize(launcher: Launcher, weight: QuantizedWeight, start: int, out: tor
 
 @triton.jit
 def dequantize_int4_kernel(q_ptr, scale_ptr, out_ptr, num_bytes, num_groups, scale_stride, BYTES: tl.constexpr):
-    """Byte i, j = i mod 64 of group g = i // 64: out[128 g + j] and out[128 g + 64 + j] = the group's scale * (the byte's half - 8)."""
+    """Byte i, j = i mod 64 of group g = i // 64: out[128 g + j] and out[128 g + 64 + j] = the group's scale * (the
+    byte's half - 8)."""
     i = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     is_byte = i < num_bytes
     group = i // 64
@@ -324,7 +329,8 @@ def round_rows_kernel(x_ptr, q_ptr, scale_ptr, in_features, depth, x_stride, BLO
     x = tl.load(x_ptr + row * x_stride + k, mask=k < in_features, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30) / 448.0
     quotient = x / scale
-    # Rounded here to a number that float8 has: the interpreter's own cast loses the carry of a mantissa into the exponent.
+    # Rounded here to a number that float8 has: the interpreter's own cast loses the carry of a mantissa into the
+    # exponent.
     exponent = tl.maximum((quotient.to(tl.int32, bitcast=True) >> 23) & 255, 121)
     big = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
     nearest = (quotient + big) - big

@@ -3,12 +3,13 @@
     small tiles   lora_small.py   one fused launch, or two where the items would not all fit on the GPU at once
     large tiles   lora_large.py   two launches, three where K is split
 
-A decode step has small tiles alone, in a grid as large as its rows (or as the plan's room), so that it depends on the padded batch only.
-Sizes of blocks follow from shapes, dtypes and the largest rank of any adapter that the table has held (`rank_capacity`): nothing is tried
-out at run time, and every start takes the same.
+A decode step has small tiles alone, in a grid as large as its rows (or as the plan's room), so that it depends on the
+padded batch only. Sizes of blocks follow from shapes, dtypes and the largest rank of any adapter that the table has
+held (`rank_capacity`): nothing is tried out at run time, and every start takes the same.
 
-What a capture needs: the same step was run once before, which makes the workspace; afterwards a replay reads tiles, table and rows of x
-alone. It is good for any plan of the same padded size, as long as no rank of the step is above the capacity of the capture.
+What a capture needs: the same step was run once before, which makes the workspace; afterwards a replay reads tiles,
+table and rows of x alone. It is good for any plan of the same padded size, as long as no rank of the step is above the
+capacity of the capture.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ EXPAND_ELEMENTS = 4096
 """Of B in flight in one expand item: one block, or two where adapters may have more ranks than a block."""
 
 SMALL_BLOCK_R = 16
-"""Ranks in one block of an item. More would leave most of it empty for adapters of small ranks in a table that has a large one too."""
+"""Ranks in one block of an item. More would leave most of it empty for adapters of small ranks in a table that has a
+large one too."""
 
 FUSED_ITEMS_PER_SM = 8
 """Items of a fused launch per multiprocessor up to which it is chosen: about what runs at once. Not measured."""
 
 LARGE_STAGE_BYTES = 98_304
-"""Shared memory for the stages of a large product: two programs on one multiprocessor of an H100, one on the smallest GPUs."""
+"""Shared memory for the stages of a large product: two programs on one multiprocessor of an H100, one on the smallest
+GPUs."""
 
 REDUCE_BLOCK = 1024
 
@@ -201,7 +204,8 @@ def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
 class LargeBlocks:
     """Sizes of the blocks of large tiles, of which there are `num_tiles`. `dot` is the dtype of the products.
 
-    The expand is bound by y: its blocks are such that two programs have registers on one multiprocessor (128 a thread and eight warps).
+    The expand is bound by y: its blocks are such that two programs have registers on one multiprocessor (128 a thread
+    and eight warps).
     """
 
     dot: torch.dtype

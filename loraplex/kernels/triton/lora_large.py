@@ -4,10 +4,10 @@
     reduce   s = sum of the splits                                only where there are too few tiles to fill the GPU, so that K is split
     expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias
 
-s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is by tile, so the
-grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's, and of a row of s, is rank r of slice i, where
-j = r + sum of the ranks of the slices before i, each rounded up to 8 so that vectors stay aligned: a slice that an adapter lacks takes no
-part.
+s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is
+by tile, so the grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's, and of a row
+of s, is rank r of slice i, where j = r + sum of the ranks of the slices before i, each rounded up to 8 so that vectors
+stay aligned: a slice that an adapter lacks takes no part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def shrink_large_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (blocks of BLOCK_J lanes, splits of `split_k` columns of x, tiles). split_k: a multiple of BLOCK_K, and of 16."""
+    """Grid (blocks of BLOCK_J lanes, splits of `split_k` columns of x, tiles). split_k: a multiple of BLOCK_K, and of
+    16."""
     tile = tl.program_id(2)
     slot = tl.load(tiles + 2 * tile_room + tile)
     start = tl.load(tiles + tile)
@@ -94,7 +95,8 @@ def shrink_large_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def reduce_kernel(partial, s, count, num_splits, BLOCK: tl.constexpr):
-    """s[i] = partial[0, i] + partial[1, i] + ...; grid (blocks of s). What lies past an adapter's rank is summed as well, and not read."""
+    """s[i] = partial[0, i] + partial[1, i] + ...; grid (blocks of s). What lies past an adapter's rank is summed as
+    well, and not read."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < count
     at = partial + i
@@ -177,8 +179,9 @@ def expand_large_kernel(
                 of_slice = tl.minimum(tl.load(ranks + first_row * num_slots + i * num_slots + slot), RANK_CAPACITY)
                 lane += tl.where(i < index, (of_slice + 7) // 8 * 8, 0)
             s_at = s + (member * BLOCK_M + m).to(tl.int64) * (NUM_SLICES * RANK_CAPACITY) + lane
-            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each element has an address
-            # of its own, and a large block of them would take the registers that all ranks need.
+            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each
+            # element has an address # of its own, and a large block of them would take the registers that all ranks
+            # need.
             if rank % 8 == 0:
                 rank8 = rank // 8 * 8
                 acc = _dot_ranks(acc, s_at, b + n * rank8, is_row, in_width, rank8, DOT, BLOCK_R)

@@ -3,11 +3,12 @@
     stock   per slice A [rank, in], B [out, rank], bias [out], row-major, all in the block dtype (reference.py)
     int8    per slice A [rank, in] int8, its scale [rank] float32, B [out, rank] int8, bias [out] float32
 
-Each part starts on a multiple of 64 bytes; the scale is the part behind A: at the address of A + rank * in rounded up to 64.
-int8: A's row and B's column of a rank are each divided by their largest value / 127 and rounded; the product of the two divisors is the
-rank's scale, which stands between shrink and expand. A rank whose scale is 0 is zero altogether. On normally distributed
-weights and inputs an adapter's delta is off by 0.8 to 1.6 % in the mean square, by 0.7 to 1.4 % of its largest value at worst (ranks 1 to
-256, 64 to 4096 columns; tests/kernels/triton/test_lora_packing.py).
+Each part starts on a multiple of 64 bytes; the scale is the part behind A: at the address of A + rank * in rounded up
+to 64. int8: A's row and B's column of a rank are each divided by their largest value / 127 and rounded; the product of
+the two divisors is the rank's scale, which stands between shrink and expand. A rank whose scale is 0 is zero
+altogether. On normally distributed weights and inputs an adapter's delta is off by 0.8 to 1.6 % in the mean square, by
+0.7 to 1.4 % of its largest value at worst (ranks 1 to 256, 64 to 4096 columns;
+tests/kernels/triton/test_lora_packing.py).
 """
 
 from __future__ import annotations

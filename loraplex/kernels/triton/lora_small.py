@@ -3,16 +3,18 @@
     shrink item (tile, slice, split)   partial[t, slice, split, :rank] = x[t, K-chunk] A[:, K-chunk]^T      for the rows t of the tile
     expand item (head tile, N-chunk)   y[t, chunk] += sum over the chain of weight * (scale * sum(partial, splits) B[chunk]^T + bias)
 
-An item reads a piece of A or B once, for all rows of its tile, into registers, the next block of ranks while the present one is multiplied.
-Products and sums are float32, sums over splits have a fixed order, and what a row gets does not depend on the other rows of the step.
+An item reads a piece of A or B once, for all rows of its tile, into registers, the next block of ranks while the
+present one is multiplied. Products and sums are float32, sums over splits have a fixed order, and what a row gets does
+not depend on the other rows of the step.
 
-`fused` runs both kinds in one launch. A program takes a ticket from a counter in memory; tickets 0 .. number of shrink items - 1 are these,
-the ones behind are the expand items. An expand item loads its first block of B, then waits until the counter of its (tile, slice) says that
-all splits are written. It cannot deadlock: a ticket is only ever taken by a program that runs, shrink items wait for nothing, so they all
-end, and an expand item waits for shrink items alone, whose tickets are smaller, hence taken already. The order in which the GPU starts
-programs, and how many fit on it at once, do not matter. Counters are 0 again at the end: who takes the last ticket resets the
-tickets (nobody takes another one), and the last of a slice's expand items, each of which adds 1 after its wait, resets the slice's. After
-a step that failed, `Workspace.reset` does.
+`fused` runs both kinds in one launch. A program takes a ticket from a counter in memory; tickets 0 .. number of shrink
+items - 1 are these, the ones behind are the expand items. An expand item loads its first block of B, then waits until
+the counter of its (tile, slice) says that all splits are written. It cannot deadlock: a ticket is only ever taken by a
+program that runs, shrink items wait for nothing, so they all end, and an expand item waits for shrink items alone,
+whose tickets are smaller, hence taken already. The order in which the GPU starts programs, and how many fit on it at
+once, do not matter. Counters are 0 again at the end: who takes the last ticket resets the tickets (nobody takes another
+one), and the last of a slice's expand items, each of which adds 1 after its wait, resets the slice's. After a step that
+failed, `Workspace.reset` does.
 """
 
 # Triton's arguments have no types of Python's.
@@ -137,7 +139,8 @@ def _add_member(
     BLOCK_R: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """acc_i += factor * (s_i B^T) for the rows i of a tile; b at the slice's B, partial at the tile's first row in the slice."""
+    """acc_i += factor * (s_i B^T) for the rows i of a tile; b at the slice's B, partial at the tile's first row in the
+    slice."""
     r = tl.arange(0, BLOCK_R)
     at = b + n[:, None] * rank + r[None, :]
     present = tl.load(at, mask=in_width[:, None] & (r < rank)[None, :], other=0)
@@ -229,8 +232,8 @@ def _expand(
         if rank > 0:
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
             touched = 1
-            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each element has an address
-            # of its own.
+            # With a rank of whole vectors, the compiler knows that rows of B are loaded in vectors; without, each
+            # element has an address # of its own.
             if rank % 8 == 0:
                 acc0, acc1, acc2, acc3 = _add_member(
                     acc0, acc1, acc2, acc3, s, b, n, in_width, rank // 8 * 8, rows, factor, counter, num_chunks,
@@ -358,7 +361,8 @@ def fused_small_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: the tickets, then (tile, slice)."""
+    """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: the tickets, then (tile,
+    slice)."""
     shrink_items = num_tiles * (NUM_SLICES * SPLITS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
     if ticket == shrink_items + num_tiles * NUM_CHUNKS - 1:

@@ -1,9 +1,11 @@
-"""The shortest prefix of the order of tokens that has a mass, without a sort: rows that do not ask for one cost nothing.
+"""The shortest prefix of the order of tokens that has a mass, without a sort: rows that do not ask for one cost
+nothing.
 
     last = the largest value v with  sum of weights[x >= v] >= wanted        found bit by bit
     kept = the tokens above `last`, and of those with that value the first ones, as many as the mass needs
 
-Weights are whole numbers whose sums stay below 2^53: sums are exact in any order, and so the prefix is that of token_ranking.py.
+Weights are whole numbers whose sums stay below 2^53: sums are exact in any order, and so the prefix is that of
+token_ranking.py.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def keep_nucleus_gap(logits: torch.Tensor, weights: torch.Tensor) -> str | None:
 
 
 def keep_nucleus(launcher: Launcher, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """`weights` [m, V] with 0 behind the shortest prefix of the order of `logits` [m, V] whose mass is at least `wanted` float64 [m, 1].
+    """`weights` [m, V] with 0 behind the shortest prefix of the order of `logits` [m, V] whose mass is at least
+    `wanted` float64 [m, 1].
 
     In place. Where `wanted` is 0 the row stays as it is.
     """

@@ -9,8 +9,8 @@ import triton
 class Workspace:
     """What lies between two launches, or between the programs of one, on one device. It grows outside of captures only.
 
-    A buffer that became too small is kept until `release`: a graph captured before goes on using it. Integers are counters, which every
-    launch leaves at zero.
+    A buffer that became too small is kept until `release`: a graph captured before goes on using it. Integers are
+    counters, which every launch leaves at zero.
     """
 
     def __init__(self, owner: str) -> None:
@@ -35,7 +35,8 @@ class Workspace:
 
     @torch.inference_mode()  # in which steps made the buffers
     def reset(self) -> None:
-        """Counters are zero again, those of captured graphs too: a launch that was aborted has left them anyhow. On an idle device only."""
+        """Counters are zero again, those of captured graphs too: a launch that was aborted has left them anyhow. On an
+        idle device only."""
         for buffer in (*self.buffers.values(), *self._outgrown):
             if not buffer.is_floating_point():
                 buffer.zero_()

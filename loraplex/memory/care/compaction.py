@@ -1,9 +1,9 @@
 """Extents moved out of sparse chunks, so that the chunks go back to the arena.
 
-A move copies the bytes, writes the new place into the record of the weights and the rows of the slot table, and retires the old
-extent (RetiredMemory): a step in flight still finds it. What is being loaded, copied or checked stays where it is, and while a step is
-in flight so does what it may read. Moves within a GPU are enqueued in the order of the steps. The lock is held for the moves of one
-chunk at a time.
+A move copies the bytes, writes the new place into the record of the weights and the rows of the slot table, and retires
+the old extent (RetiredMemory): a step in flight still finds it. What is being loaded, copied or checked stays where it
+is, and while a step is in flight so does what it may read. Moves within a GPU are enqueued in the order of the steps.
+The lock is held for the moves of one chunk at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Compactor:
         self._events = events
 
     def run(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Until nothing more is to be had, `max_bytes` are moved, or the clock says `deadline_s`. Takes the lock again and again."""
+        """Until nothing more is to be had, `max_bytes` are moved, or the clock says `deadline_s`. Takes the lock again
+        and again."""
         total = CompactionResult()
         for tier in reversed(self._tiers.in_memory):
             side = CompactionSide(self._residents, self._tiers, tier)

@@ -1,4 +1,5 @@
-"""Weights whose bytes are not what was loaded: noticed by their checksums, let go, and read again; memory that does it twice is fenced.
+"""Weights whose bytes are not what was loaded: noticed by their checksums, let go, and read again; memory that does it
+twice is fenced.
 
 checked   host bytes at each promote, everything in turn by `scrub` (health.py), files of the disk tier as they are read
 restored  a device copy from the host, a host copy from the disk tier, else from the source
@@ -116,7 +117,8 @@ class DamageControl:
         self._residents.suspect_locked(weights)
 
     def spoil_locked(self, weights: StoredWeights, error: LoraplexError) -> None:
-        """Requests run on what is not to be used: `take_faults` tells it, and requests that come until then get the error."""
+        """Requests run on what is not to be used: `take_faults` tells it, and requests that come until then get the
+        error."""
         if weights.fault is None:
             self._spoilt.append(weights)
         weights.fault = error
@@ -148,7 +150,8 @@ class DamageControl:
         return len(bad)
 
     def _fence_chunks_locked(self, tier: Tier, chunks: set[int], besides: StoredWeights) -> None:
-        """They take nothing new, and what is idle in them leaves; what is in use leaves them when it moves or is evicted."""
+        """They take nothing new, and what is idle in them leaves; what is in use leaves them when it moves or is
+        evicted."""
         pool = self._tiers.pool_of(tier)
         lying_there = {extent for chunk in chunks for extent in pool.fence(chunk)}
         for each in list(self._residents.contents_locked().values()):

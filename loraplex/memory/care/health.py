@@ -5,10 +5,11 @@
     quarantined, read again, diagnosed at once --(answers rightly)--> served again
                   ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded again
 
-A doubt ends no request: what one prompt makes of an adapter says little about the others, and may be done on purpose. Cases are kept
-by content digest: two names with one content are ill together.
+A doubt ends no request: what one prompt makes of an adapter says little about the others, and may be done on purpose.
+Cases are kept by content digest: two names with one content are ill together.
 
-The engine calls this between steps. It ends the requests of the adapters that it is told to end, and runs the diagnoses.
+The engine calls this between steps. It ends the requests of the adapters that it is told to end, and runs the
+diagnoses.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class AdapterHealth:
     # ------------------------------------------------------------------------------------------------- wrong results
 
     def quarantine(self, adapter_id: int, reason: str) -> list[int]:
-        """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose requests must end."""
+        """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose
+        requests must end."""
         with self._residents.held():
             weights = self._weights_locked(adapter_id)
             if weights is None:
@@ -126,7 +128,8 @@ class AdapterHealth:
     def next_diagnosis(self) -> int | None:
         """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read anew.
 
-        From the second try on copies on disk or compressed are not trusted either. Cases of contents that are gone are closed.
+        From the second try on copies on disk or compressed are not trusted either. Cases of contents that are gone are
+        closed.
         """
         with self._residents.held():
             contents = self._residents.contents_locked()
@@ -145,7 +148,8 @@ class AdapterHealth:
 
     @contextmanager
     def borrowed(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, int] | None]:
-        """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted` takes none.
+        """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted`
+        takes none.
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
@@ -208,10 +212,11 @@ class AdapterHealth:
     # ------------------------------------------------------------------------------------------------ damaged memory
 
     def scrub(self, max_bytes: int) -> dict[int, str]:
-        """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on damaged ones.
+        """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on
+        damaged ones.
 
-        What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are asynchronous
-        a loader's thread does it beside the steps, and those that run are told by `take_faults`.
+        What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are
+        asynchronous a loader's thread does it beside the steps, and those that run are told by `take_faults`.
         """
         with self._residents.held():
             if self._is_scrubbing:
@@ -266,7 +271,8 @@ class AdapterHealth:
         self._is_scrubbing = False
 
     def take_faults(self) -> dict[int, LoraplexError]:
-        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore` them then."""
+        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore`
+        them then."""
         return self._damage.take_faults()
 
     def restore(self, adapter_id: int) -> None:
@@ -318,7 +324,8 @@ DIAGNOSIS_S = 1.0
 
 @dataclass(slots=True)
 class Case:
-    """One content that is ill. retry_at_s: when its next diagnosis is due; None while one runs, and when tries have run out."""
+    """One content that is ill. retry_at_s: when its next diagnosis is due; None while one runs, and when tries have run
+    out."""
 
     digest: str
     reason: str

@@ -1,4 +1,5 @@
-"""The memory's periodic look at itself: pressure by tier, what to do about it, and the low-memory mode with its way back.
+"""The memory's periodic look at itself: pressure by tier, what to do about it, and the low-memory mode with its way
+back.
 
     every interval_s, at once when an allocation failed, every CRITICAL_LOOK_S in low-memory mode
     pressure   the share that cannot be freed now (in use, pinned); what is idle is no pressure
@@ -6,7 +7,8 @@
     critical   system or host pressure >= critical, or an allocation failed  ->  low-memory mode
     relaxed    both of these < relaxed for RELAXED_LOOKS looks in a row      ->  normal again
 
-No thread of its own: the engine calls `tick` between steps and when it is idle. What it does is behind `MonitoredMemory`.
+No thread of its own: the engine calls `tick` between steps and when it is idle. What it does is behind
+`MonitoredMemory`.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ RELAXED_LOOKS = 3
 """So many relaxed looks in a row end the low-memory mode: one may be a gap between two bursts."""
 
 RECLAIMED_SHARE = 8
-"""At each look one in so many of the long idle leaves, so that a tier that was full empties over minutes and not at once."""
+"""At each look one in so many of the long idle leaves, so that a tier that was full empties over minutes and not at
+once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """interval_s: seconds between looks. high, critical, relaxed: shares. long_idle_s: unused for so long, an adapter may leave.
+    """interval_s: seconds between looks. high, critical, relaxed: shares. long_idle_s: unused for so long, an adapter
+    may leave.
 
     max_fragmentation: share of the adapters' chunks that packing frees, from which compaction is worth its copying.
     """
@@ -75,7 +79,8 @@ class MonitoredMemory(Protocol):
         ...
 
     def release_caches(self) -> int:
-        """Give back what can be made again: idle adapters on the device, scratch memory, cached prefixes, free pages; returns bytes."""
+        """Give back what can be made again: idle adapters on the device, scratch memory, cached prefixes, free pages;
+        returns bytes."""
         ...
 
     def throttle(self, is_on: bool) -> None:
@@ -199,7 +204,8 @@ class MemoryMonitor:
 
 
 def system_pressure(root: Path = Path("/")) -> float | None:
-    """The share of memory that cannot be had any more, 0 to 1: of the machine or of the container's limit, whichever is nearer its end."""
+    """The share of memory that cannot be had any more, 0 to 1: of the machine or of the container's limit, whichever is
+    nearer its end."""
     shares = [share for share in (_machine(root), _container(root)) if share is not None]
     return max(shares, default=None)
 

@@ -1,7 +1,8 @@
-"""Which weights go first when room is needed. A policy sees keys, their bytes and what it costs to have them back, never tiers.
+"""Which weights go first when room is needed. A policy sees keys, their bytes and what it costs to have them back,
+never tiers.
 
-A tier tells its policy who enters, who is used, who leaves; the room asks for the order and skips what may not go (running, pinned,
-loading). Policies are chosen by name:
+A tier tells its policy who enters, who is used, who leaves; the room asks for the order and skips what may not go
+(running, pinned, loading). Policies are chosen by name:
 
     lru          the least recently used goes first
     lfu          the least often used
@@ -10,8 +11,8 @@ loading). Policies are chosen by name:
     cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
     none         nothing goes by itself
 
-A `use` is a request that gets the weights: one each. A `touch` is any other sign that somebody looks at them, however often (a waiting
-request asks in every step), and says something of recency alone.
+A `use` is a request that gets the weights: one each. A `touch` is any other sign that somebody looks at them, however
+often (a waiting request asks in every step), and says something of recency alone.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from loraplex.errors import ConfigError
 IsQueued = Callable[[str], bool]
 
 HALF_LIFE_S = 300.0
-"""After this long a use counts half. From 1 to 20 requests a second `benchmarks/eviction.py` loads least with it, or nearly:
-a minute forgets who comes back regularly, 20 minutes hold on to what was popular once."""
+"""After this long a use counts half. From 1 to 20 requests a second `benchmarks/eviction.py` loads least with it, or
+nearly: a minute forgets who comes back regularly, 20 minutes hold on to what was popular once."""
 
 READ_BYTES_PER_S = 1e9
 """A reload that was never timed is taken to read this fast."""
@@ -40,7 +41,8 @@ MIN_RELOAD_S = 1e-4
 
 MIN_GHOSTS = 4096
 GHOSTS_PER_KEY = 4
-"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times those in the tier if that is more."""
+"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times those in the tier if that is
+more."""
 
 
 class EvictionPolicy(Protocol):
@@ -55,7 +57,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def enter(self, key: str, nbytes: int, reload_s: float | None = None) -> None:
-        """`key` is in the tier from now on, and would take `reload_s` to come back (None: not timed yet). Again: that is known better."""
+        """`key` is in the tier from now on, and would take `reload_s` to come back (None: not timed yet). Again: that
+        is known better."""
         ...
 
     def use(self, key: str) -> None:
@@ -63,7 +66,8 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch(self, key: str) -> None:
-        """Somebody looks at `key`: waits for it, prefetches it, gives it back. Nothing for a key that is not in the tier."""
+        """Somebody looks at `key`: waits for it, prefetches it, gives it back. Nothing for a key that is not in the
+        tier."""
         ...
 
     def evict(self, key: str) -> None:
@@ -82,7 +86,7 @@ class EvictionPolicy(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------------------------------- in sequence
+# ---------------------------------------------------------------------------------------------------------- in sequence
 
 
 class _Sequence:
@@ -135,12 +139,13 @@ class NoEviction(_Sequence):
     evicts = False
 
 
-# ----------------------------------------------------------------------------------------------------------------- by value
+# ------------------------------------------------------------------------------------------------------------- by value
 
 
 @dataclass(slots=True)
 class _Tracked:
-    """A key in the tier. uses: as its policy counts, None before the first. is_used: since it entered. place: its entry in the ranking."""
+    """A key in the tier. uses: as its policy counts, None before the first. is_used: since it entered. place: its entry
+    in the ranking."""
 
     uses: float | None
     seconds_per_byte: float = 0.0
@@ -151,8 +156,9 @@ class _Tracked:
 class _Ranking:
     """Keys by value, the lowest first; of equal ones, the one that was ranked first.
 
-    A key that has just entered is valued as if the use that it came for had happened: a newcomer is not the first to go.
-    Ranking a key is a binary search and a move in a flat list; the order is there at any time. By default the value is the number of uses.
+    A key that has just entered is valued as if the use that it came for had happened: a newcomer is not the first to
+    go. Ranking a key is a binary search and a move in a flat list; the order is there at any time. By default the value
+    is the number of uses.
     """
 
     evicts = True
@@ -249,10 +255,12 @@ class GDSF(_Ranking):
 
 
 class CostAware(_Ranking):
-    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes after everything else.
+    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes after
+    everything else.
 
-    All values decay by one factor, so their order does not change with time: kept is log2(sum of 2^(use_s / half_life_s)), which no
-    passing of time can overflow. A queued request's use is certain and near; what the others' counts say is less than that.
+    All values decay by one factor, so their order does not change with time: kept is log2(sum of 2^(use_s /
+    half_life_s)), which no passing of time can overflow. A queued request's use is certain and near; what the others'
+    counts say is less than that.
     """
 
     name = "cost_aware"

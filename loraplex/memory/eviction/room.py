@@ -1,8 +1,9 @@
 """Which weights leave a tier so that another can come in, and what is said when none can.
 
 Never leaves: what runs, is pinned, is being loaded or copied; and for a request, what was asked for earlier in the same
-scheduling pass (so requests that want more than fits are served in turn instead of evicting each other again and again).
-The host tier gives up what is only there first, then what is on the device too. The order is a policy's (policies.py).
+scheduling pass (so requests that want more than fits are served in turn instead of evicting each other again and
+again). The host tier gives up what is only there first, then what is on the device too. The order is a policy's
+(policies.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Room:
     # ------------------------------------------------------------------------------------------------------- promises
 
     def promise(self, cache: Budget, weights: StoredWeights) -> None:
-        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it is asked for."""
+        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it
+        is asked for."""
         if self.promised(cache) is None:
             self._promises[cache.tier] = weights
 
@@ -47,7 +49,7 @@ class Room:
         self._promises.pop(cache.tier, None)
         return None
 
-    # ------------------------------------------------------------------------------------------------------ who may leave
+    # ---------------------------------------------------------------------------------------------------- who may leave
 
     def candidates(self, cache: Budget, wanted: StoredWeights | None, demand: Demand) -> Iterator[StoredWeights]:
         """What may leave `cache` for `wanted`, first to go first. Evict nothing while iterating."""
@@ -125,7 +127,7 @@ class Room:
         is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
         return weights.is_idle and not is_wanted
 
-    # ---------------------------------------------------------------------------------------------------- what is refused
+    # -------------------------------------------------------------------------------------------------- what is refused
 
     def is_coming(self, wanted: StoredWeights) -> bool:
         """Whether waiting helps a verb: memory is on its way back, or a load that has its room will soon be done."""
@@ -205,7 +207,8 @@ def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> b
 
 
 def _is_soon_at_rest(weights: StoredWeights) -> bool:
-    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
+    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that
+    asks."""
     job = weights.job
     return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
 

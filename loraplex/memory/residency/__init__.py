@@ -1,1 +1,2 @@
-"""Where each adapter's weights are and how they get there: the records, the transitions between tiers, and the one lock."""
+"""Where each adapter's weights are and how they get there: the records, the transitions between tiers, and the one
+lock."""

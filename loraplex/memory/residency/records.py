@@ -1,7 +1,7 @@
 """The records of the memory: what is known of each adapter, and of the weights of each content digest.
 
-Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot. Its transitions are in
-store.py, which alone writes `state`, `host`, `device`, `job`, `layout` and `failure`.
+Several adapters with one digest share one `StoredWeights`: one load, one copy in each tier, one lora_slot. Its
+transitions are in store.py, which alone writes `state`, `host`, `device`, `job`, `layout` and `failure`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class WeightState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if the tier has slots."""
+    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if
+    the tier has slots."""
 
     extents: tuple[Extent, ...] = ()
     lora_slot: int | None = None
@@ -39,8 +40,9 @@ class Place:
 class Demand:
     """Who wants weights nearer the compute, and what that pushed out.
 
-    cause: `add`, `promote`, `pin`, `request` or `prefetch`. is_for_request: what was asked for earlier in this scheduling
-    pass is not evicted for it (requests take turns); verbs come from outside the passes and heed only the rules for all.
+    cause: `add`, `promote`, `pin`, `request` or `prefetch`. is_for_request: what was asked for earlier in this
+    scheduling pass is not evicted for it (requests take turns); verbs come from outside the passes and heed only the
+    rules for all.
     """
 
     cause: str
@@ -52,10 +54,11 @@ class Demand:
 class LoadJob:
     """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
 
-    damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request was told
-    to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done while requests run
-    on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not the same. may_wait: for memory on
-    its way back, since it runs in the thread of who asked; a loader's thread must not, or nobody is left to bring that memory back.
+    damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request
+    was told to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is
+    done while requests run on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that
+    is not the same. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread
+    must not, or nobody is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -78,7 +81,8 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class LoadFailure:
-    """What a failed load leaves for the requests that waited for it. `raised_in_pass` is None until the first one gets it."""
+    """What a failed load leaves for the requests that waited for it. `raised_in_pass` is None until the first one gets
+    it."""
 
     job: LoadJob
     failed_s: float
@@ -87,7 +91,8 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class StoredAdapter:
-    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request ends.
+    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request
+    ends.
 
     is_attached: it was registered without a load, and stays when its first load fails.
     """
@@ -130,7 +135,8 @@ class StoredAdapter:
 
 @dataclass(slots=True, eq=False)
 class StoredWeights:
-    """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed equally.
+    """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed
+    equally.
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.

@@ -8,9 +8,9 @@
     leave_device    ARRIVING, DEVICE -> HOST or SOURCE   SOURCE: the host has no copy
     leave_host      LOADING, HOST, DEVICE -> SOURCE      DEVICE stays when the device has a copy of its own
 
-These write `StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure`; no other file does. How weights come nearer is in
-transfers.py, which of them leave for others in eviction/room.py. The lock is a condition: it is notified when a load ends and when room
-comes back. Public methods take it; `_locked` in a name means that it is held.
+These write `StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure`; no other file does. How weights come
+nearer is in transfers.py, which of them leave for others in eviction/room.py. The lock is a condition: it is notified
+when a load ends and when room comes back. Public methods take it; `_locked` in a name means that it is held.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WeightStore:
         self.pass_id = 0  # of the scheduling pass
         self._is_closed = False
 
-    # --------------------------------------------------------------------------------------------------------------- the lock
+    # --------------------------------------------------------------------------------------------------------- the lock
 
     def held(self) -> AbstractContextManager[object]:
         """The lock, for what takes several steps: with it, methods with `_locked` in their names may be called."""
@@ -100,7 +100,7 @@ class WeightStore:
             self._is_closed = True
             self._lock.notify_all()
 
-    # ---------------------------------------------------------------------------------------------------- the engine's steps
+    # ----------------------------------------------------------------------------------------------- the engine's steps
 
     def begin_pass(self) -> list[str]:
         """A new scheduling pass; the contents that the KV cache is to forget."""
@@ -133,7 +133,7 @@ class WeightStore:
         arriving = {slot: each for slot in slots if (each := known.get(slot)) is not None} if known else {}
         return StepGate(arriving) if arriving else None
 
-    # -------------------------------------------------------------------------------------------------------- adapters by id
+    # --------------------------------------------------------------------------------------------------- adapters by id
 
     def adapter_locked(self, adapter_id: int) -> StoredAdapter:
         """One that resolves; raises AdapterNotFoundError."""
@@ -206,7 +206,7 @@ class WeightStore:
                 weights.job.is_awaited = False  # they have its error
                 self.failed_locked(weights.job, weights.job.error)
 
-    # ------------------------------------------------------------------------------------------------- transitions: nearer
+    # ---------------------------------------------------------------------------------------------- transitions: nearer
 
     def begin_load_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob | None:
         """None: it waits for room. Raises AdapterNoRoomError when none can come.
@@ -258,8 +258,8 @@ class WeightStore:
         return True
 
     def begin_copy_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None:
-        """None: it waits for room. Raises AdapterNoRoomError when none can come, and what the copy raises when it cannot be begun:
-        then the job is `weights.job`, to be begun again, at another place, or `failed`.
+        """None: it waits for room. Raises AdapterNoRoomError when none can come, and what the copy raises when it
+        cannot be begun: then the job is `weights.job`, to be begun again, at another place, or `failed`.
         """
         assert weights.host is not None
         assert weights.layout is not None
@@ -330,15 +330,15 @@ class WeightStore:
         self._end_job_locked(job)
 
     def _forget_sources_locked(self, job: LoadJob) -> None:
-        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises; those that came later
-        load for themselves.
+        """The first load failed: its adapters were never there, but for attached ones. Their `add_adapter` raises;
+        those that came later load for themselves.
         """
         for adapter in job.sources:
             if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
                 adapter.is_removed = True
                 del job.weights.adapters[adapter.adapter_id], self.adapters[adapter.adapter_id]
 
-    # ------------------------------------------------------------------------------------------------ transitions: farther
+    # --------------------------------------------------------------------------------------------- transitions: farther
 
     def leave_device_locked(self, weights: StoredWeights) -> None:
         place, weights.device = weights.device, None
@@ -373,7 +373,8 @@ class WeightStore:
         self._lock.notify_all()
 
     def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
-        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of the compressed copies and the disk tier too."""
+        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of the compressed copies and the disk
+        tier too."""
         if weights.device is not None:
             self.leave_device_locked(weights)
         if tier is not Tier.DEVICE:
@@ -384,7 +385,8 @@ class WeightStore:
             self.disk.drop(weights.digest)
 
     def drop_locked(self, weights: StoredWeights) -> None:
-        """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its end."""
+        """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its
+        end."""
         if not weights.is_at_rest:
             return
         self.leave_locked(weights, Tier.DISK)
@@ -439,15 +441,15 @@ class WeightStore:
         is_read = self.retired.is_waiting_for_steps and weights.num_running > 0
         return weights.is_at_rest and weights.layout is not None and not is_read
 
-    # ----------------------------------------------------------------------------------------------------------------- room
+    # ------------------------------------------------------------------------------------------------------------- room
 
     def _take_locked(
         self, cache: HostCache | DeviceCache, weights: StoredWeights, sizes: tuple[int, ...], demand: Demand
     ) -> Place | None:
         """A place in `cache`, for which as few others as needed leave; None, and none left, when that is not enough.
 
-        While freed memory is retired, none leaves for lack of pieces: waiting for it may be enough. For a request it is then
-        promised, or those who ask later in the pass would take it, and each would evict the other again and again.
+        While freed memory is retired, none leaves for lack of pieces: waiting for it may be enough. For a request it is
+        then promised, or those who ask later in the pass would take it, and each would evict the other again and again.
         """
         nbytes, room = sum(sizes), self.room
         if demand.is_for_request and room.promised(cache) not in (None, weights):
@@ -506,7 +508,8 @@ class WeightStore:
         self.tiers.touch(weights, weights.last_used_s)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
-        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling passes."""
+        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling
+        passes."""
         cache = self.tiers.cache(tier)
         leaving = self.room.candidates(cache, None, Demand("idle"))
         return [each for each in leaving if self.is_unwanted_locked(each, num_passes)]
@@ -523,7 +526,7 @@ class WeightStore:
             victims = [] if wanted is None else self.room.victims_for(wanted.weights, order)
             return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
 
-    # ---------------------------------------------------------------------------------------------------------------- views
+    # ------------------------------------------------------------------------------------------------------------ views
 
     def suspect_locked(self, weights: StoredWeights) -> None:
         """What was computed with it may be wrong: the KV cache forgets it."""
@@ -531,7 +534,8 @@ class WeightStore:
         self._lock.notify_all()
 
     def resting_tier_locked(self, weights: StoredWeights) -> Tier:
-        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its source."""
+        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its
+        source."""
         if self.compressed is not None and self.compressed.get(weights.digest) is not None:
             return Tier.HOST
         return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE

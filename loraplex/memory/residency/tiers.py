@@ -3,9 +3,9 @@
     HostCache    packed weights at rest: extents of a pool, bounded in bytes and optionally in number
     DeviceCache  what kernels can reach: a lora_slot each, rows of the slot table, bounded in bytes and in slots
 
-On a CPU both are the same memory: an extent of the host cache is "on the device" while rows of the slot table point at it, so the
-device budget bounds those and the host budget both. On another device the device cache has a pool of its own and weights are copied.
-Not thread-safe: the store calls them under its lock.
+On a CPU both are the same memory: an extent of the host cache is "on the device" while rows of the slot table point at
+it, so the device budget bounds those and the host budget both. On another device the device cache has a pool of its own
+and weights are copied. Not thread-safe: the store calls them under its lock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How weights come nearer: from the source or the disk to the host, from the host to the device.
 
-`advance_locked` makes the one next move towards the device that needs no waiting and says what has to be waited for. A load is begun
-with the lock held and run without it: files are read and blocks packed, and the result is taken over in a short critical section by the
-thread that did the work, so that no poll is needed.
+`advance_locked` makes the one next move towards the device that needs no waiting and says what has to be waited for. A
+load is begun with the lock held and run without it: files are read and blocks packed, and the result is taken over in a
+short critical section by the thread that did the work, so that no poll is needed.
 
     first load (add)     in the thread that asked: how large the adapter is shows only when it is open
     first load (attach)  in a loader's thread; when it finds no room, what it learnt of the size is kept, and later loads wait for room
@@ -13,7 +13,8 @@ thread that did the work, so that no poll is needed.
     promote, asynchronous    copied beside the steps: arriving at once (copies.StepGate). Checked on the device when it has arrived,
                              since summing the host's bytes would take longer than the copy
 
-Device memory that could not be written is fenced, and other places are tried; when requests run on what did not arrive, they end first.
+Device memory that could not be written is fenced, and other places are tried; when requests run on what did not arrive,
+they end first.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Transfers:
         self._log = log
         self._clock = clock
 
-    # -------------------------------------------------------------------------------------------------------------- demands
+    # ---------------------------------------------------------------------------------------------------------- demands
 
     def advance_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         """One move towards the device; None when it is there, or arriving. LOAD: `weights.job` is under way.
@@ -117,7 +118,8 @@ class Transfers:
         return None if weights.is_on_device else WaitsFor.LOAD
 
     def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
-        """`advance_locked` for a request. Raises the error of a failed load to those who waited for it (`LoadFailure`)."""
+        """`advance_locked` for a request. Raises the error of a failed load to those who waited for it
+        (`LoadFailure`)."""
         weights = adapter.weights
         if weights.fault is not None or weights.job is not None or weights.failure is not None:
             self._raise_failure_locked(adapter)
@@ -137,7 +139,8 @@ class Transfers:
         return waits_for
 
     def prefetch_locked(self, weights: StoredWeights) -> None:
-        """`advance_locked` for a request that is not admitted yet. A source that failed is not read again before a request asks."""
+        """`advance_locked` for a request that is not admitted yet. A source that failed is not read again before a
+        request asks."""
         weights.wanted_in_pass = self._store.pass_id
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
@@ -160,7 +163,8 @@ class Transfers:
         return has_changed
 
     def join_locked(self, job: LoadJob, adapter: StoredAdapter) -> None:
-        """Wait for a job; raises its error for `adapter` if it failed, also while requests still run on what did not arrive.
+        """Wait for a job; raises its error for `adapter` if it failed, also while requests still run on what did not
+        arrive.
 
         When it failed without having tried the adapter's source, nothing is raised: another job is to be begun.
         """
@@ -171,7 +175,8 @@ class Transfers:
             raise_again(error)
 
     def _raise_failure_locked(self, adapter: StoredAdapter) -> None:
-        """The error of a failed load, to those who waited for it; of weights that are not to be used, to all until they are gone."""
+        """The error of a failed load, to those who waited for it; of weights that are not to be used, to all until they
+        are gone."""
         weights = adapter.weights
         if weights.fault is not None:
             raise_again(weights.fault)
@@ -187,7 +192,8 @@ class Transfers:
             raise_again(error)
 
     def let_damaged_go_locked(self, weights: StoredWeights) -> None:
-        """No request runs on it: copies whose bytes have changed leave. A pinned adapter does not wait outside for a request."""
+        """No request runs on it: copies whose bytes have changed leave. A pinned adapter does not wait outside for a
+        request."""
         self._damage.discard_damaged_locked(weights)
         if weights.num_pinned:
             try:
@@ -195,7 +201,7 @@ class Transfers:
             except AdapterError as error:
                 self._log.tell(EventKind.FAULT, weights, f"is pinned and cannot come back: {error}")
 
-    # ---------------------------------------------------------------------------------------------------------------- loads
+    # ------------------------------------------------------------------------------------------------------------ loads
 
     def _load_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor:
         job = self._store.begin_load_locked(weights, demand)
@@ -237,7 +243,7 @@ class Transfers:
             if weights.job is not None:
                 weights.job.is_awaited |= job.is_awaited
 
-    # ------------------------------------------------------------------------------------------------------------- promotes
+    # --------------------------------------------------------------------------------------------------------- promotes
 
     def _promote_locked(self, weights: StoredWeights, demand: Demand) -> WaitsFor | None:
         """None: it is on the device, or arriving there. Raises AdapterUnavailableError when no place can be written."""
@@ -256,7 +262,8 @@ class Transfers:
             raise
 
     def _send_locked(self, weights: StoredWeights, demand: Demand, error: Exception | None = None) -> bool:
-        """Begin the copies, at another place when one cannot be written. False: it waits for room. Raises the job's error if all fail.
+        """Begin the copies, at another place when one cannot be written. False: it waits for room. Raises the job's
+        error if all fail.
 
         error: of copies that were begun before and failed.
         """

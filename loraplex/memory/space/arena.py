@@ -2,9 +2,9 @@
 
     Arena    who has which chunk, within a floor and a ceiling for each        KV takes them from the front, adapters from the back
 
-The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that turned out to
-be bad is fenced: nobody gets it again. What free memory holds is undefined: `poison()` of its owner fills it with 0xFF (NaN in
-every float dtype), so that a test sees who reads or writes what it does not own.
+The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that
+turned out to be bad is fenced: nobody gets it again. What free memory holds is undefined: `poison()` of its owner fills
+it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Extent:
 class Arena:
     """A flat uint8 tensor `memory` of `num_chunks` chunks of `chunk_bytes`; `num_bytes` is rounded up to whole chunks.
 
-    Thread-safe. `is_pinned`: page-locked host memory, for copies to a GPU, where the system allows it. Other memory is not touched
-    before it is written.
+    Thread-safe. `is_pinned`: page-locked host memory, for copies to a GPU, where the system allows it. Other memory is
+    not touched before it is written.
     An owner without limits has no floor and no ceiling.
     """
 
@@ -163,7 +163,8 @@ class Arena:
             return True
 
     def lend_lower(self, owner: Owner, chunk: int) -> int | None:
-        """The first free chunk before `chunk`, which `owner` moves there and gives back next: limits are not looked at."""
+        """The first free chunk before `chunk`, which `owner` moves there and gives back next: limits are not looked
+        at."""
         with self._lock:
             lower = next((each for each in range(chunk) if self._owners[each] is None), None)
             if lower is not None:
@@ -179,7 +180,8 @@ class Arena:
                 self._fence_pending.discard(chunk)
 
     def fence(self, chunk: int) -> Owner | None:
-        """Never lend `chunk` again. Returns who still has it and must give it back (`fence` of that owner's pool does); None: done."""
+        """Never lend `chunk` again. Returns who still has it and must give it back (`fence` of that owner's pool does);
+        None: done."""
         with self._lock:
             owner = self._owners[chunk]
             if owner is None or owner is Owner.FENCED:
@@ -215,7 +217,8 @@ class Arena:
             )
 
     def check_integrity(self) -> None:
-        """Assert that the counts are true, nobody has more than its ceiling, and only lent chunks wait for their fence."""
+        """Assert that the counts are true, nobody has more than its ceiling, and only lent chunks wait for their
+        fence."""
         with self._lock:
             for owner, count in self._num_of.items():
                 assert count == self._owners.count(owner), (
@@ -298,7 +301,8 @@ def _runs(chunks: Iterable[int]) -> list[range]:
 
 
 def release_pages(address: int, nbytes: int) -> int:
-    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until they are written again.
+    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until they are written
+    again.
 
     Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be private and writable.
     """
@@ -326,11 +330,11 @@ def forget_refusal() -> None:
 
 
 def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None] = forget_refusal) -> bool:
-    """Page-lock a tensor's memory as long as the tensor is there; False, with a warning, when the system does not allow it: copies
-    hold steps up then.
+    """Page-lock a tensor's memory as long as the tensor is there; False, with a warning, when the system does not allow
+    it: copies hold steps up then.
 
-    As one block, of exactly its size (torch's own pinned allocator rounds up to a power of two). The system makes every page of it
-    now: about a second for 4 GiB. cuda: the module, forget: what is called after a refusal, for tests.
+    As one block, of exactly its size (torch's own pinned allocator rounds up to a power of two). The system makes every
+    page of it now: about a second for 4 GiB. cuda: the module, forget: what is called after a refusal, for tests.
     """
     try:
         status = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -351,6 +355,7 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
 
 
 def _unpin(cuda: Any, address: int) -> None:
-    """Before the memory goes back: other pages may come to lie at its address, and a GPU would go on reading the old ones."""
+    """Before the memory goes back: other pages may come to lie at its address, and a GPU would go on reading the old
+    ones."""
     with suppress(RuntimeError):
         cuda.cudart().cudaHostUnregister(address)

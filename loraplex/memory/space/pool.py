@@ -4,8 +4,8 @@
     MoveFinder       which extents compaction moves, and where to
     RetiredMemory    freed extents wait here until no step that was launched before can still read them
 
-An extent may lie across the border of adjacent chunks, so that nothing is lost to rounding; one that is larger than a chunk
-takes adjacent ones. A chunk without extents goes back to the arena at once.
+An extent may lie across the border of adjacent chunks, so that nothing is lost to rounding; one that is larger than a
+chunk takes adjacent ones. A chunk without extents goes back to the arena at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from loraplex.memory.space.space import Range, Space
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Bytes of a pool. lent = used + free; `free_bytes` lie in holes of lent chunks, the largest of `largest_hole_bytes`.
+    """Bytes of a pool. lent = used + free; `free_bytes` lie in holes of lent chunks, the largest of
+    `largest_hole_bytes`.
 
     fragmentation := 1 - ceil(used / chunk) / chunks, the share of the lent chunks that perfect packing would give
-    back (0 when nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents are packed.
+    back (0 when nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents
+    are packed.
     """
 
     lent_bytes: int
@@ -56,8 +58,8 @@ class LoRAMemoryPool:
     """Extents for adapters in chunks borrowed from an arena. Thread-safe.
 
     An extent takes the end of the smallest hole that holds it: what is left adjoins the next chunk to be borrowed.
-    ask_kv(num_chunks): asks the KV cache for chunks when the arena has none; returns how many came. It is called with this pool's
-    lock held and may take the locks of the KV cache and of the arena.
+    ask_kv(num_chunks): asks the KV cache for chunks when the arena has none; returns how many came. It is called with
+    this pool's lock held and may take the locks of the KV cache and of the arena.
     """
 
     def __init__(self, arena: Arena, ask_kv: Callable[[int], int] | None = None) -> None:
@@ -67,7 +69,8 @@ class LoRAMemoryPool:
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """An extent of `nbytes` rounded up to ALIGNMENT; None when neither the holes, nor the arena, nor the KV cache have room."""
+        """An extent of `nbytes` rounded up to ALIGNMENT; None when neither the holes, nor the arena, nor the KV cache
+        have room."""
         extents = self.allocate_all((nbytes,))
         return None if extents is None else extents[0]
 
@@ -109,7 +112,8 @@ class LoRAMemoryPool:
 
     @property
     def is_kv_in_the_way(self) -> bool:
-        """Whether the KV cache has chunks that this pool may have, once requests end, or has them where adjacent ones are needed."""
+        """Whether the KV cache has chunks that this pool may have, once requests end, or has them where adjacent ones
+        are needed."""
         arena = self.arena
         if self.ask_kv is None or arena.num_lent(Owner.ADAPTERS) >= arena.ceiling(Owner.ADAPTERS):
             return False
@@ -139,9 +143,11 @@ class LoRAMemoryPool:
         return self._space.is_closed(chunk)
 
     def compaction_moves(self, max_bytes: int, may_move: Callable[[Extent], bool]) -> list[Move]:
-        """The moves to make next, of one chunk or of one extent (MoveFinder); at most `max_bytes`. [] when nothing is to be had.
+        """The moves to make next, of one chunk or of one extent (MoveFinder); at most `max_bytes`. [] when nothing is
+        to be had.
 
-        Targets are lent; free the sources when nobody reads them any more. may_move is called with this pool's lock held.
+        Targets are lent; free the sources when nobody reads them any more. may_move is called with this pool's lock
+        held.
         """
         with self._lock:
             return MoveFinder(self._space, max_bytes, may_move).find()
@@ -152,7 +158,8 @@ class LoRAMemoryPool:
             self._space.poison()
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are untouched."""
+        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are
+        untouched."""
         with self._lock:
             self._space.check_integrity()
 
@@ -171,7 +178,8 @@ class LoRAMemoryPool:
         return extents
 
     def _borrow_free(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """In free chunks of the arena: as many as hold the first size, or fewer beside a hole when the arena is nearly full."""
+        """In free chunks of the arena: as many as hold the first size, or fewer beside a hole when the arena is nearly
+        full."""
         for num_chunks in range(math.ceil(sizes[0] / self.arena.chunk_bytes), 0, -1):
             chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
             if chunks is None:
@@ -199,20 +207,22 @@ MAX_EMPTYING_TRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An extent and its new place, which is lent already; who moves the bytes frees `source`, or `target` if it does not."""
+    """An extent and its new place, which is lent already; who moves the bytes frees `source`, or `target` if it does
+    not."""
 
     source: Extent
     target: Extent
 
 
 class MoveFinder:
-    """Finds the moves of one chunk in a space, at most `max_bytes` of them. Targets are lent, sources are still to be freed.
+    """Finds the moves of one chunk in a space, at most `max_bytes` of them. Targets are lent, sources are still to be
+    freed.
 
     The next of these that is to be had:
 
     1. empty the cheapest chunk: all that touches it fits into holes of other chunks
-    2. trade: an extent with chunks of its own moves to a hole and fewer free chunks beside it (what extents larger than a chunk
-       need), or as many, when that makes one hole of two
+    2. trade: an extent with chunks of its own moves to a hole and fewer free chunks beside it (what extents larger than
+       a chunk need), or as many, when that makes one hole of two
     3. enlarge a hole: sum(hole bytes ** 2) grows by the move, so that in the end a chunk can be emptied
 
     Each lowers (chunks, -sum(hole bytes ** 2)), so moving ends. None is made when perfect packing would free no chunk.
@@ -237,7 +247,7 @@ class MoveFinder:
     def _is_allowed(self, extent: Extent) -> bool:
         return extent.nbytes <= self._max_bytes and self._may_move(extent)
 
-    # ------------------------------------------------------------------------------------------------------------ 1. empty
+    # --------------------------------------------------------------------------------------------------------- 1. empty
 
     def _cost_of_emptying(self, chunk: int) -> tuple[float, int]:
         """Bytes to move; a chunk at the border of a run is cheaper, for inside one it would leave two short ends."""
@@ -265,7 +275,7 @@ class MoveFinder:
             moves.append(Move(extent, target))
         return moves
 
-    # ------------------------------------------------------------------------------------------------------------ 2. trade
+    # --------------------------------------------------------------------------------------------------------- 2. trade
 
     def _trade(self) -> list[Move]:
         holes = sorted(((end - start, start, end) for start, end in self._space.holes), reverse=True)
@@ -304,7 +314,8 @@ class MoveFinder:
         return start // self._chunk_bytes not in near and (end - 1) // self._chunk_bytes not in near
 
     def _gain_of_even_trade(self, extent: Extent, own: list[int], size: int) -> int:
-        """How much sum(hole bytes ** 2) grows when it leaves its chunks for as many beside a hole of `size`; 0 when it has others too."""
+        """How much sum(hole bytes ** 2) grows when it leaves its chunks for as many beside a hole of `size`; 0 when it
+        has others too."""
         start, end = min(own) * self._chunk_bytes, (max(own) + 1) * self._chunk_bytes
         if extent.offset < start or extent.end > end:
             return 0
@@ -314,7 +325,8 @@ class MoveFinder:
         return rest**2 + outside[0] ** 2 + outside[1] ** 2 - size**2 - before**2 - after**2
 
     def _borrow_beside(self, start: int, end: int, num_chunks: int) -> Range | None:
-        """The hole [start, end) with `num_chunks` borrowed chunks before or after it, no hole any more; any chunks for no hole."""
+        """The hole [start, end) with `num_chunks` borrowed chunks before or after it, no hole any more; any chunks for
+        no hole."""
         arena = self._space.arena
         if start == end:
             chunks = arena.lend(Owner.ADAPTERS, num_chunks)
@@ -325,7 +337,7 @@ class MoveFinder:
             chunks = next((place for place in places if arena.lend_at(Owner.ADAPTERS, place)), None)
         return None if chunks is None else self._space.take_over(chunks)
 
-    # ------------------------------------------------------------------------------------------------------------ 3. enlarge
+    # ------------------------------------------------------------------------------------------------------- 3. enlarge
 
     def _enlarge_hole(self) -> list[Move]:
         """The move with most gain for its bytes."""

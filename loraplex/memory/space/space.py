@@ -18,7 +18,8 @@ Range = tuple[int, int]
 
 
 class Space:
-    """Extents and free ranges tile the chunks that are lent to the adapters. Not thread-safe: the pool calls it under its lock.
+    """Extents and free ranges tile the chunks that are lent to the adapters. Not thread-safe: the pool calls it under
+    its lock.
 
     chunks: those it has, with the bytes of extents in each. A chunk without extents goes back to the arena at once.
     """
@@ -47,8 +48,8 @@ class Space:
         return next(iter(self.place_row((size,))), None)
 
     def place_row(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """Extents side by side: for all of `sizes` in the smallest hole that holds them, or for as many of them as the largest hole
-        holds; () when that is none."""
+        """Extents side by side: for all of `sizes` in the smallest hole that holds them, or for as many of them as the
+        largest hole holds; () when that is none."""
         largest = self.holes.largest
         if not sizes or sizes[0] > largest:
             return ()
@@ -57,7 +58,8 @@ class Space:
         return self.place_in(*hole, sizes)
 
     def place_in(self, start: int, end: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """As many of `sizes` as fit, at least one, at the end of a range that is no hole any more; what is left of it becomes one."""
+        """As many of `sizes` as fit, at least one, at the end of a range that is no hole any more; what is left of it
+        becomes one."""
         ends = list(itertools.accumulate(sizes))
         num_extents = bisect_right(ends, end - start)
         assert num_extents, f"[{start}, {end}) does not hold {sizes[0]} bytes"
@@ -134,7 +136,8 @@ class Space:
     # ----------------------------------------------------------------------------------------------------------- chunks
 
     def take_over(self, chunks: range) -> Range:
-        """Chunks that the arena has lent, with the holes that touch them: a range that is no hole yet (`place_in`, `give_up`)."""
+        """Chunks that the arena has lent, with the holes that touch them: a range that is no hole yet (`place_in`,
+        `give_up`)."""
         self.chunks.update(dict.fromkeys(chunks, 0))
         if self._is_poisoned:
             self.arena.bytes_of(chunks).fill_(POISON)
@@ -191,7 +194,8 @@ class Space:
         return [*self.holes, *(piece for pieces in self._closed.values() for piece in pieces)]
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are untouched."""
+        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are
+        untouched."""
         lent = self.arena.chunks_of(Owner.ADAPTERS)
         assert sorted(self.chunks) == lent, "pool and arena disagree on who has which chunk"
         self.holes.check_integrity()

@@ -1,10 +1,12 @@
-"""Compressed copies of cold adapters on the host: fewer bytes at rest, restored into extents that have the bytes of the first ones.
+"""Compressed copies of cold adapters on the host: fewer bytes at rest, restored into extents that have the bytes of the
+first ones.
 
     lossless   the words' bytes in planes (all first bytes, all second bytes, ...), each deflated where that pays: the same bit for bit
     int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases and scalings as they are
 
-What is left of normally distributed weights of rank 16, 896 inputs and outputs: lossless 0.67 of bfloat16, 0.84 of float16, 0.83 of
-float32; int8 0.50 of 16 bits, 0.25 of 32. Lossless is what weights allow: mantissas are noise, signs and exponents are what is deflated.
+What is left of normally distributed weights of rank 16, 896 inputs and outputs: lossless 0.67 of bfloat16, 0.84 of
+float16, 0.83 of float32; int8 0.50 of 16 bits, 0.25 of 32. Lossless is what weights allow: mantissas are noise, signs
+and exponents are what is deflated.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ PROBE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class CompressedCopy:
-    """An adapter's extents, smaller. `data` is its compression's own: bytes are deflated, tensors (uint8) are as they are.
+    """An adapter's extents, smaller. `data` is its compression's own: bytes are deflated, tensors (uint8) are as they
+    are.
 
-    max_error: largest |restored - original| of a weight over the largest |original| in its rank row; 0 for an exact copy.
+    max_error: largest |restored - original| of a weight over the largest |original| in its rank row; 0 for an exact
+    copy.
     """
 
     data: tuple[bytes | torch.Tensor, ...]
@@ -116,7 +120,8 @@ def _deflated(plane: NDArray[np.uint8]) -> bytes | torch.Tensor:
 
 
 def _deflate(plane: NDArray[np.uint8]) -> bytes:
-    """With runs and Huffman codes alone: weights do not repeat, and looking for it makes a tenth more of them (0.72 for 0.67)."""
+    """With runs and Huffman codes alone: weights do not repeat, and looking for it makes a tenth more of them (0.72 for
+    0.67)."""
     deflate = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return deflate.compress(plane.data) + deflate.flush()
 
@@ -134,8 +139,9 @@ def _inflated(part: bytes | torch.Tensor) -> NDArray[np.uint8]:
 class Int8Compression:
     """One flat tensor per copy: of each slice A's int8 rows and their scales, B's, then the bias in its own dtype.
 
-    q := round(w / scale), scale := max |rank row| / 127, so that |restored - w| <= scale / 2 before it is rounded to the dtype of the
-    block: max_error is at most 1/254 for float32, and 1/254 + 2^-8 for bfloat16. Weights must be finite; a load refuses others.
+    q := round(w / scale), scale := max |rank row| / 127, so that |restored - w| <= scale / 2 before it is rounded to
+    the dtype of the block: max_error is at most 1/254 for float32, and 1/254 + 2^-8 for bfloat16. Weights must be
+    finite; a load refuses others.
     """
 
     name = "int8"

@@ -3,9 +3,10 @@
     CudaCopies          enqueued on a stream of their own, with an event for each piece; no host thread waits
     SynchronousCopies   any other device: done when the call returns
 
-Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a move or a
-KV block still touches is not overwritten, whoever gave it back. What a step launches after `hold_steps(i)` begins when piece i is
-there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind them.
+Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a
+move or a KV block still touches is not overwritten, whoever gave it back. What a step launches after `hold_steps(i)`
+begins when piece i is there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind
+them.
 
 A step may use an adapter whose copies are under way, and waits at each layer for its piece:
 
@@ -41,19 +42,22 @@ class Arrival(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Thread-safe. `is_asynchronous`: `copy` only enqueues, so that its sources must stay as they are until `join` returns."""
+    """Thread-safe. `is_asynchronous`: `copy` only enqueues, so that its sources must stay as they are until `join`
+    returns."""
 
     is_asynchronous: bool
 
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
-        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, in either direction between host and device.
+        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, in either direction between host and
+        device.
 
         Raises RuntimeError or OSError when that cannot be begun; nothing is under way then.
         """
         ...
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Within the device, in the order of the steps: those launched before find the old bytes in `target`, later ones the new."""
+        """Within the device, in the order of the steps: those launched before find the old bytes in `target`, later
+        ones the new."""
         ...
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -102,7 +106,8 @@ class _CudaArrival:
 
 
 class CudaCopies:
-    """On one stream for the life of the engine. Make it where the steps will be launched: its current stream is taken for theirs.
+    """On one stream for the life of the engine. Make it where the steps will be launched: its current stream is taken
+    for theirs.
 
     Host pieces should be page-locked: others are right too, but the call waits for them. cuda: the module, for tests.
     """
@@ -149,7 +154,8 @@ def copies_for(device: torch.device) -> CopyEngine:
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads; none where it reads nothing.
+    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads; none where it reads
+    nothing.
 
     error: why it is not to be used, once that is known.
     """
@@ -163,9 +169,11 @@ class StepPreparation(Protocol):
     """What the adapters' memory does for a step before its kernels are launched."""
 
     def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
-        """Make the slot table right on the device; the gate of those of these adapters that are arriving, None when all are there.
+        """Make the slot table right on the device; the gate of those of these adapters that are arriving, None when all
+        are there.
 
-        Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its requests.
+        Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its
+        requests.
         """
         ...
 
@@ -190,5 +198,6 @@ class StepGate:
                 each.arrival.hold_steps(max(each.piece_of_layer.values()))
 
     def errors(self) -> Mapping[int, LoraplexError]:
-        """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is nobody's."""
+        """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is
+        nobody's."""
         return {slot: each.error for slot, each in self._arriving.items() if each.error is not None}

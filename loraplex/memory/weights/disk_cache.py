@@ -1,11 +1,13 @@
-"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without reading and packing its source.
+"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without reading and packing
+its source.
 
     folder / form / digest.lora      form := a hash of what decides how an adapter is packed, so that other forms are never mixed
 
-Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for who has it open,
-and each process keeps the folder within its own byte budget by deleting the least recently used files, whoever wrote them. What others do
-is noticed at the next look (RESCAN_S), so that until then the folder may hold more than its budget. A file that is not what was
-written is deleted. Nothing here raises OSError: a disk that is full, read-only or gone means a cache that holds nothing.
+Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
+who has it open, and each process keeps the folder within its own byte budget by deleting the least recently used files,
+whoever wrote them. What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more
+than its budget. A file that is not what was written is deleted. Nothing here raises OSError: a disk that is full,
+read-only or gone means a cache that holds nothing.
 """
 
 from __future__ import annotations
@@ -109,9 +111,9 @@ class DiskStats:
 class DiskCache:
     """The files of one form. Thread-safe; data is read and written without a lock.
 
-    form: names all that decides how an adapter is packed. check_layout: raises ValueError for a layout that is not one of this
-    model's (Packer.check_layout). clock: seconds. checksums: of extents on the host. A digest is a lower-case hexadecimal number;
-    another is a ValueError.
+    form: names all that decides how an adapter is packed. check_layout: raises ValueError for a layout that is not one
+    of this model's (Packer.check_layout). clock: seconds. checksums: of extents on the host. A digest is a lower-case
+    hexadecimal number; another is a ValueError.
     """
 
     def __init__(
@@ -216,7 +218,8 @@ class DiskCache:
             return replace(self._counts, used_bytes=self._used_bytes, num_files=len(self._files))
 
     def check_integrity(self) -> None:
-        """AssertionError unless the books say what is on the disk; while no other process works there and nothing is written here."""
+        """AssertionError unless the books say what is on the disk; while no other process works there and nothing is
+        written here."""
         with self._lock:
             found = {path: status.st_size for path, status in self._walk()}
             assert self._files == found, f"{len(self._files)} files in the books, {len(found)} on the disk"
@@ -224,7 +227,7 @@ class DiskCache:
             assert self._reserved_bytes == 0, f"{self._reserved_bytes} bytes are reserved for nobody"
             assert {path for _, path in self._by_age} >= set(found), "a file that is never deleted"
 
-    # ---------------------------------------------------------------------------------------------------------- one file
+    # --------------------------------------------------------------------------------------------------------- one file
 
     def _file(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
@@ -299,7 +302,8 @@ class DiskCache:
     # ------------------------------------------------------------------------------------------------------- the budget
 
     def _reserve(self, nbytes: int) -> bool:
-        """Room for a file, for which the least recently used ones go; False, and nobody goes, when that is not enough. Raises OSError."""
+        """Room for a file, for which the least recently used ones go; False, and nobody goes, when that is not enough.
+        Raises OSError."""
         with self._lock:
             if self._clock() - self._scanned_s >= RESCAN_S:
                 self._rescan()
@@ -379,7 +383,7 @@ class DiskCache:
                     elif _UNFINISHED.fullmatch(entry.name) and time.time() - status.st_mtime > UNFINISHED_S:
                         _delete_abandoned(entry.path)
 
-    # ------------------------------------------------------------------------------------------------------------- books
+    # ------------------------------------------------------------------------------------------------------------ books
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -432,7 +436,8 @@ def _is(entry: os.DirEntry[str], kind: Callable[[int], bool]) -> bool:
 
 
 def _delete_abandoned(path: str) -> None:
-    """Delete an unfinished file that nobody writes any more. A writer holds a lock, which ends with its process, in whatever container."""
+    """Delete an unfinished file that nobody writes any more. A writer holds a lock, which ends with its process, in
+    whatever container."""
     with suppress(OSError), opened(Path(path)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

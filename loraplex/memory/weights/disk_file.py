@@ -6,8 +6,9 @@
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 
-Numbers are little-endian. Nothing that a file says is believed before it was checked: sizes are bounded before they are read, and whether
-a layout is one that this model's adapters can have is for `Packer.check_layout`. A slice's offsets count from its block's start.
+Numbers are little-endian. Nothing that a file says is believed before it was checked: sizes are bounded before they are
+read, and whether a layout is one that this model's adapters can have is for `Packer.check_layout`. A slice's offsets
+count from its block's start.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def encode_header(identity: bytes, layout: PackedLayout, checksums: Sequence[int
 
 @contextmanager
 def opened(file: Path) -> Iterator[int]:
-    """A descriptor for reading. Raises OSError, for a symbolic link too, and FileNotFoundError for what is no regular file."""
+    """A descriptor for reading. Raises OSError, for a symbolic link too, and FileNotFoundError for what is no regular
+    file."""
     fd = os.open(
         file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     )  # a FIFO would block without O_NONBLOCK
@@ -162,7 +164,8 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
 
 
 def parse_layout(text: bytes) -> PackedLayout:
-    """Raises DamagedFileError unless types, bounds, alignments and the places of parts within their extents are right."""
+    """Raises DamagedFileError unless types, bounds, alignments and the places of parts within their extents are
+    right."""
     try:
         sizes, blocks = json.loads(text)
         layout = PackedLayout(

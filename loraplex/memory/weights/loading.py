@@ -1,8 +1,8 @@
 """Loads beside the step loop: the threads, where packed weights are read from, and what errors mean.
 
-Weights come to host memory from the nearest place that has them: a compressed copy, the disk tier, the source. What was read from a
-source is written to the disk tier at once, while it is in the processor's cache: then leaving the host costs nothing, and coming back
-is one read. Reads run without any lock, in any thread.
+Weights come to host memory from the nearest place that has them: a compressed copy, the disk tier, the source. What was
+read from a source is written to the disk tier at once, while it is in the processor's cache: then leaving the host
+costs nothing, and coming back is one read. Reads run without any lock, in any thread.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Loader(Protocol):
 
 
 class LoaderThreads:
-    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive, and after `stuck_s`
-    another one works in its place, so that it does not keep other adapters from being loaded.
+    """`num_threads` daemon threads over one queue. A thread that hangs on a dead disk does not keep the process alive,
+    and after `stuck_s` another one works in its place, so that it does not keep other adapters from being loaded.
     """
 
     def __init__(self, num_threads: int, stuck_s: float = STUCK_S) -> None:
@@ -137,7 +137,8 @@ class LoaderThreads:
 
 
 class ReadSlots:
-    """At most `num_slots` readers at a time (`with slots:`), without those that have read for `stuck_s`: they hang on a dead disk."""
+    """At most `num_slots` readers at a time (`with slots:`), without those that have read for `stuck_s`: they hang on a
+    dead disk."""
 
     def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
         self._num_slots = num_slots
@@ -165,8 +166,9 @@ class ReadSlots:
 def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> LoRAModel:
     """The content of a digest, from the first source that still has it, the newest adapter's first.
 
-    Raises SourcesFailedError with what each adapter's own source answered: on a first load the error itself; later AdapterUnavailableError
-    when it is gone and AdapterContentChangedError when it answers with anything else than the content that was loaded.
+    Raises SourcesFailedError with what each adapter's own source answered: on a first load the error itself; later
+    AdapterUnavailableError when it is gone and AdapterContentChangedError when it answers with anything else than the
+    content that was loaded.
     """
     errors: dict[int, LoraplexError] = {}
     for adapter in reversed(adapters):
@@ -180,8 +182,8 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
 
 
 class SourcesFailedError(Exception):
-    """No source of a content could be read. `errors` by adapter_id, since adapters of one content may be different tenants': each is told
-    of its own source and of nobody else's.
+    """No source of a content could be read. `errors` by adapter_id, since adapters of one content may be different
+    tenants': each is told of its own source and of nobody else's.
     """
 
     def __init__(self, errors: Mapping[int, LoraplexError]) -> None:
@@ -214,7 +216,8 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
             f"({error}); bring it back, or unload the adapter"
         )
     if is_reload and isinstance(error, AdapterLoadError):
-        # What the source has now may be anything, a link to another file too: the log is for the operator, the answer for a client.
+        # What the source has now may be anything, a link to another file too: the log is for the operator, the answer
+        # for a client.
         _log.warning("adapter %r: its source is refused now: %s", name, error)
         return AdapterContentChangedError(
             f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload it"
@@ -223,7 +226,8 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
 
 
 def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
-    """`error` itself when it is an AdapterError (or the end of the engine); AdapterNoRoomError without memory; else AdapterLoadError."""
+    """`error` itself when it is an AdapterError (or the end of the engine); AdapterNoRoomError without memory; else
+    AdapterLoadError."""
     if isinstance(error, AdapterError | EngineShutdownError):
         return error
     if is_out_of_memory(error):
@@ -245,7 +249,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a CUDA error is of those after which the process cannot use the device any more. What a capture refuses is not."""
+    """Whether a CUDA error is of those after which the process cannot use the device any more. What a capture refuses
+    is not."""
     text = str(error)
     is_harmless = "out of memory" in text or "captur" in text
     return isinstance(error, RuntimeError) and "CUDA error" in text and not is_harmless
@@ -257,7 +262,8 @@ def is_device_lost(error: BaseException) -> bool:
 COMPRESSED = "compressed"
 
 Reserve = Callable[[tuple[int, ...]], Place | None]
-"""Host memory in pieces of these sizes, for the job under way. None: there is no room and it may not wait. Raises AdapterMemoryError."""
+"""Host memory in pieces of these sizes, for the job under way. None: there is no room and it may not wait. Raises
+AdapterMemoryError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +280,8 @@ class LoadedWeights:
 
 
 class WeightReader:
-    """Reads from the nearest place that has the weights. At most `max_concurrent` at once; neither waiting for memory nor a read that hangs
-    counts.
+    """Reads from the nearest place that has the weights. At most `max_concurrent` at once; neither waiting for memory
+    nor a read that hangs counts.
     """
 
     def __init__(
@@ -293,7 +299,8 @@ class WeightReader:
         self._busy = ReadSlots(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
-        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve` raises."""
+        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve`
+        raises."""
         digest = job.weights.digest
         loaded = None
         if self._compressed is not None and self._compressed.get(digest) is not None:

@@ -1,4 +1,5 @@
-"""The native backend on every instruction set that this machine has. Where no library is built, its tests are skipped with the reason."""
+"""The native backend on every instruction set that this machine has. Where no library is built, its tests are skipped
+with the reason."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_one_that_is_asked_for_and_missing(libraries: Path, monkeypatch: pytest.
     assert "libloraplex_avx2.so" in reason()
 
 
-# --------------------------------------------------------------------------------------------------- the best that works
+# -------------------------------------------------------------------------------------------------- the best that works
 
 
 def test_the_best_is_chosen(libraries: Path) -> None:
@@ -280,7 +280,7 @@ def test_it_is_opened_once_a_process() -> None:
     assert open_library() is open_library()
 
 
-# -------------------------------------------------------------------------------------------- what the backend says of it
+# ------------------------------------------------------------------------------------------ what the backend says of it
 
 
 def test_description_of_the_native_backend() -> None:

@@ -1,4 +1,5 @@
-"""Linears on panels, in every format and on every instruction set: float64, a scalar loop, and bits that nothing around a row changes."""
+"""Linears on panels, in every format and on every instruction set: float64, a scalar loop, and bits that nothing around
+a row changes."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def pack(native: NativeBackend, weight: torch.Tensor, dtype: torch.dtype) -> Pan
 def largest_error(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """How far an element of x W^T may be from the exact one [T, out], weights of 16 bits being exact themselves.
 
-    A chain of n fused multiply-adds has an error of at most n u sum |x w|, u = 2^-24. int8 adds half a step of each weight (its row's
-    maximum / 127) and of each input (its row's maximum / 32767).
+    A chain of n fused multiply-adds has an error of at most n u sum |x w|, u = 2^-24. int8 adds half a step of each
+    weight (its row's maximum / 127) and of each input (its row's maximum / 32767).
     """
     x, weight = x.double().abs(), weight.double().abs()
     bound: torch.Tensor = (x.shape[1] + 2) * 2**-24 * (x @ weight.T)
@@ -110,7 +111,8 @@ def test_an_unprepared_weight_is_prepared(native: NativeBackend) -> None:
 
 
 def test_int8_is_the_reference(native: NativeBackend) -> None:
-    """The same integers, but for an input that lies between two of them; and the last multiplications are in float32 here."""
+    """The same integers, but for an input that lies between two of them; and the last multiplications are in float32
+    here."""
     reference = ReferenceBackend()
     x, weight, bias = draw(9, 700), draw(45, 700), draw(45)
     expected = reference.linear(x, reference.prepare_linear(weight, "int8"), bias)
@@ -136,7 +138,7 @@ def test_weights_of_zeros(native: NativeBackend, dtype: torch.dtype) -> None:
     assert not got[:, 4].any()
 
 
-# ------------------------------------------------------------------------------------------------------- one chain of FMAs
+# ---------------------------------------------------------------------------------------------------- one chain of FMAs
 
 
 def fmaf() -> Callable[[float, float, float], float]:
@@ -267,7 +269,7 @@ def test_a_bad_weight_poisons_its_column_only(native: NativeBackend, dtype: torc
     assert got[:, 20].isinf().all()
 
 
-# ------------------------------------------------------------------------------------------------------------- concurrency
+# ---------------------------------------------------------------------------------------------------------- concurrency
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -1,4 +1,5 @@
-"""add_lora of the native backend on every instruction set: a float64 loop, and bits that depend on a row's own adapters alone."""
+"""add_lora of the native backend on every instruction set: a float64 loop, and bits that depend on a row's own adapters
+alone."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def part_of(problem: Problem, segments: Sequence[LoraSegment], rows: slice = sli
     return replace(problem, plan=plan, x=x, y=y, is_base=is_base)
 
 
-# --------------------------------------------------------------------------------------------------------- correct values
+# ------------------------------------------------------------------------------------------------------- correct values
 
 DIMENSIONS: dict[str, list[Any]] = {
     "rank": [1, 5, 8, 12, 16, 48, 64, 200],
@@ -166,7 +167,7 @@ def test_any_segments_of_any_adapters(native: NativeBackend, data: st.DataObject
     check(native, make_problem(target, adapters, segments, 20, FP32, torch.Generator().manual_seed(1)))
 
 
-# -------------------------------------------------------------------------------------------------------------- same bits
+# ------------------------------------------------------------------------------------------------------------ same bits
 
 
 def big_problem(popularity: str, num_rows: int = 64, seed: int = 3) -> Problem:
@@ -281,7 +282,7 @@ def test_calls_from_several_threads_at_once(native: NativeBackend) -> None:
     assert not wrong
 
 
-# ---------------------------------------------------------------------------------------------------------------- packing
+# -------------------------------------------------------------------------------------------------------------- packing
 
 TARGET = make_target(40, (24, 5, 9))
 

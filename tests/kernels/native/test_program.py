@@ -1,4 +1,5 @@
-"""A replayed step has the bits of the operators called one by one, whatever the step; and what cannot be replayed is noticed."""
+"""A replayed step has the bits of the operators called one by one, whatever the step; and what cannot be replayed is
+noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The threads of the kernels: bits when their number changes and when cores are taken, fork, sleep, and a race detector."""
+"""The threads of the kernels: bits when their number changes and when cores are taken, fork, sleep, and a race
+detector."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What is compiled without a GPU: every operator of the Triton backend at the shapes of real models, in every dtype, decode and prefill.
+"""What is compiled without a GPU: every operator of the Triton backend at the shapes of real models, in every dtype,
+decode and prefill.
 
-Tensors are allocated and never filled: no kernel runs. CORE has each kernel in each dtype that it takes (test_compile.py
-holds it to that), CASES more shapes: a kernel takes a second.
+Tensors are allocated and never filled: no kernel runs. CORE has each kernel in each dtype that it takes
+(test_compile.py holds it to that), CASES more shapes: a kernel takes a second.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------------------------------------------ LoRA
+# ----------------------------------------------------------------------------------------------------------------- LoRA
 
 
 def lora_case(
@@ -92,7 +93,7 @@ def more_lora_cases() -> Iterator[Case]:
     yield lora_case(LLAMA_1B, "gate_up", BF16, [0] * 4 + [1] * 4, [256, 8])
 
 
-# ------------------------------------------------------------------------------------------------------ attention, norms
+# ----------------------------------------------------------------------------------------------------- attention, norms
 
 
 def rotary_case(shape: Shape, dtype: torch.dtype, rows: int, kv_dtype: torch.dtype | None = None) -> Case:
@@ -251,11 +252,12 @@ def nucleus_case() -> Case:
     return Case("sampler keep_nucleus", FP32, run)
 
 
-# ------------------------------------------------------------------------------------------------------- steps that differ
+# ---------------------------------------------------------------------------------------------------- steps that differ
 
 
 def many_sizes_case() -> Case:
-    """One layer's operators in steps of many sizes, as they come while an engine serves: they should share their kernels."""
+    """One layer's operators in steps of many sizes, as they come while an engine serves: they should share their
+    kernels."""
 
     def run(backend: TritonBackend) -> None:
         for rows in (1, 2, 3, 7, 16, 32, 33, 64):
@@ -292,6 +294,7 @@ CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(),
 
 
 def cases_for(arch: int, is_core: bool) -> list[Case]:
-    """The core of sm_89 is bfloat16 alone: its instructions are those of sm_80 and its shared memory is what differs."""
+    """The core of sm_89 is bfloat16 alone: its instructions are those of sm_80 and its shared memory is what
+    differs."""
     cases = CASES if not is_core else ONE_DTYPE if arch == 89 else CORE
     return [case for case in cases if case.least_arch <= arch]

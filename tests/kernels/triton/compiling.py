@@ -1,10 +1,11 @@
-"""Compiles what the Triton backend would launch on a GPU that is not there, as Triton's JIT would specialise it for the same arguments.
+"""Compiles what the Triton backend would launch on a GPU that is not there, as Triton's JIT would specialise it for the
+same arguments.
 
     python -m tests.kernels.triton.compiling --arch 90 --match add_lora
 
-One line of JSON for each kernel: the cases that launched it, what it was specialised for, what it takes of the GPU, and its
-instructions of interest. The last line is a summary. It runs without Triton's interpreter, whose @jit makes no kernels: in a process of
-its own. Tensors are on the CPU and hold nothing; no kernel runs.
+One line of JSON for each kernel: the cases that launched it, what it was specialised for, what it takes of the GPU, and
+its instructions of interest. The last line is a summary. It runs without Triton's interpreter, whose @jit makes no
+kernels: in a process of its own. Tensors are on the CPU and hold nothing; no kernel runs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one GPU. cases: all that launched it; shared_bytes: of a program, dynamic; local_bytes: of a thread."""
+    """One kernel for one GPU. cases: all that launched it; shared_bytes: of a program, dynamic; local_bytes: of a
+    thread."""
 
     cases: list[str]
     kernel: str
@@ -91,7 +93,8 @@ class _NoDriver:
 
 
 class CompilingLauncher:
-    """A Launcher that compiles instead: `compiled` is what it made, by hash: each kernel once for all that launch it alike."""
+    """A Launcher that compiles instead: `compiled` is what it made, by hash: each kernel once for all that launch it
+    alike."""
 
     def __init__(self, arch: int) -> None:
         assert not triton.knobs.runtime.interpret, "kernels are interpreted in this process; unset TRITON_INTERPRET"
@@ -157,7 +160,8 @@ def kernel_name(kernel: Any) -> str:
 
 
 def all_kernels() -> dict[str, list[str]]:
-    """The names of the arguments of everything that a module of loraplex/kernels/triton has for Triton's JIT, but for its helpers, by name.
+    """The names of the arguments of everything that a module of loraplex/kernels/triton has for Triton's JIT, but for
+    its helpers, by name.
 
     A helper's name begins with an underscore.
     """
@@ -171,7 +175,8 @@ def all_kernels() -> dict[str, list[str]]:
 
 
 def compile_cases(arch: int, cases: Sequence[Case]) -> tuple[list[Compiled], list[str]]:
-    """(what the cases launch, each kernel once; a text for each where stock torch would run instead, or a kernel does not compile)"""
+    """(what the cases launch, each kernel once; a text for each where stock torch would run instead, or a kernel does
+    not compile)"""
     launcher = CompilingLauncher(arch)
     failed = []
     for case in cases:

@@ -1,7 +1,8 @@
-"""A `flash_attn_interface` that is not FlashAttention 3: its signature, what it refuses, and its formula in plain torch, in float32.
+"""A `flash_attn_interface` that is not FlashAttention 3: its signature, what it refuses, and its formula in plain
+torch, in float32.
 
-Signature, checks and window as in hopper/flash_attn_interface.py, flash_api.cpp and mask.h. Where the caches are the fake GPU's, which hold
-no numbers, nothing is computed.
+Signature, checks and window as in hopper/flash_attn_interface.py, flash_api.cpp and mask.h. Where the caches are the
+fake GPU's, which hold no numbers, nothing is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from loraplex.kernels.triton.flash_attention import MODULE
 
 
 class FakeFlashAttention:
-    """calls: what each was given. error: raised by every call, as by a build without some feature. factor: on all results."""
+    """calls: what each was given. error: raised by every call, as by a build without some feature. factor: on all
+    results."""
 
     def __init__(self, error: Exception | None = None, factor: float = 1.0) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -120,7 +122,8 @@ def attend(
     scale: float,
     window: tuple[int, int],
 ) -> torch.Tensor:
-    """One sequence. Query i sees keys up to i + context - queries, and from `window[0]` keys before that on; without a key, 0."""
+    """One sequence. Query i sees keys up to i + context - queries, and from `window[0]` keys before that on; without a
+    key, 0."""
     if context == 0:
         return torch.zeros_like(q)
     positions = torch.arange(context)

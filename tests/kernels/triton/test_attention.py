@@ -137,7 +137,7 @@ def test_cases_are_few() -> None:
     assert len(CASES) <= 60
 
 
-# ---------------------------------------------------------------------------------------------------------------- decode
+# --------------------------------------------------------------------------------------------------------------- decode
 
 
 def test_decode_is_one_launch_that_reads_nothing_of_the_host() -> None:
@@ -234,7 +234,7 @@ def test_counters_that_an_aborted_launch_left_are_reset() -> None:
     assert same_bits(rig.run(workspace=workspace), first)
 
 
-# --------------------------------------------------------------------------------------------------------------- prefill
+# -------------------------------------------------------------------------------------------------------------- prefill
 
 
 def test_a_mixed_step_is_two_launches() -> None:
@@ -312,7 +312,7 @@ def test_tiles_hold_each_query_once_the_longest_first(sequences: list[tuple[int,
     assert num_keys == sorted(num_keys, reverse=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- backend
+# -------------------------------------------------------------------------------------------------------------- backend
 
 
 def test_backend_keeps_a_workspace_and_counts_what_it_does_not_cover() -> None:

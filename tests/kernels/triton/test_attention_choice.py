@@ -65,7 +65,8 @@ def test_triton_does_not_even_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernels are interpreted here, so that it is faster. Every window of the model is tried, shorter than the contexts."""
+    """The Triton kernels are interpreted here, so that it is faster. Every window of the model is tried, shorter than
+    the contexts."""
     flash = FakeFlashAttention().install(monkeypatch)
     assert "FlashAttention 3" in choose("auto", (None, 4096)).description
     assert {call["window"] for call in flash.calls} == {(-1, -1), (31, 0)}
@@ -135,7 +136,7 @@ def test_an_unknown_one_is_refused() -> None:
         EngineConfig(model="m", attention_backend="fa4")
 
 
-# ----------------------------------------------------------------------------------------------------------- whole models
+# --------------------------------------------------------------------------------------------------------- whole models
 
 
 def generate(base: str, **settings: Any) -> tuple[list[tuple[int, ...]], str]:

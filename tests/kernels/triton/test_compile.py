@@ -1,5 +1,5 @@
-"""Every Triton kernel compiles for an A100, an L4 and an H100, in every dtype that it takes on the first and the last of them, fits into
-their shared memory, and has the instructions that it is made for.
+"""Every Triton kernel compiles for an A100, an L4 and an H100, in every dtype that it takes on the first and the last
+of them, fits into their shared memory, and has the instructions that it is made for.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ DTYPES = {
     "lora_small.shrink_small_kernel": (("x", "BLOCK"), BLOCKS),
     "nucleus.keep_nucleus_kernel": (("x_ptr",), {("fp32",)}),
 }
-"""Kernel -> the arguments that tell its dtypes, and all that these can be with `lora_dtype` auto and int8 (others with `-m grid`)."""
+"""Kernel -> the arguments that tell its dtypes, and all that these can be with `lora_dtype` auto and int8 (others with
+`-m grid`)."""
 
 NOT_THERE = {80: ["linear.round_rows_kernel"], 89: [], 90: []}
 """float8 begins with sm_89."""
 
 SPILT_BYTES = {80: 16, 89: 16, 90: 0}
-"""Of a thread in a decode step, at most: the compiler of Triton 3.6 spills some registers of two kernels on sm_80, that of 3.7 none."""
+"""Of a thread in a decode step, at most: the compiler of Triton 3.6 spills some registers of two kernels on sm_80, that
+of 3.7 none."""
 
 SPILT_AT_RANK_128 = 24
 """The compiler of Triton 3.7, in the fused kernel on sm_90; that of 3.6 none."""

@@ -1,4 +1,5 @@
-"""FlashAttention 3 in place of the prefill kernel: which sequences it runs, with which arguments. A fake one computes its formula."""
+"""FlashAttention 3 in place of the prefill kernel: which sequences it runs, with which arguments. A fake one computes
+its formula."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def names(launcher: CountingLauncher) -> list[str]:
     return [name.removesuffix("_attention_kernel") for name, _ in launcher.launched]
 
 
-# ------------------------------------------------------------------------------------------------------------ the numbers
+# ---------------------------------------------------------------------------------------------------------- the numbers
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -119,7 +120,7 @@ def test_without_it_nothing_changes(flash: FakeFlashAttention) -> None:
     assert flash.calls == []
 
 
-# -------------------------------------------------------------------------------------------------------------- the check
+# ------------------------------------------------------------------------------------------------------------ the check
 
 
 def gap(

@@ -1,4 +1,5 @@
-"""Blocks of the Triton backend: one dtype for all adapters; int8 with its error, its round trip, and the disk tier over it."""
+"""Blocks of the Triton backend: one dtype for all adapters; int8 with its error, its round trip, and the disk tier over
+it."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def test_equal_adapters_have_equal_bytes_whatever_was_there() -> None:
 @pytest.mark.parametrize("rank", [1, 4, 16, 64])
 @pytest.mark.parametrize("size", [64, 512, 2048])
 def test_the_error_of_int8_is_as_stated(rank: int, size: int) -> None:
-    """Of the delta on normal weights and inputs: 1.6 % or less, in the mean square and at worst relative to the largest value."""
+    """Of the delta on normal weights and inputs: 1.6 % or less, in the mean square and at worst relative to the largest
+    value."""
     generator = torch.Generator().manual_seed(rank + size)
     a, b = torch.randn(rank, size, generator=generator), torch.randn(size, rank, generator=generator)
     x = torch.randn(64, size, generator=generator).double()
@@ -121,7 +123,7 @@ def test_a_weight_is_off_by_half_a_step_at_most() -> None:
     torch.testing.assert_close(scale, a_unit[:, 0] * b_unit)
 
 
-# ------------------------------------------------------------------------------------------------- where blocks are kept
+# ------------------------------------------------------------------------------------------------ where blocks are kept
 
 
 def packed_model(block_dtype: torch.dtype | None) -> tuple[Packer, Any, list[torch.Tensor]]:

@@ -1,4 +1,5 @@
-"""A whole model on the Triton backend in the interpreter: the reference's tokens, and nothing left to stock torch of what has kernels."""
+"""A whole model on the Triton backend in the interpreter: the reference's tokens, and nothing left to stock torch of
+what has kernels."""
 
 from __future__ import annotations
 

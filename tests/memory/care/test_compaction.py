@@ -256,7 +256,7 @@ def test_a_load_that_is_under_way_stays_where_it_is() -> None:
     rig.manager.check_integrity()
 
 
-# --------------------------------------------------------------------------------------------------------- for the KV cache
+# ----------------------------------------------------------------------------------------------------- for the KV cache
 
 
 @pytest.mark.parametrize("is_separate", [False, True])

@@ -38,7 +38,7 @@ def keys(predictions: Sequence[Prediction]) -> list[str]:
     return [prediction.key for prediction in predictions]
 
 
-# ------------------------------------------------------------------------------------------------------------------ periods
+# -------------------------------------------------------------------------------------------------------------- periods
 
 
 def test_a_periodic_key_is_told_when_it_is_due_and_not_before() -> None:
@@ -82,7 +82,7 @@ def test_a_frequent_key_without_a_period_is_expected_until_it_falls_silent() -> 
     assert predictor.predict(now_s + 60, 5, 5) == []
 
 
-# --------------------------------------------------------------------------------------------------------------- successors
+# ----------------------------------------------------------------------------------------------------------- successors
 
 
 def pairs(num: int, rest: Sequence[str] = ()) -> Arrivals:
@@ -121,7 +121,7 @@ def test_a_successor_that_does_not_come_any_more_is_unlearnt() -> None:
     assert predictor.predict(29_300, 5, 5) == []
 
 
-# ------------------------------------------------------------------------------------------------------- order, forgetting
+# ---------------------------------------------------------------------------------------------------- order, forgetting
 
 
 def test_the_likeliest_come_first_and_no_more_than_asked() -> None:
@@ -181,7 +181,7 @@ def test_memory_and_predictions_are_bounded(
     assert predictions == sorted(predictions, key=lambda each: (-each.probability, each.expected_in_s, each.key))
 
 
-# ------------------------------------------------------------------------------------------------- worth to a small cache
+# ----------------------------------------------------------------------------------------------- worth to a small cache
 
 NBYTES = 10
 HORIZON_S = 5.0
@@ -274,7 +274,7 @@ def test_on_random_traffic_next_to_nothing_is_prefetched(rate: float, seed: int)
     assert with_it.num_cold < 1.02 * without.num_cold
 
 
-# -------------------------------------------------------------------------------------------------------------- the ledger
+# ----------------------------------------------------------------------------------------------------------- the ledger
 
 
 def test_each_prefetch_is_a_hit_late_or_wasted_once() -> None:

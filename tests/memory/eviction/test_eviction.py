@@ -48,7 +48,7 @@ def use(policy: EvictionPolicy, *keys: str) -> None:
         policy.use(key)
 
 
-# ------------------------------------------------------------------------------------------------------------ the contract
+# --------------------------------------------------------------------------------------------------------- the contract
 
 
 def test_it_is_found_by_its_name(policy: EvictionPolicy) -> None:
@@ -127,7 +127,7 @@ def test_any_calls_leave_exactly_what_is_there(name: str, calls: Sequence[tuple[
         assert sorted(policy.order(lambda each: each < "3")) == sorted(present)
 
 
-# ------------------------------------------------------------------------------------------------------- what each goes by
+# ---------------------------------------------------------------------------------------------------- what each goes by
 
 
 def test_lru_goes_by_the_last_use_or_touch() -> None:
@@ -257,7 +257,7 @@ def test_no_more_is_remembered_than_the_bound(make: Callable[[], _Ranking]) -> N
     assert len(policy._ghosts) == GHOSTS_PER_KEY * num_there
 
 
-# ---------------------------------------------------------------------------------------------------------- in the manager
+# ------------------------------------------------------------------------------------------------------- in the manager
 
 
 def test_a_request_is_one_use_however_often_it_asks() -> None:

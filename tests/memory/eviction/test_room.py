@@ -144,7 +144,7 @@ def test_a_promotion_by_name_does_not_wait_for_requests_to_end(rig: Rig) -> None
     rig.manager.check_integrity()
 
 
-# -------------------------------------------------------------------------------------------------------------- victims_for
+# ---------------------------------------------------------------------------------------------------------- victims_for
 
 
 def test_victims_are_the_fewest_in_use_in_the_order_asked_for(rig: Rig) -> None:
@@ -187,11 +187,12 @@ def test_victims_of_a_shared_content_are_all_its_running_ids() -> None:
     assert list(rig.manager.victims_for(4, [1, 3])) == [1, 3]
 
 
-# ------------------------------------------------------------------------------------------------------------- taking turns
+# --------------------------------------------------------------------------------------------------------- taking turns
 
 
 def test_in_one_pass_the_first_to_ask_is_not_evicted_for_the_next() -> None:
-    """Host room for one more than what runs: requests for three cold adapters take turns instead of evicting each other."""
+    """Host room for one more than what runs: requests for three cold adapters take turns instead of evicting each
+    other."""
     rig = Rig(num_device=1, num_host=2)
     rig.add(1, 2, 3, 4)
     running = rig.acquire(1)

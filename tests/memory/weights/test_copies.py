@@ -22,7 +22,7 @@ from tests.memory.rig import TARGETS, Rig, make_model
 CPU = torch.device("cpu")
 
 
-# ---------------------------------------------------------------------------------------------------------------- streams
+# -------------------------------------------------------------------------------------------------------------- streams
 
 
 class FakeCuda:
@@ -142,7 +142,7 @@ def test_other_devices_copy_at_once() -> None:
     assert copies.checksums(targets) == tuple(map(checksum, targets))
 
 
-# ------------------------------------------------------------------------------------------------------- arriving adapters
+# ---------------------------------------------------------------------------------------------------- arriving adapters
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def test_memory_that_a_step_reads_is_no_target() -> None:
     rig.check_output(acquire(rig, 2), make_model("d2"))
 
 
-# ----------------------------------------------------------------------------------------------------------------- faults
+# --------------------------------------------------------------------------------------------------------------- faults
 
 
 def test_copies_that_cannot_be_begun_try_other_places_and_fail(rig: Rig) -> None:

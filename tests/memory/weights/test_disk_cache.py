@@ -1,4 +1,5 @@
-"""The disk tier: what was written comes back bit for bit, or not at all; the folder keeps its budget whoever shares it."""
+"""The disk tier: what was written comes back bit for bit, or not at all; the folder keeps its budget whoever shares
+it."""
 
 from __future__ import annotations
 
@@ -700,7 +701,7 @@ def test_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
     assert alive.exists()
 
 
-# ------------------------------------------------------------------------------------------------------ several processes
+# ---------------------------------------------------------------------------------------------------- several processes
 
 WORK = """
 import random, sys, torch
