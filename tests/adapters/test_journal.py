@@ -17,9 +17,9 @@ import pytest
 
 from loraplex.adapters.journal import SqliteJournal
 from loraplex.adapters.journal import tables as journal_tables
-from loraplex.adapters.registry import LoadStatus, NameChange, NameRecord, NameUsage
+from loraplex.adapters.registry import LoadStatus, LoRARegistry, NameChange, NameRecord, NameUsage
 from loraplex.core import Tier
-from loraplex.errors import ConfigError, JournalError
+from loraplex.errors import AdapterConflictError, ConfigError, JournalError
 from tests.adapters.fake_store import Bench
 
 BASE = "/models/base"
@@ -100,6 +100,15 @@ def test_a_new_server_has_everything(lives: Callable[[], Life]) -> None:
     assert after.registry.resolve("c@1").lora_path == "/c"
     assert after.registry.move("b").ref.lora_path == "/b"
     after.bench.check_idle()
+
+
+def test_a_name_that_the_base_model_has_now_is_refused(lives: Callable[[], Life]) -> None:
+    first = lives()
+    furnish(first)
+    second = LoRARegistry(first.bench.store, first.bench.sources.open, base_names=["other", "b"])
+    with pytest.raises(AdapterConflictError, match="adapter name 'b' would select the base model 'b'"):
+        second.resume(first.journal.names, first.journal.last_adapter_id)
+    assert second.names() == ()
 
 
 def test_ids_are_never_used_again(lives: Callable[[], Life]) -> None:

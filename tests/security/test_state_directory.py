@@ -100,6 +100,7 @@ ONE_NAME = {
     "pin is 2": "UPDATE versions SET is_pinned = 2 WHERE name = 'n2'",
     "time is infinite": "UPDATE versions SET loaded_time = 9e999 WHERE name = 'n2'",
     "usage is negative": "UPDATE names SET num_requests = -5 WHERE name = 'n2'",
+    "an alias of itself": "UPDATE names SET alias_of = 'n2' WHERE name = 'n2'",
     "lora_int_id is 0": "UPDATE names SET lora_int_id = 0 WHERE name = 'n2'",
 }
 """Damage to one name of three."""
@@ -270,6 +271,32 @@ def test_a_file_in_the_place_of_the_copies_is_refused(tmp_path: Path) -> None:
         SqliteJournal(tmp_path, BASE)
     with StateDirectory(tmp_path):
         pass  # the lock is free
+
+
+def test_a_link_in_the_place_of_the_copies_is_refused(tmp_path: Path, state: Path) -> None:
+    (state / "copies").rename(tmp_path / "elsewhere")
+    (state / "copies").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="copies is a link; remove it"):
+        SqliteJournal(state, BASE)
+
+
+def test_an_emptied_journal_without_copies_is_refused(state: Path) -> None:
+    for copy in (state / "copies").iterdir():
+        copy.unlink()
+    truncate(state / "journal.sqlite")
+    with pytest.raises(ConfigError, match=r"journal.sqlite is empty, and there is no copy of it; .*state check"):
+        SqliteJournal(state, BASE)
+    assert not check_state(state).is_whole
+
+
+def test_a_start_that_was_killed_while_it_made_the_journal(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    tmp_path.joinpath("journal.new.sqlite").write_text("half of one")
+    tmp_path.joinpath("journal.new.sqlite-wal").write_text("half of one")
+    with SqliteJournal(tmp_path, BASE) as journal:
+        assert not journal.names
+    assert {file.name for file in tmp_path.iterdir()} == {"copies", "journal.sqlite", "lock"}
+    assert check_state(tmp_path).is_whole
 
 
 def test_a_check_needs_a_directory_that_is_there_and_free(state: Path) -> None:

@@ -107,7 +107,10 @@ def name_record(row: Row, version_rows: Sequence[Row]) -> NameRecord:
 
 
 def check_together(names: Mapping[str, NameRecord], last_adapter_id: int) -> list[Damage]:
-    """What no name shows alone: an id of two versions, a number of two names, an id that was never given."""
+    """What no name shows alone: an id of two versions, a number of two names, an id that was never given.
+
+    Also an alias of an alias: a switch follows what it finds.
+    """
     ids = Counter(version.adapter_id for record in names.values() for version in record.versions)
     numbers = Counter(record.lora_int_id for record in names.values() if record.lora_int_id is not None)
     damages = []
@@ -122,6 +125,9 @@ def check_together(names: Mapping[str, NameRecord], last_adapter_id: int) -> lis
             damages.append(Damage(name, "an adapter_id of it belongs to several versions"))
         if record.lora_int_id is not None and numbers[record.lora_int_id] > 1:
             damages.append(Damage(name, f"lora_int_id {record.lora_int_id} belongs to several names"))
+        target = record.alias_of
+        if target is not None and target in names and names[target].alias_of is not None:
+            damages.append(Damage(name, f"it was switched to {target[:80]!r}, which does not answer for itself"))
     return damages
 
 

@@ -9,6 +9,7 @@ dated copy is made at the start, COPY_INTERVAL_S after a change at the latest, a
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -72,13 +73,14 @@ class SqliteJournal:
         directory = self._directory
         remedy = f"run: loraplex state check {directory.path}"
         copies = self._copies.files()
-        if copies and not directory.has_journal:
-            is_empty = directory.journal_file.exists()
-            raise ConfigError(
-                f"{directory.journal_file} is {'empty' if is_empty else 'missing'}, and there is a copy of it of "
-                f"{time_of(copies[0])}; {remedy}"
-            )
-        directory.make_private(directory.journal_file)
+        is_there = os.path.lexists(directory.journal_file)
+        if is_there:
+            directory.make_private(directory.journal_file)
+        if not directory.has_journal and (is_there or copies):
+            copy = f"there is a copy of it of {time_of(copies[0])}" if copies else "there is no copy of it"
+            raise ConfigError(f"{directory.journal_file} is {'empty' if is_there else 'missing'}, and {copy}; {remedy}")
+        if not is_there:
+            self._make(base_model)
         with ExitStack() as opened:
             try:
                 tables = opened.enter_context(closing(JournalTables(directory.journal_file, base_model)))
@@ -91,6 +93,15 @@ class SqliteJournal:
         self.names: Mapping[str, NameRecord] = contents.names
         self.last_adapter_id = contents.last_adapter_id
         return tables
+
+    def _make(self, base_model: str) -> None:
+        """A journal without adapters; it has its name when it is whole, so an empty file was emptied later."""
+        made = self._directory.path / "journal.new.sqlite"
+        for left in self._directory.path.glob(f"{made.name}*"):  # of a start that was killed
+            left.unlink()
+        self._directory.make_private(made)
+        JournalTables(made, base_model).close()
+        made.rename(self._directory.journal_file)
 
     def __enter__(self) -> Self:
         return self

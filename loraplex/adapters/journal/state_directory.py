@@ -77,7 +77,9 @@ class StateDirectory:
         os.close(descriptor)
 
     def make_folder(self, folder: Path) -> Path:
-        """Raises ConfigError when it cannot be made, or another user can write to it."""
+        """Raises ConfigError when it cannot be made, is a link, or another user can write to it."""
+        if folder.is_symlink():
+            raise ConfigError(f"{folder} is a link; remove it, or give another --state-dir")
         try:
             self._make(folder)
         except OSError as error:

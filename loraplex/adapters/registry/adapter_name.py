@@ -2,11 +2,11 @@
 
 A name is 1 to 256 characters as NFKC leaves them, so that two names that look alike for their compatibility forms are
 one. None is a control, format (zero-width, bidirectional) or blank character, and there is no space at either end. The
-parts between slashes are neither empty nor `.` nor `..`; only the operator's names have slashes at all (`--lora-paths
-/srv/sql` is its own name), since what stands before a slash will be a tenant. `:` is allowed, unless the name starts
-with `BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients select an adapter, so such a name
-would mean two things. The names of the base model are not names of adapters. `NAME@2` addresses version 2 of NAME, so
-no adapter can be loaded under a name of that form.
+parts between slashes are neither empty nor `.` nor `..`, and begin with no combining mark; only the operator's names
+have slashes at all (`--lora-paths /srv/sql` is its own name), since what stands before a slash will be a tenant. `:` is
+allowed, unless the name starts with `BASE:` for one of the base model's names: `BASE:adapter` is how SGLang's clients
+select an adapter, so such a name would mean two things. The names of the base model are not names of adapters. `NAME@2`
+addresses version 2 of NAME, so no adapter can be loaded under a name of that form, in the digits of any script.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from loraplex.errors import AdapterConflictError, InvalidRequestError, shown
 
 MAX_NAME_LEN = 256
-_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U000e0100-\U000e01ef]")
+_BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\ufe00-\ufe0f\U00016fe4\U000e0100-\U000e01ef]")
 """Printable to Python, and drawn as nothing: fillers, variation selectors, the blank of Braille."""
 
 _ADDRESS = re.compile(r"(.+)@([0-9]{1,18})", re.DOTALL | re.ASCII)
@@ -58,7 +58,7 @@ def check_adapter_name(adapter_name: str, base_names: Iterable[str], *, param: s
     wrong = _why_unusable(adapter_name)
     if wrong is not None:
         raise InvalidRequestError(f"adapter name {shown(adapter_name)} {wrong}", param=param)
-    if split_address(adapter_name) is not None:
+    if "@" in adapter_name and adapter_name.rpartition("@")[2].isdecimal():
         raise InvalidRequestError(
             f"adapter name {shown(adapter_name)} would address a version of {shown(adapter_name.rpartition('@')[0])}; "
             "choose a name without @ and a number at its end",
@@ -77,8 +77,11 @@ def _why_unusable(name: str) -> str | None:
         return "has control or invisible characters, or a space at an end; remove them"
     if not unicodedata.is_normalized("NFKC", name):
         return f"is another name than it looks: write {shown(unicodedata.normalize('NFKC', name))} (its NFKC form)"
-    if not {"", ".", ".."}.isdisjoint(name.removeprefix("/").split("/")):
+    parts = name.removeprefix("/").split("/")
+    if not {"", ".", ".."}.isdisjoint(parts):
         return "has an empty part, '.' or '..' between slashes; choose another name"
+    if any(unicodedata.category(part[0]).startswith("M") for part in parts):
+        return "begins with a combining mark, which is drawn on what stands before it; choose another name"
     return None
 
 

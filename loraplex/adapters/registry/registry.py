@@ -331,8 +331,11 @@ class LoRARegistry:
     def resume(self, records: Mapping[str, NameRecord], last_adapter_id: int) -> None:
         """Take over what a journal has, before anything is loaded: the names resolve from now on, and no file is read.
 
-        Weights are loaded by need; those of pinned adapters now, by `run_later`.
+        Weights are loaded by need; those of pinned adapters now, by `run_later`. Raises AdapterConflictError for a name
+        that selects the base model, which may have been called otherwise when the journal was written.
         """
+        for name in records:
+            check_adapter_name(name, self._base_names)
         with self._lock:
             assert not self._table.versions(), "resume comes before everything else"
             for name, record in records.items():
