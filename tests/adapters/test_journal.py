@@ -105,9 +105,10 @@ def test_a_new_server_has_everything(lives: Callable[[], Life]) -> None:
 def test_a_name_that_the_base_model_has_now_is_refused(lives: Callable[[], Life]) -> None:
     first = lives()
     furnish(first)
+    first.journal.close()
     second = LoRARegistry(first.bench.store, first.bench.sources.open, base_names=["other", "b"])
     with pytest.raises(AdapterConflictError, match="adapter name 'b' would select the base model 'b'"):
-        second.resume(first.journal.names, first.journal.last_adapter_id)
+        second.resume(reopened(first.directory), 10)
     assert second.names() == ()
 
 
