@@ -2,9 +2,9 @@
 
 The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`,
 `step_committed`; none of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`,
-`activate_adapter`, `pin_adapter`, `set_active_adapters` and `switch_lora` wait for loads. They need no poll to make
-progress, so an engine that is idle may call them from its own thread; while a step is in flight, other threads must
-(retired room comes back when the step is committed).
+`activate_adapter`, `pin_adapter` and `switch_lora` wait for loads. They need no poll to make progress, so an engine
+that is idle may call them from its own thread; while a step is in flight, other threads must (retired room comes back
+when the step is committed).
 
 A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it
 from `try_acquire`: every one that asks in the scheduling pass in which the first of them does. After that pass, or when
@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
@@ -53,27 +52,6 @@ logger = logging.getLogger(__name__)
 
 MIN_SLOTS = 64
 MAX_SLOTS = 4096
-
-
-class HasAdapterId(Protocol):
-    """A LoRARequest, an AdapterSpec, a LoRAModel: anything that names one adapter."""
-
-    @property
-    def adapter_id(self) -> int: ...
-
-
-class AdapterMapping(Protocol):
-    """What the manager needs of engine.batch.LoRAMapping: lora_slot per token and per prompt, -1 the base model."""
-
-    @property
-    def index_mapping(self) -> Any: ...
-
-    @property
-    def prompt_mapping(self) -> Any: ...
-
-    def validate(
-        self, num_tokens: int, num_prompts: int, num_slots: int, is_resident: Callable[[int], bool] | None = None
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +102,6 @@ class LoRAModelManager:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
-        self._mapping: AdapterMapping | None = None
         packer = Packer(targets, backend, compute_dtype, base_bias)
         self._disk, self._compressed = disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
@@ -371,54 +348,7 @@ class LoRAModelManager:
         adapter.is_evicted_when_idle = adapter.num_running > 0 and not adapter.is_removed
         return adapter.num_running > 0
 
-    # ----------------------------------------------------------------------------------------------- vLLM's batch verbs
-
-    def set_active_adapters(self, requests: Iterable[HasAdapterId], mapping: AdapterMapping | None = None) -> None:
-        """Bring all adapters that `requests` name to the device, together, then take over the mapping.
-
-        Raises AdapterNoRoomError when they do not fit together; those that came in stay.
-        """
-        held: list[StoredAdapter] = []
-        with self._residency.held():
-            try:
-                for adapter_id in dict.fromkeys(request.adapter_id for request in requests):
-                    adapter = self._residency.adapter_locked(adapter_id)
-                    self._transfers.bring_locked(adapter, Demand("promote"))
-                    adapter.count_running(1)  # so that the next one does not push it out
-                    held.append(adapter)
-            finally:
-                for adapter in held:
-                    self._residency.release_locked(adapter)
-        if mapping is not None:
-            self.set_adapter_mapping(mapping)
-
-    def set_adapter_mapping(self, mapping: AdapterMapping) -> bool:
-        """Check a batch's mapping against what is on the device; whether it is another one than before. The engine's
-        own steps carry their plan as an argument and do not come here.
-        """
-        num_tokens, num_prompts = len(mapping.index_mapping), len(mapping.prompt_mapping)
-        with self._residency.held():
-            mapping.validate(
-                num_tokens,
-                num_prompts,
-                self._tiers.device.table.capacity,
-                lambda slot: not self._tiers.device.table.is_clear(slot),
-            )
-            has_changed = mapping is not self._mapping
-            self._mapping = mapping
-            return has_changed
-
     # ------------------------------------------------------------------------------------------------------------ views
-
-    @property
-    def lora_index_to_id(self) -> list[int | None]:
-        """The adapter in each lora_slot (the first one of a shared content), None for a free slot."""
-        index_to_id: list[int | None] = [None] * self._tiers.device.table.capacity
-        with self._residency.held():
-            for each in self._residency.contents_locked().values():
-                if each.is_on_device and each.lora_slot is not None:
-                    index_to_id[each.lora_slot] = next(iter(each.adapters), None)
-        return index_to_id
 
     def digest_of(self, adapter_id: int) -> str:
         """Of an adapter that resolves, or that somebody still has a reference to."""

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 from peft import LoraConfig
 
 from loraplex import LoRAConfig
+from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.engine import memory_plan
 from loraplex.errors import (
     AdapterContentChangedError,
@@ -363,7 +364,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert (stats.num_adapters, stats.num_loading, stats.retiring_bytes, stats.pinned_bytes) == (0, 0, 0, 0)
         assert stats.tier("device").used_bytes == stats.tier("host").used_bytes == self.pool.used_bytes == 0
         assert self.pool.arena.chunks_of(Owner.ADAPTERS) == []
-        assert set(driver.engine.adapters.lora_index_to_id) == {None}
+        assert set(WorkerLoRAManager(driver.engine.adapters).lora_index_to_id) == {None}
         cache = driver.engine._blocks._cache
         assert cache is None or cache._blocks_of_digest.keys() <= {""}, "KV of an adapter that is gone"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
+from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec, LoraSlice, LoraTarget, ShardKind
 from loraplex.kernels.ops import get_backend
@@ -285,7 +286,7 @@ class Rig:
 
     def slots(self) -> list[int | None]:
         """`lora_index_to_id` of as many slots as the device has room for."""
-        index_to_id = self.manager.lora_index_to_id
+        index_to_id = WorkerLoRAManager(self.manager).lora_index_to_id
         assert not any(index_to_id[self.num_device :])
         return index_to_id[: self.num_device]
 
@@ -313,4 +314,4 @@ class Rig:
         assert (stats.tier("device").used_bytes, stats.tier("host").used_bytes, stats.retiring_bytes) == (0, 0, 0)
         assert (stats.num_adapters, stats.num_loading, stats.pinned_bytes, stats.in_use_bytes) == (0, 0, 0, 0)
         assert self.arena.num_free_chunks == self.arena.num_chunks
-        assert not any(self.manager.lora_index_to_id)
+        assert not any(WorkerLoRAManager(self.manager).lora_index_to_id)

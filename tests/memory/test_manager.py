@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from loraplex.core import LoRARequest, Tier
-from loraplex.engine.batch import LoRAMapping
+from loraplex.core import Tier
 from loraplex.errors import (
     AdapterConflictError,
     AdapterContentChangedError,
@@ -16,7 +14,6 @@ from loraplex.errors import (
     AdapterNotFoundError,
     AdapterPathNotFoundError,
     AdapterTooLargeError,
-    InvalidRequestError,
 )
 from tests.memory.rig import Rig, make_model
 
@@ -308,40 +305,6 @@ def test_an_idle_old_one_makes_room_for_the_new_one() -> None:
     rig.activate(1)
     assert rig.manager.switch_lora(1, 2).evicted == ("a1",)
     assert rig.slots() == [2]
-
-
-# --------------------------------------------------------------------------------------------------- vLLM's batch verbs
-
-
-@dataclass(frozen=True)
-class Named:
-    adapter_id: int
-
-
-def test_active_adapters_come_together(rig: Rig) -> None:
-    rig.add(1, 2, 3)
-    rig.activate(3)
-    requests = [LoRARequest("one", 1, "/p1"), Named(2), Named(2)]
-    mapping = LoRAMapping.from_prompts([-1], [1])
-    assert rig.loader is not None
-    with rig.loader.opened():
-        rig.manager.set_active_adapters(requests, mapping)
-        assert sorted(filter(None, rig.slots())) == [1, 2]
-        with pytest.raises(AdapterNoRoomError):
-            rig.manager.set_active_adapters([Named(1), Named(2), Named(3)])
-    assert sum(r.num_running for r in rig.manager.list_adapters()) == 0
-    rig.manager.check_integrity()
-
-
-def test_a_mapping_is_checked_against_what_is_there(rig: Rig) -> None:
-    rig.add(1)
-    rig.activate(1)
-    mapping = LoRAMapping.from_prompts([-1, 0], [2, 1])
-    assert rig.manager.set_adapter_mapping(mapping)
-    assert not rig.manager.set_adapter_mapping(mapping)
-    for slots in ([1], [10_000], [-2]):
-        with pytest.raises(InvalidRequestError):
-            rig.manager.set_adapter_mapping(LoRAMapping(np.array(slots), np.array(slots)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- views

@@ -18,6 +18,7 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.opener import read_adapter, read_spec
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import LoRAModel
+from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterContentChangedError, AdapterUnavailableError
@@ -148,5 +149,5 @@ def test_vllms_way_of_adding_a_model(served: Served, tmp_path: Path) -> None:
     model = LoRAModel.from_local_checkpoint(path, helper, TARGETS, CONFIG).clone(3)
     assert served.manager.add_adapter(model).is_new
     assert served.manager.activate_adapter(3)
-    assert served.manager.lora_index_to_id[0] == 3
+    assert WorkerLoRAManager(served.manager).lora_index_to_id[0] == 3
     served.check({0: model})

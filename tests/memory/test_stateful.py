@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.core import AdapterSpec
 from loraplex.errors import AdapterError, AdapterPathNotFoundError
 from tests.memory.fake_copies import FakeCopies
@@ -212,7 +213,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_hold_what_they_say(self) -> None:
-        for slot, adapter_id in enumerate(self.manager.lora_index_to_id[:4]):
+        for slot, adapter_id in enumerate(WorkerLoRAManager(self.manager).lora_index_to_id[:4]):
             if adapter_id is not None:
                 self.check_unless_arriving(slot, adapter_id)
 

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 import torch
 
+from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.core import AdapterSpec
 from loraplex.events import EventKind
 from loraplex.memory.care.compaction import CompactionResult
@@ -175,7 +176,7 @@ def contents(rig: Rig) -> dict[str, bytes]:
 
 
 def check_outputs(rig: Rig) -> None:
-    for lora_slot, adapter_id in enumerate(rig.manager.lora_index_to_id):
+    for lora_slot, adapter_id in enumerate(WorkerLoRAManager(rig.manager).lora_index_to_id):
         if adapter_id is not None:
             rig.check_output(lora_slot, MODELS[adapter_id])
 
