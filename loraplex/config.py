@@ -43,8 +43,8 @@ def parse_bytes(text: str) -> int | None:
 
 
 def num_bytes(name: str, size: Size, whole: int | None) -> int:
-    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or nobody
-    knows the whole."""
+    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or the whole
+    is unknown."""
     text = str(size).strip()
     share = _SHARE.fullmatch(text)
     parsed = int(text) if text.isdecimal() else parse_bytes(text)
@@ -310,7 +310,7 @@ class EngineSettings:
         _require_one("kv_cache_memory", self.kv_cache_memory, self.kv_cache_memory_bytes, DEFAULT_KV_CACHE_BYTES)
         _require(
             self.kv_cache_floor is None or self.device_memory is not None,
-            f"kv_cache_floor ({self.kv_cache_floor}) needs device_memory: without it nobody takes from the KV cache",
+            f"kv_cache_floor ({self.kv_cache_floor}) needs device_memory: without it the KV cache shares no memory",
         )
         _require(self.block_size % 8 == 0, f"block_size must be a multiple of 8, got {self.block_size}")
         _require(
@@ -366,7 +366,7 @@ class EngineConfig(EngineSettings):
         EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
         _require(
             self.lora is None or self.lora.adapter_floor is None or self.device_memory is not None,
-            "adapter_floor needs device_memory: without it nobody takes from the adapters",
+            "adapter_floor needs device_memory: without it adapters share no memory",
         )
         _require(bool(self.model), "model is empty; give a directory or a hub id")
 

@@ -4,7 +4,7 @@
     device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
-The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in
+The KV cache's floor holds one request of max_model_len, or that request could wait without end for adapters that are in
 use.
 
 What a GPU has left once the model is on it:
@@ -54,7 +54,8 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, whoever has its chunk.
+    """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, for any owner of its
+    chunk.
 
     num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes.
     """
@@ -69,7 +70,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the settings say, in bytes. whole: the arena's, None where nobody contends. kv_floor: None for the default.
+    """What the settings say, in bytes. whole: the arena's, None where nothing contends. kv_floor: None for the default.
 
     adapters: what they may have of the arena, the host tier included on a CPU.
     """
@@ -140,7 +141,7 @@ def _arena(
 
 
 def _with_gpu(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, gpu: DeviceMemory | None) -> EngineConfig:
-    """With device_memory as what the GPU has left, where nobody says how much."""
+    """With device_memory as what the GPU has left, where no setting says how much."""
     has_kv = config.kv_cache_memory is not None or config.kv_cache_memory_bytes != DEFAULT_KV_CACHE_BYTES
     lora = config.lora
     has_adapters = lora is None or lora.adapter_memory is not None or lora.adapter_memory_bytes != DEFAULT_ADAPTER_BYTES
@@ -239,7 +240,7 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_bytes: in
 
 
 def _machine_bytes(device: torch.device) -> int | None:
-    """The memory of this machine as far as its control group goes; None where nobody says."""
+    """The memory of this machine as far as its control group goes; None where that is unknown."""
     if device.type != "cpu":
         return None
     with suppress(OSError, ValueError, AttributeError):
@@ -262,7 +263,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """As it is now, torch's own cache given back; None where the device's memory is the host's or nobody says."""
+    """As it is now, torch's own cache given back; None where the device's memory is the host's or unknown."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()

@@ -421,7 +421,7 @@ class LoRAModelManager:
         return index_to_id
 
     def digest_of(self, adapter_id: int) -> str:
-        """Of an adapter that resolves, or that somebody still has a reference to."""
+        """Of an adapter that resolves, or that still has a reference."""
         with self._residency.held():
             return self._residency.in_use_locked(adapter_id).weights.digest
 

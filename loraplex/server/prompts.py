@@ -210,7 +210,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _check_arguments(chat: ChatFields) -> None:
-    """Arguments of tool calls are JSON inside of a JSON text, whose values nobody has counted yet.
+    """Arguments of tool calls are JSON inside of a JSON text, whose values are not counted yet.
 
     Counted as one: an open string in some of them, which hides what follows, is refused when these are parsed, before
     the rest.

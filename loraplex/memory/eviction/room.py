@@ -41,7 +41,7 @@ class Room:
             self._promises[cache.tier] = weights
 
     def promised(self, cache: Budget) -> StoredWeights | None:
-        """Whom the next free memory of `cache` is for."""
+        """The weights that get the next free memory of `cache`."""
         weights = self._promises.get(cache.tier)
         is_due = weights is not None and weights.job is None and not _holds(cache, weights)
         if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
@@ -117,7 +117,7 @@ class Room:
         return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
 
     def _is_queued(self, digest: str) -> bool:
-        """Whether a request asked for it in vain in this scheduling pass or the last."""
+        """Whether a request asked for it in this scheduling pass or the last and did not get it."""
         return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
 
     def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
@@ -175,7 +175,7 @@ class Room:
         bound = (
             "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
         )
-        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing is evicted"
         if cache.fits(nbytes):
             has_kv = self._is_kv_in_the_way(cache)
             rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
@@ -189,7 +189,7 @@ class Room:
         return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
 
     def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
-        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
+        """Whether a request did not get it in this scheduling pass or the last, because of `cause`."""
         return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
 
     @property

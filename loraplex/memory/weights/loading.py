@@ -183,7 +183,7 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
 
 class SourcesFailedError(Exception):
     """No source of a content could be read. `errors` by adapter_id, since adapters of one content may be different
-    tenants': each is told of its own source and of nobody else's.
+    tenants': each is told of its own source and of no other.
     """
 
     def __init__(self, errors: Mapping[int, LoraplexError]) -> None:
