@@ -370,8 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     results = simulate(args)
     title = (
-        f"{args.adapters} adapters, room for {100 * args.room:g} % of their bytes, at most {args.requests} requests at {args.rate:g}/s, "
-        f"{args.seeds} seeds"
+        f"{args.adapters} adapters, room for {100 * args.room:g} % of their bytes, at most {args.requests} requests "
+        f"at {args.rate:g}/s, {args.seeds} seeds"
     )
     wide_console().print(table_of(results, title))
     if args.json:

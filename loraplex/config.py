@@ -191,7 +191,8 @@ class LoRAConfig:
         _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")
         _require(
             self.lora_extra_vocab_size == 0,
-            f"lora_extra_vocab_size={self.lora_extra_vocab_size} is not supported; adapters with added tokens are refused",
+            f"lora_extra_vocab_size={self.lora_extra_vocab_size} is not supported; adapters with added tokens are "
+            "refused",
         )
 
     def effective_dtype(self, adapter_dtype: str) -> str:
@@ -319,7 +320,8 @@ class EngineSettings:
         )
         _require(
             not self.cuda_graph_sizes or (self.device.startswith("cuda") and not self.enforce_eager),
-            f"cuda_graph_sizes {self.cuda_graph_sizes} need a CUDA device, not {self.device!r}, and no enforce_eager; leave them out",
+            f"cuda_graph_sizes {self.cuda_graph_sizes} need a CUDA device, not {self.device!r}, and no enforce_eager; "
+            "leave them out",
         )
         _require(
             all(0 < size <= self.max_num_seqs for size in self.cuda_graph_sizes),
@@ -346,7 +348,8 @@ class EngineSettings:
         )
         _require(
             self.gpu_memory_utilization == DEFAULT_GPU_UTILIZATION or self.device.startswith("cuda"),
-            f"gpu_memory_utilization {self.gpu_memory_utilization} needs a CUDA device, not {self.device!r}; give device_memory there",
+            f"gpu_memory_utilization {self.gpu_memory_utilization} needs a CUDA device, not {self.device!r}; give "
+            "device_memory there",
         )
         _require(0 <= self.max_fragmentation <= 1, f"max_fragmentation must be 0..1, got {self.max_fragmentation}")
 

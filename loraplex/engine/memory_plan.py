@@ -135,8 +135,8 @@ def _arena(
     except torch.OutOfMemoryError as error:
         free = "" if gpu is None else f", of which {gpu.free_bytes} bytes were free"
         raise ConfigError(
-            f"KV cache and adapters are to have {num_chunks * chunk_bytes} bytes of the device{free}; lower device_memory, or "
-            "gpu_memory_utilization where that is not given"
+            f"KV cache and adapters are to have {num_chunks * chunk_bytes} bytes of the device{free}; lower "
+            "device_memory, or gpu_memory_utilization where that is not given"
         ) from error
 
 
@@ -207,15 +207,16 @@ def _limits(
         kv_floor = -(-sizes.kv_floor // chunk_bytes)
         if kv_floor < longest:
             raise ConfigError(
-                f"kv_cache_floor is {sizes.kv_floor} bytes and one request of max_model_len {max_model_len} tokens needs "
-                f"{longest * chunk_bytes}; raise kv_cache_floor or lower max_model_len"
+                f"kv_cache_floor is {sizes.kv_floor} bytes and one request of max_model_len {max_model_len} tokens "
+                f"needs {longest * chunk_bytes}; raise kv_cache_floor or lower max_model_len"
             )
     _check("kv_cache_floor is", kv_floor * chunk_bytes, "the KV cache may have", kv_ceiling * chunk_bytes)
     adapter_floor = sizes.adapter_floor // chunk_bytes
     if sizes.lora is not None and (kv_floor + max(1, adapter_floor)) * chunk_bytes > whole:
         raise ConfigError(
-            f"device_memory of {whole} bytes leaves no room for adapters: the KV cache's floor is {kv_floor * chunk_bytes} bytes, since "
-            f"one request of max_model_len {max_model_len} tokens has to fit; raise device_memory, or lower max_model_len or kv_cache_floor"
+            f"device_memory of {whole} bytes leaves no room for adapters: the KV cache's floor is "
+            f"{kv_floor * chunk_bytes} bytes, since one request of max_model_len {max_model_len} tokens has to fit; "
+            "raise device_memory, or lower max_model_len or kv_cache_floor"
         )
     floors = (kv_floor + adapter_floor) * chunk_bytes
     _check("the floors of KV cache and adapters are together", floors, "device_memory is", whole)
@@ -277,9 +278,10 @@ def shareable_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     allowed = int(memory.total_bytes * config.gpu_memory_utilization)
     if allowed - taken - reserve <= 0:
         raise ConfigError(
-            f"nothing is left of the GPU for KV cache and adapters: gpu_memory_utilization {config.gpu_memory_utilization} of "
-            f"{memory.total_bytes} bytes is {allowed}, {taken} are taken (weights, other processes) and a step needs {reserve}; "
-            "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or quantize the model"
+            "nothing is left of the GPU for KV cache and adapters: gpu_memory_utilization "
+            f"{config.gpu_memory_utilization} of {memory.total_bytes} bytes is {allowed}, {taken} are taken (weights, "
+            f"other processes) and a step needs {reserve}; raise gpu_memory_utilization, lower max_num_batched_tokens "
+            "or max_num_seqs, or quantize the model"
         )
     return allowed - taken - reserve
 

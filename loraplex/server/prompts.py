@@ -167,8 +167,8 @@ class PromptEncoder:
         if num_prompt + (max_tokens or 1) > limit:
             raise PromptTooLongError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the prompt, {max_tokens or 1} in the completion). "
-                "Please reduce the length of the prompt or of the completion.",
+                f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the prompt, {max_tokens or 1} in the "
+                "completion). Please reduce the length of the prompt or of the completion.",
                 param=field if num_prompt >= limit else limit_field,
             )
         largest = max(prompt.token_ids)

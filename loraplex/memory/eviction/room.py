@@ -155,8 +155,8 @@ class Room:
         if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
             raise AdapterNoRoomError(
                 f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
-                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
-                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
+                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the "
+                "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
             )
 
     def check_size(self, name: str, nbytes: int) -> None:
@@ -164,8 +164,8 @@ class Room:
         for cache in (self._device, self._host):
             if nbytes > cache.max_bytes:
                 raise AdapterTooLargeError(
-                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
-                    f"bytes; raise {cache.setting} or use a lower rank"
+                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is "
+                    f"{cache.max_bytes} bytes; raise {cache.setting} or use a lower rank"
                 )
 
     def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
@@ -180,9 +180,9 @@ class Room:
             has_kv = self._is_kv_in_the_way(cache)
             rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
         return AdapterNoRoomError(
-            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
-            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
-            f"unpin or evict another adapter, or raise {cache.setting}"
+            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: "
+            f"{cache.used_bytes} of {cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in "
+            f"use{rule}; unpin or evict another adapter, or raise {cache.setting}"
         )
 
     def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:

@@ -346,8 +346,8 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
         return True
     forget()
     logger.warning(
-        "%d bytes of host memory for adapters could not be page-locked (%s): cold adapters take longer and hold steps up; "
-        "lower host_memory_bytes, or raise the limit of locked memory (ulimit -l)",
+        "%d bytes of host memory for adapters could not be page-locked (%s): cold adapters take longer and hold steps "
+        "up; lower host_memory_bytes, or raise the limit of locked memory (ulimit -l)",
         memory.numel(),
         reason,
     )

@@ -220,7 +220,8 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
         # for a client.
         _log.warning("adapter %r: its source is refused now: %s", name, error)
         return AdapterContentChangedError(
-            f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload it"
+            f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload "
+            "it"
         )
     return as_adapter_error(error, name)
 
