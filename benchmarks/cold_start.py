@@ -81,7 +81,8 @@ class ColdEngine:
         while self.tier(request) != TIER_OF[state]:
             if not memory.evict_adapter(adapter_id):
                 raise NoSuchTierError(
-                    f"{request.lora_name} is in tier {self.tier(request)}, not in {TIER_OF[state]}, and cannot be evicted"
+                    f"{request.lora_name} is in tier {self.tier(request)}, not in {TIER_OF[state]}, and cannot be "
+                    "evicted"
                 )
 
     def tier(self, request: LoRARequest) -> str:
@@ -265,8 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NoSuchTierError as error:
         raise SystemExit(str(error)) from error
     what = (
-        f"{args.adapters} adapters, {args.prompt_len} prompt tokens, {args.rounds} first tokens a state; background of {args.background}, "
-        f"a cold request every {args.every:g} s, {args.blocks} blocks"
+        f"{args.adapters} adapters, {args.prompt_len} prompt tokens, {args.rounds} first tokens a state; background "
+        f"of {args.background}, a cold request every {args.every:g} s, {args.blocks} blocks"
     )
     title = title_of(made, args, what)
     wide_console().print(table_of(figures, title))

@@ -7,7 +7,7 @@ A simulation of one tier, with the classes that the engine uses (loraplex/memory
 is the trace's. A request for an adapter that is not there loads it at once, and others leave until it fits; nothing is
 pinned, queued or running. Figures are counts and modelled seconds, so they do not depend on the machine. Traces:
 
-    zipf      popularity rank ** -0.9 for ever, Poisson arrivals
+    zipf      popularity rank ** -0.9 all the time, Poisson arrivals
     uniform   every adapter alike
     shifting  zipf, but which adapters are popular drifts: all ranks change hands about once in 20 minutes
     bursty    as functions in a cloud: heavy-tailed popularity, each adapter on for a minute or two and off for long, arrivals within a
@@ -150,7 +150,7 @@ def uniform(shape: Shape, draw: np.random.Generator) -> list[Request]:
 
 
 def shifting(shape: Shape, draw: np.random.Generator) -> list[Request]:
-    """Two adapters, drawn anew each time, change their ranks so often that each has changed about once in DRIFT_S."""
+    """Two adapters, drawn each time, change their ranks so often that each has changed about once in DRIFT_S."""
     weights = zipf_weights(shape.num_adapters, draw, ZIPF_ALPHA)
     by_rank = np.argsort(-weights)
     ranks = draw.choice(shape.num_adapters, shape.num_requests, p=np.sort(weights)[::-1])
@@ -370,8 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     results = simulate(args)
     title = (
-        f"{args.adapters} adapters, room for {100 * args.room:g} % of their bytes, at most {args.requests} requests at {args.rate:g}/s, "
-        f"{args.seeds} seeds"
+        f"{args.adapters} adapters, room for {100 * args.room:g} % of their bytes, at most {args.requests} requests "
+        f"at {args.rate:g}/s, {args.seeds} seeds"
     )
     wide_console().print(table_of(results, title))
     if args.json:

@@ -7,7 +7,7 @@ Requests of equal length arrive at --load of the capacity, as a Poisson process,
 collapse   --adapters over device room for --room of them, against room for all, on the same arrivals. Two engines in this process take
            turns, --rounds times, every other round the other way round. SGLang's median time to the first token is 150 times as long with
            little room; target: <= 1.3.
-fair       6 adapters over room for 3, --requests requests. Nobody starves while others take their turns: P99 end to end <= 2 x the median.
+fair       6 adapters over room for 3, --requests requests. No request starves while others take their turns: P99 end to end <= 2 x the median.
 The capacity is measured first, with room for all.
 """
 

@@ -77,7 +77,7 @@ def fixture(
 
 
 def fixture_of(folder: Path) -> Fixture:
-    """What lies in a folder that somebody made: base/, and a folder per adapter, in the order of their names.
+    """What lies in a folder that was made before: base/, and a folder per adapter, in the order of their names.
 
     Its size is the one of the same shape, else the folder's name. Raises ValueError.
     """

@@ -186,7 +186,7 @@ def _busy_s(records: Sequence[Record]) -> float:
 
 
 def saturated_rate(records: Sequence[Record]) -> float:
-    """Tokens/s for as long as somebody waited, that is until the last first token: of a batch that came at once, the
+    """Tokens/s for as long as a request waited, that is until the last first token: of a batch that came at once, the
     rate of a full engine."""
     until = max((record.token_s[0] for record in records if record.token_s), default=0.0)
     return sum(bisect.bisect_right(record.token_s, until) for record in records) / until if until else 0.0

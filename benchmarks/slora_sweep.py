@@ -236,8 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sweep.run(one)
         llm.check_integrity()
     what = (
-        f"{args.prompt_len}+{args.output_len} tokens, {args.rounds} x {args.seconds:g} s a cell and load, room for {args.device_room} "
-        f"on the device and {args.host_room} in all ({one_bytes} bytes each)"
+        f"{args.prompt_len}+{args.output_len} tokens, {args.rounds} x {args.seconds:g} s a cell and load, room for "
+        f"{args.device_room} on the device and {args.host_room} in all ({one_bytes} bytes each)"
     )
     title = title_of(made, args, what)
     rows = rows_of(args.cells, lambda cell, load: Summary.of(sweep.records[cell, load]), sweep.counted)

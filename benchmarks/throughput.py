@@ -260,8 +260,9 @@ def configuration(args: argparse.Namespace, made: Fixture, workload: Workload, j
     """All that the figures depend on, and a title that says the most of it."""
     found = machine()
     title = (
-        f"{made.base.parent.name} {args.dtype}, {workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} "
-        f"tokens, median of {args.runs} runs, {args.threads} threads, {cpu_name()}, {isa_in_use()}, {time.strftime('%Y-%m-%d')}"
+        f"{made.base.parent.name} {args.dtype}, {workload.num_requests} requests of "
+        f"{workload.prompt_len}+{workload.output_len} tokens, median of {args.runs} runs, {args.threads} threads, "
+        f"{cpu_name()}, {isa_in_use()}, {time.strftime('%Y-%m-%d')}"
     )
     return {
         "title": title,

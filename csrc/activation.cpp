@@ -20,12 +20,14 @@ inline Vec16 silu(Vec16 g) {
 using namespace loraplex;
 
 // y[t] = silu(x[t, :size]) * x[t, size:]; y [rows, size] is dense.
-LORAPLEX_API void loraplex_silu_mul(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y, int32_t threads) {
+LORAPLEX_API void loraplex_silu_mul(const float* x, int64_t x_stride, int64_t rows, int64_t size, float* y,
+                                    int32_t threads) {
   for_rows(rows, 4 * rows * size, threads, [=](long t) {
     const float *gate = x + t * x_stride, *up = gate + size;
     float* out = y + t * size;
     long k = 0;
     for (; k + 16 <= size; k += 16) store(out + k, mul(silu(load(gate + k)), load(up + k)));
-    if (k < size) store_first(out + k, mul(silu(load_first(gate + k, size - k)), load_first(up + k, size - k)), size - k);
+    if (k < size)
+      store_first(out + k, mul(silu(load_first(gate + k, size - k)), load_first(up + k, size - k)), size - k);
   });
 }

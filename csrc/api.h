@@ -60,15 +60,16 @@ struct LoraSource {
 
 // What the threads of all calls (team.h) have seen since the process began; seconds.
 struct TeamStats {
-  // of calling threads in parallel regions: at work, and waiting for parts that other threads had in hand
-  double computed, waited;
+  double computed, waited;  // of calling threads in parallel regions: at work, waiting for parts of other threads
   double left_out;          // of threads that were not used because their cores were taken
   int64_t threads, active;  // that the last region asked for, and that it had
 };
 
 // The operators that a program (loraplex/kernels/native/program.py) is made of; `name` of Operator in program.py is the
 // same.
-enum Operator : int32_t { kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kOperators };
+enum Operator : int32_t {
+  kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kOperators
+};
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.
 struct ProgramCall {

@@ -1,13 +1,12 @@
-// softmax(scale q K^T) V over the KV blocks of each sequence, causal: decode, chunked and cached prefill are one
-// operator.
+// softmax(scale q K^T) V over the KV blocks of each sequence, causal; one operator for decode, chunked, cached prefill.
 //
 // BATCH INVARIANCE. The result of a query and head has the same bits whatever else is in the batch, however the prompt
 // is cut, on any number of threads and any vector width. Its keys go by in blocks of 64 from position 0 (also under a
 // sliding window), and
 //   scores    s = (q * scale) . k, one chain of fused multiply-adds over the dimensions in order
 //   maximum   m' = max(m, max s), which is exact in any order; c = e^(m - m'), 1 where the maximum stays
-//   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); sum_lanes(l) at
-// the end
+//   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); at the end
+//             sum_lanes(l)
 //   output    o = o c, then one chain over the block's keys of p v
 // A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block that has only hidden keys may as well be
 // skipped.
@@ -25,8 +24,8 @@ constexpr long kItemRows = 48;       // rows that go over the keys together, so 
 constexpr long kParallelCost = 400000;  // of all items (Item::cost), about 20 us: less work stays on the calling thread
 constexpr long kPartCost = 1000000, kMostParts = 64;
 
-// Rows [row, row + rows) of one sequence and KV head. Row r is query r / group of the step and head kv_head * group + r
-// % group.
+// Rows [row, row + rows) of one sequence and KV head. Row r is query r / group of the step and head
+// kv_head * group + r % group.
 struct Item {
   long sequence, kv_head, row, rows;
   long first_block, end_block;  // of 64 keys
@@ -175,7 +174,8 @@ void softmax(State& state, long row, long rows, long groups) {
 
 // Rows [row, row + rows) of an item over one block, whose first key is `base`; prefetches `next` meanwhile.
 template <class Kv>
-void attend_tile(const Call& call, long base, long row, long rows, const Pointers<Kv>& at, const Pointers<Kv>& next, State& state) {
+void attend_tile(const Call& call, long base, long row, long rows, const Pointers<Kv>& at, const Pointers<Kv>& next,
+                 State& state) {
   const long head_dim = call.step.head_dim;
   // rows are in the order of their queries
   const long *end = state.end_key + row, keys = std::min(kBlock, end[rows - 1] - base);
@@ -183,16 +183,19 @@ void attend_tile(const Call& call, long base, long row, long rows, const Pointer
   const long groups = (keys + kGroup - 1) / kGroup;
   with_tile_rows(rows, [&](auto r) {
     in_widths<tile_width(r())>(groups, [&](auto width, long g) {
-      score_tile<Kv, r(), width()>(state.q + row * head_dim, head_dim, at.keys + g, next.keys + g, state.scores + 16 * g);
+      score_tile<Kv, r(), width()>(state.q + row * head_dim, head_dim, at.keys + g, next.keys + g,
+                                   state.scores + 16 * g);
     });
   });
   if (end[0] - base < kGroup * groups || call.first_key(end[rows - 1]) > base)
-    for (long m = 0; m < rows; m++) hide(state.scores + m * kBlock, groups, call.first_key(end[m]) - base, end[m] - base);
+    for (long m = 0; m < rows; m++)
+      hide(state.scores + m * kBlock, groups, call.first_key(end[m]) - base, end[m] - base);
   softmax(state, row, rows, groups);
   with_tile_rows(rows, [&](auto r) {
     in_widths<tile_width(r())>(head_dim / 16, [&](auto width, long panel) {
       const typename Kv::Element *values[kGroups], *ahead[kGroups];
-      for (long g = 0; g < kGroups; g++) values[g] = at.values[g] + panel * kStep, ahead[g] = next.values[g] + panel * kStep;
+      for (long g = 0; g < kGroups; g++)
+        values[g] = at.values[g] + panel * kStep, ahead[g] = next.values[g] + panel * kStep;
       value_tile<Kv, r(), width()>(state.scores, keys, values, ahead, state.factor, head_dim,
                                    state.out + row * head_dim + 16 * panel);
     });
@@ -237,7 +240,8 @@ void attention(const Call& call) {
   const long total = make_items(call, own);
   const std::vector<Item>& items = own;  // the calling thread's, in every thread
   const long shares = total < kParallelCost ? 1 : std::clamp<long>(items.size(), 1, call.step.threads);
-  const long parts = std::clamp<long>(std::min<long>(total / kPartCost, items.size()) / shares, 1, kMostParts), all = shares * parts;
+  const long parts = std::clamp<long>(std::min<long>(total / kPartCost, items.size()) / shares, 1, kMostParts);
+  const long all = shares * parts;
   // An item belongs to the part in whose piece of the cost its middle lies.
   auto first_of = [&](long part) {
     return std::partition_point(items.begin(), items.end(), [&](const Item& item) {
@@ -255,8 +259,8 @@ void attention(const Call& call) {
 
 using namespace loraplex;
 
-LORAPLEX_API void loraplex_paged_attention(const AttentionStep* step, const float* q, int64_t q_stride, const void* kv, int64_t window,
-                                           float* out) {
+LORAPLEX_API void loraplex_paged_attention(const AttentionStep* step, const float* q, int64_t q_stride, const void* kv,
+                                           int64_t window, float* out) {
   const Call call = {*step, q, q_stride, kv, window, out, step->heads / step->kv_heads};
   switch (step->format) {
     case kF32: return attention<KvF32>(call);

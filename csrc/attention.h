@@ -52,7 +52,8 @@ inline void store_key(typename Kv::Element* keys, long offset, long d, long head
   typename Kv::Element* step = keys + (offset / kGroup * head_dim + d) / 2 * kStep;
   const long first = Kv::place(offset % kGroup, 0), second = Kv::place(offset % kGroup, 1);
 #pragma GCC unroll 8
-  for (long i = 0; i < 16; i += 2) step[i / 2 * kStep + first] = stored[i], step[i / 2 * kStep + second] = stored[i + 1];
+  for (long i = 0; i < 16; i += 2)
+    step[i / 2 * kStep + first] = stored[i], step[i / 2 * kStep + second] = stored[i + 1];
 }
 template <class Kv>
 inline void store_value(typename Kv::Element* values, long offset, long d, long head_dim, Vec16 v) {

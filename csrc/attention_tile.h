@@ -34,7 +34,8 @@ inline void in_widths(long count, F f) {
 
 // sum[m][p] += x[m] * the first or second vector of the step at(p).
 template <class Kv, int WHICH, int ROWS, int WIDTH, class At>
-inline __attribute__((always_inline)) void multiply_add(Vec16 (&sum)[ROWS][WIDTH], const float* x, long x_stride, At at) {
+inline __attribute__((always_inline)) void multiply_add(Vec16 (&sum)[ROWS][WIDTH], const float* x, long x_stride,
+                                                        At at) {
   if constexpr (kAccumulators >= 24) {
     Vec16 held[WIDTH];
 #pragma GCC unroll 4
@@ -90,7 +91,8 @@ __attribute__((noinline)) void score_tile(const float* q, long head_dim, const t
 // key behind them is not touched. `groups` and `next` point to this tile's first panel.
 template <class Kv, int ROWS, int PANELS>
 __attribute__((noinline)) void value_tile(const float* weights, long keys, const typename Kv::Element* const* groups,
-                                          const typename Kv::Element* const* next, const float* factor, long head_dim, float* out) {
+                                          const typename Kv::Element* const* next, const float* factor, long head_dim,
+                                          float* out) {
   Vec16 sum[ROWS][PANELS];
 #pragma GCC unroll 6
   for (int m = 0; m < ROWS; m++)

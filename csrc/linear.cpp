@@ -16,12 +16,11 @@
 namespace loraplex {
 namespace {
 
-constexpr long kAheadBytes = 8192;         // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
-constexpr long kMostRowsAside = 32;        // with more, a product takes long enough for memory; so few are one slab
-// adapters of half the weight's bytes are worth reading during the product (fewer: no gain)
-constexpr int64_t kAsideShare = 2;
-constexpr int64_t kWorthThreads = 1 << 18;   // weights times (rows + 4): about 5 us
-constexpr long kRowsBytes = 512 << 10;     // of x that are gone over together, so that they stay in the L2 cache
+constexpr long kAheadBytes = 8192;          // of a stream that is read once: hardware prefetchers stop at 4 KiB pages
+constexpr long kMostRowsAside = 32;         // with more, a product takes long enough for memory; so few are one slab
+constexpr int64_t kAsideShare = 2;          // adapters of half the weight's bytes are worth it (fewer: no gain)
+constexpr int64_t kWorthThreads = 1 << 18;  // weights times (rows + 4): about 5 us
+constexpr long kRowsBytes = 512 << 10;      // of x that are gone over together, so that they stay in the L2 cache
 
 // How the steps of a product are cut; bits do not depend on it.
 template <class Math>
@@ -30,18 +29,22 @@ struct Chunks {
   Chunks(long steps, bool is_whole) : steps(steps) {
     count = is_whole && !Math::kChunkIsExact ? 1 : (steps + Math::kMaxChunk - 1) / Math::kMaxChunk;
   }
-  long begin(long chunk) const { return Math::kChunkIsExact ? std::min(steps, chunk * Math::kMaxChunk) : steps * chunk / count; }
+  long begin(long chunk) const {
+    return Math::kChunkIsExact ? std::min(steps, chunk * Math::kMaxChunk) : steps * chunk / count;
+  }
 };
 
 // Rows of x, chunk by chunk with the stride that Prefetch::kAside has: [chunks][T][kAsideStride].
 template <class Math>
-const typename Math::Input* pack_rows(const typename Math::Input* x, long T, long x_stride, const Chunks<Math>& chunks) {
+const typename Math::Input* pack_rows(const typename Math::Input* x, long T, long x_stride,
+                                      const Chunks<Math>& chunks) {
   static thread_local std::vector<typename Math::Input> packed;
   packed.resize(chunks.count * T * kAsideStride<Math>);
   for (long chunk = 0; chunk < chunks.count; chunk++) {
     const long first = chunks.begin(chunk) * Math::kPerStep, last = chunks.begin(chunk + 1) * Math::kPerStep;
     for (long t = 0; t < T; t++)
-      std::copy(x + t * x_stride + first, x + t * x_stride + last, packed.data() + (chunk * T + t) * kAsideStride<Math>);
+      std::copy(x + t * x_stride + first, x + t * x_stride + last,
+                packed.data() + (chunk * T + t) * kAsideStride<Math>);
   }
   return packed.data();
 }
@@ -49,8 +52,9 @@ const typename Math::Input* pack_rows(const typename Math::Input* x, long T, lon
 // All T rows of `count` neighbouring panels; w, y and columns are those of the first. `aside` is prefetched beside the
 // weights, while there is any, and x_packed has x then.
 template <class Math>
-void panel_group(const typename Math::Input* x, const typename Math::Input* x_packed, long T, long x_stride, const typename Math::Weight* w,
-                 long steps, long count, float* y, long y_stride, long columns, LoraStream& aside) {
+void panel_group(const typename Math::Input* x, const typename Math::Input* x_packed, long T, long x_stride,
+                 const typename Math::Weight* w, long steps, long count, float* y, long y_stride, long columns,
+                 LoraStream& aside) {
   constexpr long kStep = kPanel * Math::kPerStep, kStepBytes = kStep * sizeof(*w);
   // of balanced sizes: with 6 rows at most 7 = 4+3, 16 = 6+5+5, never 6+1
   const long blocks = (T + kMaxRows - 1) / kMaxRows;
@@ -62,8 +66,8 @@ void panel_group(const typename Math::Input* x, const typename Math::Input* x_pa
       const long t0 = T * b / blocks, t1 = T * (b + 1) / blocks;
       const auto* from = w + s0 * kStep;
       Ahead ahead = {(const char*)from + kAheadBytes, kStepBytes};
-      // the first row blocks share the prefetch of the next chunk (after the last: of the next group's first)
       if (blocks > 1) {
+        // The first row blocks share the prefetch of the next chunk (after the last: of the next group's first).
         const long sharers = std::min(blocks, 4L), share = b < sharers ? kStepBytes / sharers : 0;
         const long skipped = chunk + 1 < chunks.count ? 0 : (count - 1) * steps * kStepBytes;
         ahead = {(const char*)(w + s1 * kStep) + skipped + b * share * (s1 - s0), is_sparse ? 2 * share : share};
@@ -72,7 +76,8 @@ void panel_group(const typename Math::Input* x, const typename Math::Input* x_pa
         with_constant(count, [&](auto panels) {
           if constexpr (rows() <= kMaxRows && panels() <= max_panels(rows())) {
             auto run = [&](auto run_tile, const auto* rows_at, const char* lora) {
-              run_tile(rows_at, x_stride, from, steps * kStep, s1 - s0, y + t0 * y_stride, y_stride, columns, chunk > 0, ahead, lora);
+              run_tile(rows_at, x_stride, from, steps * kStep, s1 - s0, y + t0 * y_stride, y_stride, columns, chunk > 0,
+                       ahead, lora);
             };
             const auto* x_at = x + t0 * x_stride + s0 * Math::kPerStep;
             if (is_sparse) run(tile<Math, rows(), panels(), Prefetch::kEveryOtherStep>, x_at, nullptr);
@@ -125,13 +130,14 @@ struct Product {
   }
   long parts() const { return slabs * groups; }
   void run(long share, long part) const {
-    const long slab = part / groups, group = share * groups + part % groups, panels = panels_of(out), all = shares * groups;
+    const long slab = part / groups, group = share * groups + part % groups;
+    const long panels = panels_of(out), all = shares * groups;
     const long t0 = T * slab / slabs, rows = T * (slab + 1) / slabs - t0;
     const long first = panels * group / all, count = panels * (group + 1) / all - first, n0 = first * kPanel;
     if (count == 0) return;
     LoraStream stream = aside == nullptr ? LoraStream() : LoraStream(*aside, group, all);
-    panel_group<Math>(x + t0 * x_stride, x_packed, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count, y + t0 * out + n0, out,
-                      out - n0, stream);
+    panel_group<Math>(x + t0 * x_stride, x_packed, rows, x_stride, w + n0 * Math::kPerStep * steps, steps, count,
+                      y + t0 * out + n0, out, out - n0, stream);
     finish(t0, rows, n0, std::min(out - n0, count * kPanel));
   }
 };
@@ -147,7 +153,8 @@ void run_product(Product<Math, Finish> product, const LoraDelta* delta, double* 
     product.x_packed = pack_rows(product.x, product.T, product.x_stride, Chunks<Math>(product.steps, false));
   }
   product.cut();
-  const long parts = product.parts(), shrinks = delta == nullptr || lora_seconds != nullptr ? 0 : delta->shrink_parts(shares);
+  const long parts = product.parts();
+  const long shrinks = delta == nullptr || lora_seconds != nullptr ? 0 : delta->shrink_parts(shares);
   in_shares(shares, parts + shrinks, [&](long share, long part) {
     if (part < parts) product.run(share, part);
     else delta->shrink_piece(share * shrinks + part - parts, shares * shrinks);
@@ -165,13 +172,14 @@ void float_linear(const float* x, long x_stride, long T, long in, const void* w,
   auto finish = [&](long row, long rows, long column, long columns) {
     if (bias != nullptr) add_bias(bias, y, out, row, rows, column, columns);
   };
-  Product<Math, decltype(finish)> product = {x, T, x_stride, (const typename Math::Weight*)w, in, out, y, shares, finish};
+  Product<Math, decltype(finish)> product = {
+      x, T, x_stride, (const typename Math::Weight*)w, in, out, y, shares, finish};
   run_product(product, delta, lora_seconds);
 }
 
 // y[t, n] = sum of integers * (x_scale[t] * w_scale[n]) + bias[n].
-void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w, const float* w_scale, long out, const float* bias,
-                 float* y, const LoraDelta* delta, double* lora_seconds, long shares) {
+void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w, const float* w_scale, long out,
+                 const float* bias, float* y, const LoraDelta* delta, double* lora_seconds, long shares) {
   const long steps = (in + 1) / 2, q_stride = (in + kPanel - 1) / kPanel * kPanel;
   static thread_local std::vector<int16_t> q_buffer;  // the calling thread's, kept for its next call
   static thread_local std::vector<float> scale_buffer;
@@ -179,7 +187,8 @@ void int8_linear(const float* x, long x_stride, long T, long in, const int8_t* w
   scale_buffer.resize(T);
   int16_t* q = q_buffer.data();
   float* x_scale = scale_buffer.data();
-  for_rows(T, 8 * T * in, (int)shares, [&](long t) { x_scale[t] = quantize_row(x + t * x_stride, in, q + t * q_stride); });
+  for_rows(T, 8 * T * in, (int)shares,
+           [&](long t) { x_scale[t] = quantize_row(x + t * x_stride, in, q + t * q_stride); });
   auto finish = [&](long row, long rows, long column, long columns) {
     for (long t = row; t < row + rows; t++) {
       const Vec16 of_row = set1(x_scale[t]);
@@ -202,8 +211,9 @@ using namespace loraplex;
 namespace loraplex {
 namespace {
 
-void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight, const float* weight_scale,
-            int64_t out, const float* bias, float* y, const LoraDelta* delta, double* lora_seconds, int32_t threads) {
+void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
+            const float* weight_scale, int64_t out, const float* bias, float* y, const LoraDelta* delta,
+            double* lora_seconds, int32_t threads) {
   if (rows == 0) return;
   const long shares = in * out * (rows + 4) + (delta == nullptr ? 0 : delta->cost()) < kWorthThreads ? 1 : threads;
   switch (format) {
@@ -211,21 +221,25 @@ void linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int6
     case kF16: return float_linear<F16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, shares);
     case kBF16: return float_linear<BF16>(x, x_stride, rows, in, weight, out, bias, y, delta, lora_seconds, shares);
     case kInt8:
-      return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, delta, lora_seconds, shares);
+      return int8_linear(x, x_stride, rows, in, (const int8_t*)weight, weight_scale, out, bias, y, delta, lora_seconds,
+                         shares);
   }
 }
 
 }  // namespace
 }  // namespace loraplex
 
-LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
-                                  const float* weight_scale, int64_t out, const float* bias, float* y, int32_t threads) {
+LORAPLEX_API void loraplex_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in,
+                                  const void* weight, const float* weight_scale, int64_t out, const float* bias,
+                                  float* y, int32_t threads) {
   linear(format, x, x_stride, rows, in, weight, weight_scale, out, bias, y, nullptr, nullptr, threads);
 }
 
-LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in, const void* weight,
-                                       const float* weight_scale, int64_t out, const float* bias, float* y, const LoraTable* table,
-                                       const LoraSegments* segments, double* lora_seconds, int32_t threads) {
+LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x_stride, int64_t rows, int64_t in,
+                                       const void* weight, const float* weight_scale, int64_t out, const float* bias,
+                                       float* y, const LoraTable* table, const LoraSegments* segments,
+                                       double* lora_seconds, int32_t threads) {
   const LoraDelta delta(*table, *segments, x, x_stride, y, out);
-  linear(format, x, x_stride, rows, in, weight, weight_scale, out, bias, y, delta.work.empty() ? nullptr : &delta, lora_seconds, threads);
+  linear(format, x, x_stride, rows, in, weight, weight_scale, out, bias, y, delta.work.empty() ? nullptr : &delta,
+         lora_seconds, threads);
 }

@@ -34,7 +34,9 @@ class Piece {
   Piece(int64_t total, long piece, long pieces) : begin_(total * piece / pieces), end_(total * (piece + 1) / pieces) {}
   template <class F>
   void take(int64_t cost, long units, F f) {  // f(first unit, unit behind the last)
-    auto cut = [&](int64_t at) { return long(std::clamp(double(at - before_) / double(cost), 0., 1.) * double(units) + .5); };
+    auto cut = [&](int64_t at) {
+      return long(std::clamp(double(at - before_) / double(cost), 0., 1.) * double(units) + .5);
+    };
     const long first = cut(begin_), last = cut(end_);
     before_ += cost;
     if (first < last) f(first, last);
@@ -58,8 +60,7 @@ void prefetch_start(const void* part, long nbytes = kLoraAheadBytes) {
   for (long i = 0; i < nbytes; i += 64) prefetch((const char*)part + i);
 }
 
-// ---------------------------------------------------------------------------------------------------------------- the
-// two products
+// ---- the two products
 
 // h = x A^T for rows [t0, t1) of a segment.
 template <class Math>
@@ -83,8 +84,7 @@ void add_bias(const float* bias, float weight, float* y, long y_stride, long row
     }
 }
 
-// y += h B^T and the bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice whose h begins at column
-// h_column.
+// y += h B^T and the bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice; its h begins at h_column.
 void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column, long t0, long t1, long v0, long v1) {
   const LoraTable& table = delta.table;
   const long at = delta.entry(w, slice), rank = table.rank[at], columns = table.out[slice];
@@ -92,14 +92,17 @@ void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column
   if (rank > 0) {
     with_format(w.format, [&](auto math) {
       using Math = decltype(math);
-      run_product<Math>({.x = w.h + t0 * w.h_stride + h_column, .x_stride = w.h_stride, .rows = t1 - t0,
-                         .w = (const typename Math::Weight*)table.b_addr[at], .depth = rank, .width = part_width(columns),
-                         .y = y, .y_stride = delta.y_stride, .columns = columns, .adds = true, .scale = w.weight * table.scale[at]},
+      run_product<Math>({.x = w.h + t0 * w.h_stride + h_column,
+                         .x_stride = w.h_stride, .rows = t1 - t0,
+                         .w = (const typename Math::Weight*)table.b_addr[at], .depth = rank,
+                         .width = part_width(columns), .y = y, .y_stride = delta.y_stride, .columns = columns,
+                         .adds = true, .scale = w.weight * table.scale[at]},
                         v0, v1);
     });
   }
   if (table.bias_addr[at] != 0) {
-    add_bias((const float*)table.bias_addr[at], w.weight, y, delta.y_stride, t1 - t0, v0 * kPanel, std::min(v1 * kPanel, columns));
+    add_bias((const float*)table.bias_addr[at], w.weight, y, delta.y_stride, t1 - t0, v0 * kPanel,
+             std::min(v1 * kPanel, columns));
   }
 }
 
@@ -109,13 +112,13 @@ void for_slices(const LoraDelta& delta, const LoraWork& w, F f) {
   long h_column = 0;
   for (long slice = 0; slice < delta.table.num_slices; slice++) {
     const long at = delta.entry(w, slice), rank = delta.table.rank[at];
-    if (rank > 0 || delta.table.bias_addr[at] != 0) f(slice, h_column, cost_of((rank + 1) * delta.table.out[slice], w.rows));
+    if (rank > 0 || delta.table.bias_addr[at] != 0)
+      f(slice, h_column, cost_of((rank + 1) * delta.table.out[slice], w.rows));
     h_column += rank;
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------------
-// pieces
+// ---- pieces
 
 // Segments of one row and one vector of columns of A, until there are enough to run at the same time.
 class Narrow {
@@ -192,20 +195,23 @@ void expand_overlapping_piece(const LoraDelta& delta, long piece, long pieces) {
 }
 
 // Of a share.
-long parts_of(int64_t cost, long shares) { return shares == 1 ? 1 : std::clamp<int64_t>(cost / (shares * kPartCost), 1, kMostParts); }
+long parts_of(int64_t cost, long shares) {
+  return shares == 1 ? 1 : std::clamp<int64_t>(cost / (shares * kPartCost), 1, kMostParts);
+}
 
 }  // namespace
 
-// --------------------------------------------------------------------------------------------------------------------
-// what there is to do
+// ---- what there is to do
 
-LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y, long y_stride)
+LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y,
+                     long y_stride)
     : table(table), x(x), x_stride(x_stride), y(y), y_stride(y_stride), work(own_work()) {
   static thread_local std::vector<float> h_buffer;  // the calling thread's, kept for its next call
   long h_size = 0, last_end = 0;
   work.clear();
   for (long i = 0; i < segments.count; i++) {
-    LoraWork w = {.row = segments.start[i], .rows = segments.end[i] - segments.start[i], .slot = segments.slot[i], .weight = segments.weight[i]};
+    LoraWork w = {.row = segments.start[i], .rows = segments.end[i] - segments.start[i], .slot = segments.slot[i],
+                  .weight = segments.weight[i]};
     bool has_bias = false;
     for (long slice = 0; slice < table.num_slices; slice++) {
       const long at = entry(w, slice);
@@ -269,7 +275,8 @@ LoraStream::LoraStream(const LoraDelta& delta, long piece, long pieces) : work_(
 }
 
 const char* LoraStream::take(int64_t bytes) {
-  while (left_ > 0 && at_ == end_ && index_ + 1 < work_->size()) at_ = (const char*)(*work_)[++index_].a, end_ = (*work_)[index_].end;
+  while (left_ > 0 && at_ == end_ && index_ + 1 < work_->size())
+    at_ = (const char*)(*work_)[++index_].a, end_ = (*work_)[index_].end;
   const char* const taken = at_;
   bytes = std::min({bytes, left_, int64_t(end_ - at_)});
   at_ += bytes, left_ -= bytes;
@@ -280,8 +287,8 @@ const char* LoraStream::take(int64_t bytes) {
 
 using namespace loraplex;
 
-LORAPLEX_API void loraplex_add_lora(const LoraTable* table, const LoraSegments* segments, const float* x, int64_t x_stride, float* y,
-                                    int64_t y_stride, int32_t threads) {
+LORAPLEX_API void loraplex_add_lora(const LoraTable* table, const LoraSegments* segments, const float* x,
+                                    int64_t x_stride, float* y, int64_t y_stride, int32_t threads) {
   const LoraDelta delta(*table, *segments, x, x_stride, y, y_stride);
   if (delta.work.empty()) return;
   const long shares = delta.cost() < kWorthThreads ? 1 : threads;

@@ -25,7 +25,8 @@ struct LoraWork {
 // y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias). One at a time per calling thread: the memory behind it
 // is that thread's.
 struct LoraDelta {
-  LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y, long y_stride);
+  LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y,
+            long y_stride);
 
   // h = x A^T; then y += h B^T. On so many shares; or a piece of the first, of which a share has so many parts.
   void shrink(long shares) const;

@@ -35,8 +35,7 @@ constexpr long part_bytes(long depth, long columns, long element_size) {
   return round_up((depth * width + overread) * element_size, kPartAlignment);
 }
 
-// bf16 in plain order: panels of linears interleave their columns, which the 8 columns at the end of a part do not
-// allow.
+// bf16 in plain order: panels of linears interleave their columns, which 8 columns at the end of a part do not allow.
 struct PlainBF16 : FloatChain {
   using Weight = uint16_t;
   static Vec16 weights(const uint16_t* step) { return load_bf16(step); }

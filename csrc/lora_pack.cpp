@@ -8,8 +8,7 @@
 namespace loraplex {
 namespace {
 
-// ------------------------------------------------------------------------------------- columns of a panel from rows of
-// the source
+// ---- columns of a panel from rows of the source
 
 typedef uint16_t Eight16 __attribute__((vector_size(16)));
 typedef uint32_t Four32 __attribute__((vector_size(16)));
@@ -64,7 +63,8 @@ void copy_columns(const Element* from, long from_stride, long columns, long dept
         transpose(from + c * from_stride + k, from_stride, to + k * to_stride + c, to_stride);
     }
   for (long c = 0; c < columns; c++)
-    for (long k = c < whole_columns ? whole_depth : 0; k < depth; k++) to[k * to_stride + c] = from[c * from_stride + k];
+    for (long k = c < whole_columns ? whole_depth : 0; k < depth; k++)
+      to[k * to_stride + c] = from[c * from_stride + k];
 }
 
 void widen(const uint16_t* from, long format, long count, float* to) {
@@ -76,13 +76,14 @@ void widen(const uint16_t* from, long format, long count, float* to) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------------------------- parts
+// ---- parts
 
 // Writes a part from left to right: each source [columns, depth] becomes its next columns.
 template <class Element>
 class Part {
  public:
-  Part(char* at, long depth, long columns) : at_((Element*)at), depth_(depth), columns_(columns), width_(part_width(columns)) {}
+  Part(char* at, long depth, long columns)
+      : at_((Element*)at), depth_(depth), columns_(columns), width_(part_width(columns)) {}
 
   void add(const void* from, long stride, int32_t format, long columns) {
     if constexpr (sizeof(Element) == sizeof(float)) {  // the one format that is wider than some of its sources
@@ -158,7 +159,8 @@ void pack(const LoraSource* slices, long num_slices, long in, char* at) {
 
 using namespace loraplex;
 
-LORAPLEX_API void loraplex_pack_lora(int32_t format, const LoraSource* slices, int64_t num_slices, int64_t in, void* block) {
+LORAPLEX_API void loraplex_pack_lora(int32_t format, const LoraSource* slices, int64_t num_slices, int64_t in,
+                                     void* block) {
   if (format == kF32) pack<uint32_t>(slices, num_slices, in, (char*)block);
   else pack<uint16_t>(slices, num_slices, in, (char*)block);
 }

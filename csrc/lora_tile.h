@@ -7,8 +7,8 @@
 
 namespace loraplex {
 
-// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds` y[t, c] =
-// fma(scale, that sum, y[t, c]).
+// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds`
+// y[t, c] = fma(scale, that sum, y[t, c]).
 template <class Math>
 struct LoraProduct {
   const float* x;
@@ -21,7 +21,9 @@ struct LoraProduct {
   float scale;
 };
 
-constexpr int max_vectors(int rows) { return kAccumulators / rows < kLoraVectors ? kAccumulators / rows : (int)kLoraVectors; }
+constexpr int max_vectors(int rows) {
+  return kAccumulators / rows < kLoraVectors ? kAccumulators / rows : (int)kLoraVectors;
+}
 
 constexpr long kLoraChunk = 512;           // steps of k that all rows go through together
 constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows go through together
@@ -31,8 +33,9 @@ constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; har
 // from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the
 // disassembly.
 template <class Math, int ROWS, int VECTORS>
-__attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride, long depth,
-                                         float* y, long y_stride, long columns, bool resumes, bool adds, float scale) {
+__attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride,
+                                         long depth, float* y, long y_stride, long columns, bool resumes, bool adds,
+                                         float scale) {
   Vec16 sum[ROWS][VECTORS];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)
@@ -79,15 +82,15 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
       for (int v = 0; v < VECTORS; v++) f(y + m * y_stride + kPanel * v, columns - kPanel * v, sum[m][v]);
   };
   if (!adds) finish([](float* to, long, Vec16 chain) { store(to, chain); });
-  else if (columns >= kPanel * VECTORS) finish([&](float* to, long, Vec16 chain) { store(to, fma(scales, chain, load(to))); });
+  else if (columns >= kPanel * VECTORS)
+    finish([&](float* to, long, Vec16 chain) { store(to, fma(scales, chain, load(to))); });
   else
     finish([&](float* to, long count, Vec16 chain) {
       if (count > 0) store_first(to, fma(scales, chain, load_first(to, count)), count);
     });
 }
 
-// Products of one row and one vector of columns each, of the same depth, at the same time: one alone would wait for its
-// only chain.
+// Products of one row and one vector of columns each, of one depth, at the same time: one alone waits for its chain.
 constexpr int kNarrow = kAccumulators < 4 ? kAccumulators : 4;
 template <class Math>
 __attribute__((noinline)) void run_narrow(const LoraProduct<Math> (&p)[kNarrow]) {
@@ -128,8 +131,9 @@ void run_product(const LoraProduct<Math>& p, long begin, long end) {
     with_constant(t1 - t0, [&](auto rows) {
       with_constant(count, [&](auto vectors) {
         if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
-          lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width, std::min(chunk, p.depth - k),
-                                             p.y + t0 * p.y_stride + column, p.y_stride, p.columns - column, k > 0, p.adds, p.scale);
+          lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width,
+                                             std::min(chunk, p.depth - k), p.y + t0 * p.y_stride + column, p.y_stride,
+                                             p.columns - column, k > 0, p.adds, p.scale);
       });
     });
   };

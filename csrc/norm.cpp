@@ -37,7 +37,8 @@ void scale_row(const float* x, const float* weight, float factor, long size, flo
   const Vec16 all = set1(factor);
   long k = 0;
   for (; k + 16 <= size; k += 16) store(y + k, mul(mul(load(x + k), all), load(weight + k)));
-  if (k < size) store_first(y + k, mul(mul(load_first(x + k, size - k), all), load_first(weight + k, size - k)), size - k);
+  if (k < size)
+    store_first(y + k, mul(mul(load_first(x + k, size - k), all), load_first(weight + k, size - k)), size - k);
 }
 
 }  // namespace
@@ -45,10 +46,11 @@ void scale_row(const float* x, const float* weight, float factor, long size, flo
 
 using namespace loraplex;
 
-// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a fused qkv output. y [rows,
-// size] is dense.
-LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t rows, int64_t size,
-                                    const float* weight, float eps, float* y, int32_t threads) {
+// Row r of x is at (r / inner) * outer_stride + (r % inner) * inner_stride: heads inside a fused qkv output.
+// y [rows, size] is dense.
+LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_t inner, int64_t inner_stride,
+                                    int64_t rows, int64_t size, const float* weight, float eps, float* y,
+                                    int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) {
     const float* row = x + r / inner * outer_stride + r % inner * inner_stride;
     const float factor = inverse_rms(size, eps, [=](long k, long count) { return load_first(row + k, count); });
@@ -57,8 +59,8 @@ LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_
 }
 
 // residual += x, then x = rms_norm(residual): both in place.
-LORAPLEX_API void loraplex_add_rms_norm(float* x, int64_t x_stride, float* residual, int64_t residual_stride, int64_t rows, int64_t size,
-                                        const float* weight, float eps, int32_t threads) {
+LORAPLEX_API void loraplex_add_rms_norm(float* x, int64_t x_stride, float* residual, int64_t residual_stride,
+                                        int64_t rows, int64_t size, const float* weight, float eps, int32_t threads) {
   for_rows(rows, 2 * rows * size, threads, [=](long r) {
     float *row = x + r * x_stride, *total = residual + r * residual_stride;
     const float factor = inverse_rms(size, eps, [=](long k, long count) {

@@ -31,7 +31,8 @@ void pack_int8(const float* w, long out, long in, int8_t* panels, float* scale, 
       float largest = 1e-30f;
       for (long k = 0; k < in; k++) largest = std::max(largest, std::fabs(row[k]));
       scale[p * kPanel + c] = largest / 127;
-      for (long k = 0; k < in; k++) panel[k / 2 * 2 * kPanel + 2 * c + k % 2] = (int8_t)std::lrint(row[k] * (127 / largest));
+      for (long k = 0; k < in; k++)
+        panel[k / 2 * 2 * kPanel + 2 * c + k % 2] = (int8_t)std::lrint(row[k] * (127 / largest));
     }
   });
 }
@@ -41,8 +42,8 @@ void pack_int8(const float* w, long out, long in, int8_t* panels, float* scale, 
 
 using namespace loraplex;
 
-LORAPLEX_API void loraplex_pack_linear(int32_t format, const void* weight, int64_t out, int64_t in, void* panels, float* scale,
-                                       int32_t threads) {
+LORAPLEX_API void loraplex_pack_linear(int32_t format, const void* weight, int64_t out, int64_t in, void* panels,
+                                       float* scale, int32_t threads) {
   switch (format) {
     case kF32: return pack_columns((const float*)weight, out, in, (float*)panels, false, threads);
     case kF16: return pack_columns((const uint16_t*)weight, out, in, (uint16_t*)panels, false, threads);

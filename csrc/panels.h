@@ -4,9 +4,8 @@
 // columns. A step of a panel is what one row of Vec16 needs: 16 columns of one k. Formats:
 //   F32, F16   the columns in order
 //   BF16       the columns in the order 0, 8, 1, 9, ... (load_bf16_pairs)
-//   Int8       W8A16: int8 weights, one scale per output column, [ceil(out / 16)][ceil(in / 2)][16][2]: a step is 16
-// columns of two k;
-//              activations int16 with one scale per row (quantize.h)
+//   Int8       W8A16: int8 weights, one scale per output column, [ceil(out / 16)][ceil(in / 2)][16][2]: a step is
+//              16 columns of two k; activations int16 with one scale per row (quantize.h)
 #pragma once
 #include "vec.h"
 
@@ -16,8 +15,7 @@ constexpr long kPanel = 16;
 
 constexpr long panels_of(long columns) { return (columns + kPanel - 1) / kPanel; }
 
-// A chain of fused multiply-adds over k; a chain that is cut goes on from the stored partial result, so cuts change no
-// bit.
+// A chain of fused multiply-adds over k. A chain that is cut goes on from the stored partial sum: cuts change no bit.
 struct FloatChain {
   using Input = float;
   using Sum = Vec16;
@@ -42,8 +40,7 @@ struct BF16 : FloatChain {
   static Vec16 weights(const uint16_t* step) { return load_bf16_pairs(step); }
 };
 
-// Sums of integers are exact in any order; they turn into floats, and round, every 512 k, for every number of rows
-// alike.
+// Sums of integers are exact in any order; they turn into floats, and round, every 512 k, for any number of rows.
 struct Int8 {
   using Input = int16_t;
   using Weight = int8_t;

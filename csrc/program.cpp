@@ -15,16 +15,18 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
     case kLinear:  // x, panels, their scale, bias, y, table (or null); stride of x, in, out, format
       if (at[5] != nullptr) {
         double lora_seconds = 0;
-        loraplex_lora_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4), (const LoraTable*)at[5],
-                             step.segments, &lora_seconds, threads);
+        loraplex_lora_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4),
+                             (const LoraTable*)at[5], step.segments, &lora_seconds, threads);
         if (seconds != nullptr) seconds[kAddLora] += lora_seconds, seconds[kLinear] -= lora_seconds;
         return;
       }
-      return loraplex_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4), threads);
+      return loraplex_linear(size[3], in(0), size[0], step.rows, size[1], at[1], in(2), size[2], in(3), out(4),
+                             threads);
     case kAddLora:  // table, x, y; strides of x and y
       return loraplex_add_lora((const LoraTable*)at[0], step.segments, in(1), size[0], out(2), size[1], threads);
     case kRmsNorm:  // x, weight, y; stride from token to token, rows of a token, stride between them, size
-      return loraplex_rms_norm(in(0), size[0], size[1], size[2], step.rows * size[1], size[3], in(1), eps, out(2), threads);
+      return loraplex_rms_norm(in(0), size[0], size[1], size[2], step.rows * size[1], size[3], in(1), eps, out(2),
+                               threads);
     case kAddRmsNorm:  // x, residual, weight; their strides, size
       return loraplex_add_rms_norm(out(0), size[0], out(1), size[1], step.rows, size[2], in(2), eps, threads);
     case kRotaryWriteKv: {  // a RotaryCall, without what the step has
@@ -44,8 +46,9 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
 
 using namespace loraplex;
 
-// `seconds` [kOperators]: the time of each operator is added to it; null: nobody asks.
-LORAPLEX_API void loraplex_run_program(const ProgramCall* calls, int64_t count, const ProgramStep* step, double* seconds) {
+// `seconds` [kOperators]: the time of each operator is added to it; null: no times are taken.
+LORAPLEX_API void loraplex_run_program(const ProgramCall* calls, int64_t count, const ProgramStep* step,
+                                       double* seconds) {
   if (seconds == nullptr) {
     for (int64_t i = 0; i < count; i++) run_call(calls[i], *step, seconds);
     return;

@@ -31,7 +31,8 @@ void write_token(const RotaryCall& call, long t) {
   alignas(64) float rotated[kMaxHeadDim];
   for (long h = 0; h < call.kv_heads; h++) {
     auto* keys = (typename Kv::Element*)call.kv + block * call.block_stride + h * head_size;
-    rotate(call.k + t * call.k_stride + h * head_dim, call.cos + t * head_dim, call.sin + t * head_dim, head_dim, rotated);
+    rotate(call.k + t * call.k_stride + h * head_dim, call.cos + t * head_dim, call.sin + t * head_dim, head_dim,
+           rotated);
     const float* v = call.v + t * call.v_stride + h * head_dim;
     for (long d = 0; d < head_dim; d += 16) {
       store_key<Kv>(keys, offset, d, head_dim, load(rotated + d));
@@ -46,7 +47,8 @@ void prefetch_keys(const RotaryCall& call, long t) {
   if (t > 0 && call.kv_slots[t] / kGroup == call.kv_slots[t - 1] / kGroup) return;
   const long head_size = (long)call.block_size * call.head_dim;
   const long block = call.kv_slots[t] / call.block_size, offset = call.kv_slots[t] % call.block_size;
-  auto* step = (const typename Kv::Element*)call.kv + block * call.block_stride + offset / kGroup * kGroup * call.head_dim;
+  auto* step =
+      (const typename Kv::Element*)call.kv + block * call.block_stride + offset / kGroup * kGroup * call.head_dim;
   for (long h = 0; h < call.kv_heads; h++, step += head_size)
     for (long at = 0; at < kGroup * call.head_dim; at += kStep) prefetch_step<Kv>(step + at);
 }

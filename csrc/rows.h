@@ -9,8 +9,7 @@ namespace loraplex {
 constexpr long kElementsForThreads = 160 << 10;  // about 20 us
 constexpr long kElementsOfPart = 64 << 10;
 
-// f(row) for every row, in runs of neighbours; `elements` is the work of all of them, and `least` what is worth
-// threads.
+// f(row) for every row, in runs of neighbours; `elements` is the work of all of them, `least` what is worth threads.
 template <class F>
 inline void for_rows(long rows, long elements, int threads, F f, long least = kElementsForThreads) {
   const long shares = elements < least ? 1 : std::min<long>(threads, rows);

@@ -1,5 +1,4 @@
-// From logits to a token: searches and sums over rows of a vocabulary (kernels/token_ranking.py has them in stock
-// torch).
+// From logits to a token: searches and sums over rows of a vocabulary (in stock torch: kernels/token_ranking.py).
 //
 // Tokens are ordered by (value, descending; id, ascending). Weights are whole numbers in floats whose row sums stay
 // below 2^53, so that sums of them in doubles are exact in any order.
@@ -56,8 +55,7 @@ long first_largest(const float* x, long size) {
 
 // ---- the first k of the order
 
-// Greater for what comes first: the value's bits as an unsigned number that grows with it, then the complement of the
-// id.
+// Greater for what comes first: the value's bits as an unsigned number that grows with it, then the id's complement.
 uint64_t rank_key(float value, long id) {
   uint32_t bits;
   value += 0.f;  // one zero
@@ -136,7 +134,8 @@ long invert_cdf(const float* w, long size, float least, double uniform) {
   static thread_local std::vector<double> blocks;
   blocks.clear();
   double total = 0, before = 0;
-  for (long k = 0; k < size; k += kBlock) blocks.push_back(sum(w + k, std::min(kBlock, size - k), least)), total += blocks.back();
+  for (long k = 0; k < size; k += kBlock)
+    blocks.push_back(sum(w + k, std::min(kBlock, size - k), least)), total += blocks.back();
   const double target = std::min(std::floor(uniform * total), total - 1);
   size_t block = 0;
   while (block + 1 < blocks.size() && before + blocks[block] <= target) before += blocks[block++];
@@ -242,8 +241,8 @@ using namespace loraplex;
 
 // Everywhere x is [rows, size] with x_stride between rows, and w [rows, size] is dense.
 
-LORAPLEX_API void loraplex_argmax(const float* x, int64_t x_stride, int64_t rows, int64_t size, int64_t* ids, float* values,
-                                  int32_t threads) {
+LORAPLEX_API void loraplex_argmax(const float* x, int64_t x_stride, int64_t rows, int64_t size, int64_t* ids,
+                                  float* values, int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) {
     const float* row = x + r * x_stride;
     ids[r] = first_largest(row, size), values[r] = row[ids[r]];
@@ -251,9 +250,10 @@ LORAPLEX_API void loraplex_argmax(const float* x, int64_t x_stride, int64_t rows
 }
 
 // ids and values [rows, k], k <= size.
-LORAPLEX_API void loraplex_top_k(const float* x, int64_t x_stride, int64_t rows, int64_t size, int64_t k, int64_t* ids, float* values,
-                                 int32_t threads) {
-  for_rows(rows, 4 * rows * size, threads, [=](long r) { first_k(x + r * x_stride, size, k, ids + r * k, values + r * k); });
+LORAPLEX_API void loraplex_top_k(const float* x, int64_t x_stride, int64_t rows, int64_t size, int64_t k, int64_t* ids,
+                                 float* values, int32_t threads) {
+  for_rows(rows, 4 * rows * size, threads,
+           [=](long r) { first_k(x + r * x_stride, size, k, ids + r * k, values + r * k); });
 }
 
 // z = (x - top) / temperature, z [rows, size] dense.
@@ -267,25 +267,28 @@ LORAPLEX_API void loraplex_scale_logits(const float* x, int64_t x_stride, int64_
 }
 
 // w = floor(scale * w), in place; total [rows].
-LORAPLEX_API void loraplex_floor_weights(float* w, int64_t rows, int64_t size, float scale, double* total, int32_t threads) {
+LORAPLEX_API void loraplex_floor_weights(float* w, int64_t rows, int64_t size, float scale, double* total,
+                                         int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) { total[r] = floor_weights(w + r * size, size, scale); });
 }
 
-LORAPLEX_API void loraplex_invert_cdf(const float* w, int64_t rows, int64_t size, const float* least, const double* uniform, int64_t* ids,
-                                      int32_t threads) {
+LORAPLEX_API void loraplex_invert_cdf(const float* w, int64_t rows, int64_t size, const float* least,
+                                      const double* uniform, int64_t* ids, int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) { ids[r] = invert_cdf(w + r * size, size, least[r], uniform[r]); });
 }
 
-LORAPLEX_API void loraplex_keep_prefix(const float* x, int64_t x_stride, float* w, int64_t rows, int64_t size, const double* wanted,
-                                       int32_t threads) {
-  for_rows(rows, 16 * rows * size, threads, [=](long r) { keep_prefix(x + r * x_stride, w + r * size, size, wanted[r]); });
+LORAPLEX_API void loraplex_keep_prefix(const float* x, int64_t x_stride, float* w, int64_t rows, int64_t size,
+                                       const double* wanted, int32_t threads) {
+  for_rows(rows, 16 * rows * size, threads,
+           [=](long r) { keep_prefix(x + r * x_stride, w + r * size, size, wanted[r]); });
 }
 
-LORAPLEX_API void loraplex_log_sum_exp(const float* x, int64_t x_stride, int64_t rows, int64_t size, double* out, int32_t threads) {
+LORAPLEX_API void loraplex_log_sum_exp(const float* x, int64_t x_stride, int64_t rows, int64_t size, double* out,
+                                       int32_t threads) {
   for_rows(rows, 4 * rows * size, threads, [=](long r) { out[r] = log_sum_exp(x + r * x_stride, size); });
 }
 
-LORAPLEX_API void loraplex_ranks(const float* x, int64_t x_stride, int64_t rows, int64_t size, const int64_t* token_ids, int64_t* ranks,
-                                 int32_t threads) {
+LORAPLEX_API void loraplex_ranks(const float* x, int64_t x_stride, int64_t rows, int64_t size, const int64_t* token_ids,
+                                 int64_t* ranks, int32_t threads) {
   for_rows(rows, rows * size, threads, [=](long r) { ranks[r] = rank(x + r * x_stride, size, token_ids[r]); });
 }

@@ -3,7 +3,7 @@
 //
 // A region has an epoch, and each of its shares a counter of (epoch, parts left). A part is claimed by counting down;
 // that fails when the epoch is another one, so a thread that slept through a region cannot take a part of the next one
-// for one of its own. The caller leaves when all parts are done, whoever did them. Bits do not depend on it: a part is
+// for one of its own. The caller leaves when all parts are done, by any thread. Bits do not depend on it: a part is
 // computed the same way by every thread.
 //
 // HOW MANY THREADS. The caller measures how long it waits for parts that others have in hand, and what they are worth:
@@ -36,8 +36,7 @@ using Clock = std::chrono::steady_clock;
 constexpr long kMaxShares = 1024;
 constexpr int kLeftBits = 24;                // of a share's counter; the epoch has the rest
 constexpr double kSpinS = 100e-6;            // longer than what lies between the regions of a step
-// then the caller's core is free, and the thread that is waited for may move there
-constexpr double kWaitSpinS = 50e-6;
+constexpr double kWaitSpinS = 50e-6;         // then the caller's core is free for the thread that is waited for
 constexpr double kMemoryS = 50e-3;           // of what was measured
 constexpr double kEvidenceS = 5e-3;
 constexpr double kLateS = 200e-6;            // a part takes less: a thread that is waited for so long has lost its core
@@ -45,8 +44,7 @@ constexpr double kAbsence = .8;              // of one nth of the time, which is
 constexpr double kUse = .55;                 // of n threads: 1.1 for two
 constexpr double kShortS = 30e-6;            // of a region: threads that are of little use in longer ones have no cores
 constexpr double kLeastPauseS = 10e-3, kMostPauseS = 1;
-// a thread that stayed as many pauses begins with the least one when it has to go
-constexpr double kProvedPauses = 4;
+constexpr double kProvedPauses = 4;          // that a thread has to stay, to begin with the least one again
 
 double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
@@ -140,7 +138,8 @@ class Team {
   long ready(long shares) {
     const long wanted = judge_.active(shares);
     try {
-      for (; started_ < std::min(wanted, can_start_); started_++) std::thread([this, self = started_] { work(self); }).detach();
+      for (; started_ < std::min(wanted, can_start_); started_++)
+        std::thread([this, self = started_] { work(self); }).detach();
     } catch (const std::system_error&) {
       can_start_ = started_;
     }
@@ -152,11 +151,13 @@ class Team {
     shares_.store(shares, std::memory_order_relaxed);
     unfinished_.store(int32_t(shares * parts), std::memory_order_relaxed);
     const uint64_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-    for (long i = 0; i < shares; i++) share_[i].left.store(epoch << kLeftBits | uint64_t(parts), std::memory_order_release);
+    for (long i = 0; i < shares; i++)
+      share_[i].left.store(epoch << kLeftBits | uint64_t(parts), std::memory_order_release);
     threads_.store(threads, std::memory_order_relaxed);
     epoch_.store(epoch, std::memory_order_seq_cst);
     for (long i = 1; i < threads; i++)
-      if (sleep_[i].is_asleep.load(std::memory_order_seq_cst) != 0 && sleep_[i].is_asleep.exchange(0) != 0) sleep_[i].is_asleep.notify_one();
+      if (sleep_[i].is_asleep.load(std::memory_order_seq_cst) != 0 && sleep_[i].is_asleep.exchange(0) != 0)
+        sleep_[i].is_asleep.notify_one();
     const double began = now();
     const long own = help(epoch, 0);
     const double done = now();
@@ -164,7 +165,8 @@ class Team {
     double waited = 0;
     if (left != 0) {
       if (!spin(kWaitSpinS, [&] { return unfinished_.load(std::memory_order_acquire) == 0; }))
-        while ((left = unfinished_.load(std::memory_order_acquire)) != 0) unfinished_.wait(left, std::memory_order_acquire);
+        while ((left = unfinished_.load(std::memory_order_acquire)) != 0)
+          unfinished_.wait(left, std::memory_order_acquire);
       waited = now() - done;
     }
     if (threads > 1) judge_.see(done - began, waited, own, shares * parts, threads);
@@ -202,7 +204,8 @@ class Team {
     for (uint64_t epoch = 0;;) {
       epoch = next(epoch, self);
       const long count = help(epoch, self);
-      if (count > 0 && unfinished_.fetch_sub((int32_t)count, std::memory_order_acq_rel) == count) unfinished_.notify_one();
+      if (count > 0 && unfinished_.fetch_sub((int32_t)count, std::memory_order_acq_rel) == count)
+        unfinished_.notify_one();
     }
   }
 
@@ -258,4 +261,6 @@ void run_shares(long shares, long parts, Part part, const void* context) {
 
 }  // namespace loraplex
 
-LORAPLEX_API void loraplex_team_stats(loraplex::TeamStats* stats) { *stats = loraplex::team().load(std::memory_order_acquire)->stats(); }
+LORAPLEX_API void loraplex_team_stats(loraplex::TeamStats* stats) {
+  *stats = loraplex::team().load(std::memory_order_acquire)->stats();
+}

@@ -6,14 +6,13 @@
 
 namespace loraplex {
 
-// Rows of a tile: as many as leave room for a weight and an input beside one panel's sums, or two panels' where
+// Rows of a tile: as many as leave room for a weight and an input beside the sums of one panel, or of two panels where
 // registers allow.
 constexpr int kMaxRows = kAccumulators <= 6 ? kAccumulators : kAccumulators / 2;
 constexpr int kMaxPanels = 8;
 
 // Panels that go together with so many rows. With few rows the independent chains (an FMA takes 4 cycles and two start
-// in each) come from several panels at once, never from a split of k; several streams from memory are faster than one,
-// too.
+// in each) come from several panels at once, never from a split of k; several streams from memory are also faster.
 constexpr int max_panels(int rows) { return kAccumulators / rows < kMaxPanels ? kAccumulators / rows : kMaxPanels; }
 
 // f(constant n) for n in 1..12.
@@ -37,10 +36,9 @@ struct Ahead {
 
 // How often, and whether of a second stream.
 enum class Prefetch {
-  kEachStep,         // one address per panel and step
-  // one per panel and two steps: where many rows leave time enough (4 % faster at 256 rows, 10 % slower at 16)
-  kEveryOtherStep,
-  kAside,            // one per panel and step, and a line of `aside`
+  kEachStep,        // one address per panel and step
+  kEveryOtherStep,  // one per panel and two steps, for many rows (4 % faster at 256 rows, 10 % slower at 16)
+  kAside,           // one per panel and step, and a line of `aside`
 };
 constexpr long kAsideBytes = 64;
 
@@ -50,18 +48,18 @@ template <class Math>
 constexpr long kAsideStride = Math::kMaxChunk * Math::kPerStep + 64 / sizeof(typename Math::Input);
 
 // `steps` steps of the chains: y[m, 16 p ...] (+)= x[m] w[p]; `resume` goes on from what y holds. `columns` of y are
-// real. noinline: inlined into its caller, GCC 12 keeps the sums on the stack (2 times slower). After a change look at
-// the disassembly.
+// real. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the disassembly.
 template <class Math, int ROWS, int PANELS, Prefetch kPrefetch>
-__attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride, const typename Math::Weight* w, long panel_size,
-                                    long steps, float* y, long y_stride, long columns, bool resume, Ahead ahead,
-                                    const char* aside) {
+__attribute__((noinline)) void tile(const typename Math::Input* x, long x_stride, const typename Math::Weight* w,
+                                    long panel_size, long steps, float* y, long y_stride, long columns, bool resume,
+                                    Ahead ahead, const char* aside) {
   constexpr long kStep = kPanel * Math::kPerStep;
   typename Math::Sum sum[ROWS][PANELS];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
-    for (int p = 0; p < PANELS; p++) sum[m][p] = Math::begin(y + m * y_stride + kPanel * p, columns - kPanel * p, resume);
+    for (int p = 0; p < PANELS; p++)
+      sum[m][p] = Math::begin(y + m * y_stride + kPanel * p, columns - kPanel * p, resume);
   const char* prefetched = ahead.at;
   if constexpr (kPrefetch == Prefetch::kAside) x_stride = kAsideStride<Math>;
   const long panel_bytes = panel_size * sizeof(*w);

@@ -6,13 +6,13 @@
 //
 //   load, load_first(p, n), load_f16, load_bf16, ...   store, store_first(p, v, n), store_f16, store_bf16
 //   zero, set1, fma(a, b, c) = a b + c (one rounding), add, sub, mul, div, max, min, round_even, pow2(n) = 2^n,
-// select_less,
-//   less_lanes (a bit a lane); Wide16, 16 sums of float64: wide_zero, accumulate, sum_lanes
+//   select_less, less_lanes (a bit a lane); Wide16, 16 sums of float64: wide_zero, accumulate, sum_lanes
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VNNI__)
 #include "vec_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "vec_avx2.h"

@@ -38,7 +38,9 @@ inline void store_first(float* p, Vec16 v, long count) {
   else _mm256_maskstore_ps(p, first_lanes(count), v.lo);
 }
 
-inline Vec16 fma(Vec16 a, Vec16 b, Vec16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline Vec16 fma(Vec16 a, Vec16 b, Vec16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
 inline Vec16 add(Vec16 a, Vec16 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 inline Vec16 sub(Vec16 a, Vec16 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 inline Vec16 mul(Vec16 a, Vec16 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -64,7 +66,8 @@ inline Vec16 select_less(Vec16 a, Vec16 b, Vec16 yes, Vec16 no) {  // a < b ? ye
 }
 
 inline uint32_t less_lanes(Vec16 a, Vec16 b) {  // bit i: a[i] < b[i]
-  return (uint32_t)(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)) | _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)) << 8);
+  return (uint32_t)(_mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)) |
+                    _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ)) << 8);
 }
 
 // Pairs (i, i+8), then (i, i+4), (i, i+2), (i, i+1): the same tree in every file.
@@ -85,7 +88,9 @@ inline float max_lanes(Vec16 v) {
 struct Wide16 {
   __m256d part[4];
 };
-inline Wide16 wide_zero() { return {{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}}; }
+inline Wide16 wide_zero() {
+  return {{_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()}};
+}
 inline void accumulate(Wide16& sum, Vec16 v) {
   sum.part[0] = _mm256_add_pd(sum.part[0], _mm256_cvtps_pd(_mm256_castps256_ps128(v.lo)));
   sum.part[1] = _mm256_add_pd(sum.part[1], _mm256_cvtps_pd(_mm256_extractf128_ps(v.lo, 1)));
@@ -101,7 +106,8 @@ inline double sum_lanes(const Wide16& v) {  // the tree of the floats
 // ---- 16-bit floats
 inline __m256 bf16_to_f32(__m128i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16)); }
 inline Vec16 load_f16(const uint16_t* p) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
 inline Vec16 load_bf16(const uint16_t* p) {
   return {bf16_to_f32(_mm_loadu_si128((const __m128i*)p)), bf16_to_f32(_mm_loadu_si128((const __m128i*)(p + 8)))};
@@ -120,7 +126,8 @@ inline __m256 bf16_half(__m256i both) {
 }
 template <int WHICH>
 inline Vec16 load_bf16_in_turn(const uint16_t* p) {
-  return {bf16_half<WHICH>(_mm256_loadu_si256((const __m256i*)p)), bf16_half<WHICH>(_mm256_loadu_si256((const __m256i*)(p + 16)))};
+  return {bf16_half<WHICH>(_mm256_loadu_si256((const __m256i*)p)),
+          bf16_half<WHICH>(_mm256_loadu_si256((const __m256i*)(p + 16)))};
 }
 inline void store_f16(uint16_t* p, Vec16 v) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -152,7 +159,8 @@ inline Int16Sums broadcast_pair(const int16_t* p) {
   return {all, all};
 }
 inline Int16Sums load_int8_pairs(const int8_t* p) {  // 32 int8, widened to 16 pairs of int16
-  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
 }
 inline void multiply_add(Int16Sums& acc, Int16Sums a, Int16Sums b) {
   // asm for the addition: with the intrinsic GCC 12 keeps the sums on the stack, 1.5 times slower.

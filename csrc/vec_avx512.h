@@ -34,7 +34,8 @@ inline Vec16 min(Vec16 a, Vec16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec16 abs(Vec16 a) { return {_mm512_abs_ps(a.v)}; }
 inline Vec16 round_even(Vec16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Vec16 pow2(Vec16 n) {  // n whole, in -126..127
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+  return {
+      _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
 inline Vec16 select_less(Vec16 a, Vec16 b, Vec16 yes, Vec16 no) {  // a < b ? yes : no
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
@@ -91,7 +92,8 @@ inline Vec16 load_bf16_pairs(const uint16_t* p) {
 template <int WHICH>
 inline Vec16 load_bf16_in_turn(const uint16_t* p) {
   const __m512i both = _mm512_loadu_si512(p);
-  return {_mm512_castsi512_ps(WHICH == 0 ? _mm512_slli_epi32(both, 16) : _mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)))};
+  return {_mm512_castsi512_ps(WHICH == 0 ? _mm512_slli_epi32(both, 16)
+                                         : _mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)))};
 }
 inline void store_f16(uint16_t* p, Vec16 v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -102,7 +104,8 @@ inline void store_bf16(uint16_t* p, Vec16 v) {  // round to nearest even; NaN st
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
   const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
   const __mmask16 is_nan = _mm512_cmp_ps_mask(v.v, v.v, _CMP_UNORD_Q);
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16)));
+  _mm256_storeu_si256((__m256i*)p,
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16)));
 }
 
 // ---- 16 sums of int32: acc[i] += a[2i] b[2i] + a[2i+1] b[2i+1], int16 x int16

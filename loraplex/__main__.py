@@ -40,7 +40,7 @@ def run() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Whoever started this may have closed some: a socket or a pipe would get their numbers, and libuv ends the process
+    """The parent process may have closed some: a socket or a pipe would get their numbers, and libuv ends the process
     over that."""
     for number in range(3):
         try:
@@ -52,7 +52,7 @@ def _open_closed_streams() -> None:
 
 
 def _is_reader_gone() -> bool:
-    """Whether nobody reads the output any more (`loraplex ... | head -1`), rather than that some other pipe broke."""
+    """Whether the reader of the output is gone (`loraplex ... | head -1`), rather than that some other pipe broke."""
     poll = select.poll()
     for stream in (sys.stdout, sys.stderr):
         poll.register(stream.fileno(), 0)

@@ -58,7 +58,8 @@ class Workload:
         """Raises ConfigError when completions would be cut, and tokens counted that were never made."""
         if self.prompt_len + self.output_len > max_model_len:
             raise ConfigError(
-                f"{self.prompt_len} prompt and {self.output_len} output tokens do not fit in the model's length of {max_model_len}"
+                f"{self.prompt_len} prompt and {self.output_len} output tokens do not fit in the model's length of "
+                f"{max_model_len}"
             )
 
     def adapters(self, pattern: str, num_adapters: int) -> list[int | None]:
@@ -93,7 +94,8 @@ class Workload:
             self.adapters(pattern, num_adapters)
         if num_adapters and set(patterns) == {"base"}:
             raise ConfigError(
-                f"{num_adapters} adapters are given, but pattern base uses none; ask for {', '.join(PATTERNS[1:])} (too)"
+                f"{num_adapters} adapters are given, but pattern base uses none; ask for {', '.join(PATTERNS[1:])} "
+                "(too)"
             )
 
     def _zipf(self, num_adapters: int, alpha: float) -> list[int | None]:

@@ -43,8 +43,8 @@ def parse_bytes(text: str) -> int | None:
 
 
 def num_bytes(name: str, size: Size, whole: int | None) -> int:
-    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or nobody
-    knows the whole."""
+    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or the whole
+    is unknown."""
     text = str(size).strip()
     share = _SHARE.fullmatch(text)
     parsed = int(text) if text.isdecimal() else parse_bytes(text)
@@ -191,7 +191,8 @@ class LoRAConfig:
         _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")
         _require(
             self.lora_extra_vocab_size == 0,
-            f"lora_extra_vocab_size={self.lora_extra_vocab_size} is not supported; adapters with added tokens are refused",
+            f"lora_extra_vocab_size={self.lora_extra_vocab_size} is not supported; adapters with added tokens are "
+            "refused",
         )
 
     def effective_dtype(self, adapter_dtype: str) -> str:
@@ -310,7 +311,7 @@ class EngineSettings:
         _require_one("kv_cache_memory", self.kv_cache_memory, self.kv_cache_memory_bytes, DEFAULT_KV_CACHE_BYTES)
         _require(
             self.kv_cache_floor is None or self.device_memory is not None,
-            f"kv_cache_floor ({self.kv_cache_floor}) needs device_memory: without it nobody takes from the KV cache",
+            f"kv_cache_floor ({self.kv_cache_floor}) needs device_memory: without it the KV cache shares no memory",
         )
         _require(self.block_size % 8 == 0, f"block_size must be a multiple of 8, got {self.block_size}")
         _require(
@@ -319,7 +320,8 @@ class EngineSettings:
         )
         _require(
             not self.cuda_graph_sizes or (self.device.startswith("cuda") and not self.enforce_eager),
-            f"cuda_graph_sizes {self.cuda_graph_sizes} need a CUDA device, not {self.device!r}, and no enforce_eager; leave them out",
+            f"cuda_graph_sizes {self.cuda_graph_sizes} need a CUDA device, not {self.device!r}, and no enforce_eager; "
+            "leave them out",
         )
         _require(
             all(0 < size <= self.max_num_seqs for size in self.cuda_graph_sizes),
@@ -346,7 +348,8 @@ class EngineSettings:
         )
         _require(
             self.gpu_memory_utilization == DEFAULT_GPU_UTILIZATION or self.device.startswith("cuda"),
-            f"gpu_memory_utilization {self.gpu_memory_utilization} needs a CUDA device, not {self.device!r}; give device_memory there",
+            f"gpu_memory_utilization {self.gpu_memory_utilization} needs a CUDA device, not {self.device!r}; give "
+            "device_memory there",
         )
         _require(0 <= self.max_fragmentation <= 1, f"max_fragmentation must be 0..1, got {self.max_fragmentation}")
 
@@ -366,7 +369,7 @@ class EngineConfig(EngineSettings):
         EngineSettings.__post_init__(self)  # super() does not work in a dataclass with slots
         _require(
             self.lora is None or self.lora.adapter_floor is None or self.device_memory is not None,
-            "adapter_floor needs device_memory: without it nobody takes from the adapters",
+            "adapter_floor needs device_memory: without it adapters share no memory",
         )
         _require(bool(self.model), "model is empty; give a directory or a hub id")
 

@@ -50,7 +50,7 @@ class EngineEvent:
 
 
 class EventLog:
-    """The latest events that nobody has taken yet. Thread-safe; when nobody takes them, the oldest are forgotten."""
+    """The latest events that are not taken yet. Thread-safe; when they are not taken, the oldest are forgotten."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

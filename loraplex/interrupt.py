@@ -17,7 +17,7 @@ EXIT_CODE = 128 + signal.SIGINT
 
 
 def end_at_once() -> None:
-    """From now on. Not where Ctrl-C is ignored already (nohup), or somebody else's."""
+    """From now on. Not where Ctrl-C is ignored already (nohup), or another handler is set."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

@@ -145,8 +145,9 @@ class SamplingParams:
         num_entries = 0 if self.logprobs is None else num_completions * num_tokens * (self.logprobs + 1)
         if num_completions > 1 and num_entries > MAX_OUTPUT_LOGPROBS:
             raise InvalidRequestError(
-                f"logprobs={self.logprobs} of {num_completions} completions of up to {num_tokens} tokens are {num_entries} "
-                f"entries, at most {MAX_OUTPUT_LOGPROBS} fit in a request: ask for fewer, or send several requests",
+                f"logprobs={self.logprobs} of {num_completions} completions of up to {num_tokens} tokens are "
+                f"{num_entries} entries, at most {MAX_OUTPUT_LOGPROBS} fit in a request: ask for fewer, or send "
+                "several requests",
                 param="logprobs",
             )
 

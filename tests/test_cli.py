@@ -1,7 +1,7 @@
 """The command line: its surface, its parsing, its errors, and what each command does.
 
 tests/cli_surface.txt has every command with its flags and defaults: what scripts of others rely on. After a change that
-is meant, write it anew with `python -m tests.test_cli` and look at the difference.
+is meant, write it again with `python -m tests.test_cli` and look at the difference.
 """
 
 from __future__ import annotations

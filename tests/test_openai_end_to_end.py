@@ -294,15 +294,15 @@ def test_stop_logprobs_and_seed(sdk: openai.OpenAI) -> None:
 
 
 def test_an_unknown_model_is_404_and_never_the_base(sdk: openai.OpenAI) -> None:
-    for model in ("nobody", "demo:nobody"):
+    for model in ("unknown", "demo:unknown"):
         with pytest.raises(openai.NotFoundError) as unknown:
             sdk.completions.create(model=model, prompt="banana=")
         assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
         assert model in unknown.value.message
     with pytest.raises(openai.NotFoundError):
-        sdk.chat.completions.create(model="nobody", messages=user("banana"), stream=True)
+        sdk.chat.completions.create(model="unknown", messages=user("banana"), stream=True)
     with pytest.raises(openai.NotFoundError):
-        sdk.completions.create(model="demo", prompt="banana=", extra_body={"lora_path": "nobody"})
+        sdk.completions.create(model="demo", prompt="banana=", extra_body={"lora_path": "unknown"})
 
 
 def test_a_prompt_that_is_too_long(sdk: openai.OpenAI) -> None:

@@ -112,7 +112,7 @@ def run_demo(each: int = 2, seed: int = 0) -> int:
     num_right = sum(answer.is_right for answer in answers)
     num_tokens = sum(answer.num_tokens for answer in answers)
     console.print(
-        f"{num_right} of {len(answers)} right; {num_tokens} tokens in {seconds:.2f} s = {num_tokens / seconds:.0f} tokens/s "
-        f"over {len(TASKS)} adapters and the base in one batch (model loaded in {loaded - began:.1f} s)"
+        f"{num_right} of {len(answers)} right; {num_tokens} tokens in {seconds:.2f} s = {num_tokens / seconds:.0f} "
+        f"tokens/s over {len(TASKS)} adapters and the base in one batch (model loaded in {loaded - began:.1f} s)"
     )
     return 0 if num_right == len(answers) else 1

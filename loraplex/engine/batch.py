@@ -165,8 +165,8 @@ class BatchBuilder:
         """A decode step of `size` rows of padding, for a capture: its tensors are those of every later step of that
         size.
 
-        It has no lengths on the host, which would be those of the capture for ever: a kernel that reads them fails
-        here.
+        It has no lengths on the host, which would be those of the capture in every replay: a kernel that reads them
+        fails here.
         """
         shape = self.padded_shape(size)
         _write_padding(self._buffers.begin(shape), 0, 0, 0)

@@ -146,9 +146,9 @@ def _backend(config: EngineConfig, device: torch.device, profiler: Profiler | No
     logger.info("kernels: %s", backend.description)
     if config.quantization is not None and config.quantization not in backend.quantizations:
         raise ConfigError(
-            f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: {backend.description}; "
-            f"they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's native kernels too, fp8 wants a GPU of "
-            "compute capability 8.9 or later)"
+            f"quantization {config.quantization} is not in the {backend.name} kernels, and these run: "
+            f"{backend.description}; they have {', '.join(backend.quantizations) or 'none'} (int8 is on a CPU's "
+            "native kernels too, fp8 wants a GPU of compute capability 8.9 or later)"
         )
     return backend if profiler is None else profiled(backend, profiler)
 

@@ -3,7 +3,7 @@
 At start, for each of some batch sizes, a step of that many rows is captured twice: with adapters, and without any LoRA
 kernel. A step is padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers
 (engine/step_buffers.py), the KV memory and the slot table, all at fixed addresses, and writes logits to one tensor that
-all graphs share. So adapters that come, go and move, and KV blocks that change hands, are no reason to capture anew.
+all graphs share. So adapters that come, go and move, and KV blocks that change hands, are no reason to capture again.
 One thing is: kernels are made for ranks up to some bound (StepCapture.rank_capacity), and a step with an adapter of a
 larger rank has its graph captured again for larger ones.
 
@@ -293,8 +293,7 @@ class GraphDevice(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back the memory of graphs that nobody holds any more, and what the device's allocator keeps for
-        later."""
+        """Give back the memory of graphs that are no longer held, and what the device's allocator keeps for later."""
         ...
 
 

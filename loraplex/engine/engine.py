@@ -314,7 +314,7 @@ class StepsInFlight:
         outputs: list[TokenOutput] = []
         while len(self._flights) > num_left:
             outputs += self._commit_oldest()
-        if not self._scheduler.has_unfinished:  # nobody waits for what is left: its memory returns now
+        if not self._scheduler.has_unfinished:  # no request waits for what is left: its memory returns now
             outputs += self.commit_all()
         return outputs
 
@@ -326,8 +326,7 @@ class StepsInFlight:
         return outputs
 
     def drain(self) -> None:
-        """Wait until the device reads no memory any more; what it computed is dropped, and the next step begins
-        anew."""
+        """Wait until the device reads no memory any more; what it computed is dropped. The next step begins clean."""
         with suppress(Exception):
             self._runner.recover()
 

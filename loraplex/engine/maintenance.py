@@ -240,7 +240,7 @@ class Caretaker:
             adapters.health.still_ill(adapter_id, wrong)
 
     def _record_one(self, adapters: LoRAModelManager) -> None:
-        """The answer of one adapter that has none yet, while nobody waits."""
+        """The answer of one adapter that has none yet, while no request waits."""
         with adapters.health.borrowed(lambda digest: not self._diagnosis.has(digest)) as borrowed:
             if borrowed is not None:
                 with suppress(MemoryError):  # no KV blocks for the prompt now
@@ -281,7 +281,7 @@ COMPACT_S = 0.001
 """What compaction may copy and spend between two steps."""
 
 THROTTLED_SHARE = 4
-"""In low-memory mode one in so many of the usual places of a batch is given out anew."""
+"""In low-memory mode one in so many of the usual places of a batch is given out again."""
 
 
 class Workspace(Protocol):

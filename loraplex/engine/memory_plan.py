@@ -4,7 +4,7 @@
     device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
-The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in
+The KV cache's floor holds one request of max_model_len, or that request could wait without end for adapters that are in
 use.
 
 What a GPU has left once the model is on it:
@@ -54,7 +54,8 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, whoever has its chunk.
+    """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, for any owner of its
+    chunk.
 
     num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes.
     """
@@ -69,7 +70,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the settings say, in bytes. whole: the arena's, None where nobody contends. kv_floor: None for the default.
+    """What the settings say, in bytes. whole: the arena's, None where nothing contends. kv_floor: None for the default.
 
     adapters: what they may have of the arena, the host tier included on a CPU.
     """
@@ -134,13 +135,13 @@ def _arena(
     except torch.OutOfMemoryError as error:
         free = "" if gpu is None else f", of which {gpu.free_bytes} bytes were free"
         raise ConfigError(
-            f"KV cache and adapters are to have {num_chunks * chunk_bytes} bytes of the device{free}; lower device_memory, or "
-            "gpu_memory_utilization where that is not given"
+            f"KV cache and adapters are to have {num_chunks * chunk_bytes} bytes of the device{free}; lower "
+            "device_memory, or gpu_memory_utilization where that is not given"
         ) from error
 
 
 def _with_gpu(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, gpu: DeviceMemory | None) -> EngineConfig:
-    """With device_memory as what the GPU has left, where nobody says how much."""
+    """With device_memory as what the GPU has left, where no setting says how much."""
     has_kv = config.kv_cache_memory is not None or config.kv_cache_memory_bytes != DEFAULT_KV_CACHE_BYTES
     lora = config.lora
     has_adapters = lora is None or lora.adapter_memory is not None or lora.adapter_memory_bytes != DEFAULT_ADAPTER_BYTES
@@ -206,15 +207,16 @@ def _limits(
         kv_floor = -(-sizes.kv_floor // chunk_bytes)
         if kv_floor < longest:
             raise ConfigError(
-                f"kv_cache_floor is {sizes.kv_floor} bytes and one request of max_model_len {max_model_len} tokens needs "
-                f"{longest * chunk_bytes}; raise kv_cache_floor or lower max_model_len"
+                f"kv_cache_floor is {sizes.kv_floor} bytes and one request of max_model_len {max_model_len} tokens "
+                f"needs {longest * chunk_bytes}; raise kv_cache_floor or lower max_model_len"
             )
     _check("kv_cache_floor is", kv_floor * chunk_bytes, "the KV cache may have", kv_ceiling * chunk_bytes)
     adapter_floor = sizes.adapter_floor // chunk_bytes
     if sizes.lora is not None and (kv_floor + max(1, adapter_floor)) * chunk_bytes > whole:
         raise ConfigError(
-            f"device_memory of {whole} bytes leaves no room for adapters: the KV cache's floor is {kv_floor * chunk_bytes} bytes, since "
-            f"one request of max_model_len {max_model_len} tokens has to fit; raise device_memory, or lower max_model_len or kv_cache_floor"
+            f"device_memory of {whole} bytes leaves no room for adapters: the KV cache's floor is "
+            f"{kv_floor * chunk_bytes} bytes, since one request of max_model_len {max_model_len} tokens has to fit; "
+            "raise device_memory, or lower max_model_len or kv_cache_floor"
         )
     floors = (kv_floor + adapter_floor) * chunk_bytes
     _check("the floors of KV cache and adapters are together", floors, "device_memory is", whole)
@@ -239,7 +241,7 @@ def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_bytes: in
 
 
 def _machine_bytes(device: torch.device) -> int | None:
-    """The memory of this machine as far as its control group goes; None where nobody says."""
+    """The memory of this machine as far as its control group goes; None where that is unknown."""
     if device.type != "cpu":
         return None
     with suppress(OSError, ValueError, AttributeError):
@@ -262,7 +264,7 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """As it is now, torch's own cache given back; None where the device's memory is the host's or nobody says."""
+    """As it is now, torch's own cache given back; None where the device's memory is the host's or unknown."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -276,9 +278,10 @@ def shareable_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     allowed = int(memory.total_bytes * config.gpu_memory_utilization)
     if allowed - taken - reserve <= 0:
         raise ConfigError(
-            f"nothing is left of the GPU for KV cache and adapters: gpu_memory_utilization {config.gpu_memory_utilization} of "
-            f"{memory.total_bytes} bytes is {allowed}, {taken} are taken (weights, other processes) and a step needs {reserve}; "
-            "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or quantize the model"
+            "nothing is left of the GPU for KV cache and adapters: gpu_memory_utilization "
+            f"{config.gpu_memory_utilization} of {memory.total_bytes} bytes is {allowed}, {taken} are taken (weights, "
+            f"other processes) and a step needs {reserve}; raise gpu_memory_utilization, lower max_num_batched_tokens "
+            "or max_num_seqs, or quantize the model"
         )
     return allowed - taken - reserve
 

@@ -73,7 +73,8 @@ def validate_against_vocab(params: SamplingParams, vocab_size: int) -> None:
     if unknown:
         shown = ", ".join(map(str, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
         raise InvalidRequestError(
-            f"logit_bias has {len(unknown)} token id(s) outside the vocabulary 0..{vocab_size - 1}: {shown}; remove them",
+            f"logit_bias has {len(unknown)} token id(s) outside the vocabulary 0..{vocab_size - 1}: {shown}; remove "
+            "them",
             param="logit_bias",
         )
 

@@ -12,7 +12,7 @@ what the next step draws for it is dropped.
 Policy: running requests first; then waiting ones first come, first served, except that a request whose adapter is not
 there yet lets others pass. Where adapters lack room they take turns (`AdapterTurns`) instead of thrashing: running
 requests are paused for one that is further behind. With n adapters waiting before it, one gets in within aging_steps +
-n * (aging_steps / 16 + the steps of a prompt) steps. Who is paused keeps its KV as long as nobody else needs the
+n * (aging_steps / 16 + the steps of a prompt) steps. A paused request keeps its KV as long as no other needs the
 memory; preemption for lack of KV is by recompute, which the prefix cache makes cheap.
 """
 
@@ -105,8 +105,8 @@ class Scheduler:
         return [state for state in self._states.values() if state.request.adapter_id == adapter_id]
 
     def forget_kv(self, adapter_digest: str) -> None:
-        """What an adapter's content computed is not to be used again: paused requests compute theirs anew, running ones
-        keep it."""
+        """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
+        ones keep it."""
         self._blocks.drop_digest(adapter_digest)
         for state in self._waiting:
             if state.keeps_kv and state.request.adapter_digest == adapter_digest:
@@ -149,8 +149,8 @@ class Scheduler:
         ahead stops.
 
         So when the next step of a running request depends on more of it than a token's id; and when a running request
-        has to give way, for lack of KV or to an adapter that waited too long: what a step in flight runs is taken from
-        nobody.
+        has to be paused, for lack of KV or for an adapter that waited too long: a request in a step in flight keeps its
+        place.
         """
         if not self._uncommitted:
             return False
@@ -199,13 +199,13 @@ class Scheduler:
                 budget -= min(num_tokens, budget)
 
     def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
-        """Give every running request its next tokens; returns the tokens left. The newest give way when KV runs out."""
+        """Give every running request its next tokens; returns the tokens left. Short of KV, it preempts the newest."""
         budget = self._max_num_batched_tokens
         for state, num_tokens in list(self._next_tokens()):
             while state.status is RequestStatus.RUNNING and not self._reserve(state, num_tokens):
                 self._give_way(self._running[-1], keeps_kv=False)
             if state.status is not RequestStatus.RUNNING:
-                break  # it was the newest and gave way itself
+                break  # it was the newest and was preempted itself
             scheduled.append(_scheduled(state, num_tokens))
             budget -= num_tokens
         return budget
@@ -237,7 +237,7 @@ class Scheduler:
             if budget <= 0 or num_seats <= 0:
                 break
             if state.preempted_at_step == self._turns.step_id:
-                continue  # it gave way in this very step
+                continue  # it was preempted in this very step
             if state.request.request_id in self._leaving:
                 continue  # one of this name ended, and its KV is in use until the next commit
             try:
@@ -513,13 +513,13 @@ class AdapterTurns:
         return state in self._called
 
     def queue(self, waiting: Sequence[RequestState]) -> list[RequestState]:
-        """Who is admitted before whom: those that others were paused for, or the room would be taken from them, then by
+        """The order of admission: those that others were paused for, or the room would be taken from them, then by
         arrival."""
         self._called = [state for state in self._called if state in waiting]
         return self._called + [state for state in waiting if state not in self._called]
 
     def call(self, waiting: Sequence[RequestState], running: Sequence[RequestState]) -> list[RequestState]:
-        """Whom `to_pause` names, for the request that is furthest behind; it goes first from now on."""
+        """The requests that `to_pause` names, for the one that is furthest behind; it goes first from now on."""
         paused = self.to_pause(waiting, running)
         if paused and (caller := self._next(waiting)) not in self._called:
             self._called.append(caller)

@@ -4,7 +4,7 @@ requests come.
 Triton compiles a kernel for seconds at its first launch (and keeps it on disk for the next start); cuBLAS and torch
 load theirs then. The steps are those that serving will have: prompts of all sizes, alone and beside a decode, many
 short ones, a few tokens behind a long context, decodes; each without adapters, and through lora_slots, which are empty.
-Their KV blocks hold anything, and nobody gets their tokens.
+Their KV blocks hold anything, and no request gets their tokens.
 """
 
 from __future__ import annotations

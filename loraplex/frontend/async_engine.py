@@ -249,7 +249,8 @@ class AsyncEngine(AdapterVerbs):
     def _submit(self, prepared: PreparedRequest, ref: LoRARef | None) -> OutputStream:
         if len(self._streams) >= self.config.max_waiting_requests + self.config.max_num_seqs:
             raise EngineOverloadedError(
-                f"{len(self._streams)} requests are running or waiting, the limit; try again later (--max-waiting-requests)"
+                f"{len(self._streams)} requests are running or waiting, the limit; try again later "
+                "(--max-waiting-requests)"
             )
         if ref is not None and self._front.registry_or_refuse().is_forced_out(ref.adapter_id):
             raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")

@@ -43,7 +43,8 @@ class Front:
         name = request.base_model_name
         if name is not None and name != self.served_model_name:
             raise InvalidRequestError(
-                f"LoRARequest {request.lora_name!r}: base_model_name is {name!r}, this engine serves {self.served_model_name!r}"
+                f"LoRARequest {request.lora_name!r}: base_model_name is {name!r}, this engine serves "
+                f"{self.served_model_name!r}"
             )
 
 

@@ -254,7 +254,8 @@ class LLM:
     def _run(self, requests: Sequence[_Asked], cache_salt: str = "") -> list[RequestOutput]:
         if self._submitted:
             raise InvalidRequestError(
-                f"{len(self._submitted)} submitted requests have not ended: step until they have, or abort them, then generate"
+                f"{len(self._submitted)} submitted requests have not ended: step until they have, or abort them, then "
+                "generate"
             )
         refs: list[LoRARef] = []
         try:

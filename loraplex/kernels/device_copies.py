@@ -36,7 +36,7 @@ class Download:
 
 
 def _download(tensor: Tensor) -> Tensor:
-    """On devices that have no pinned memory the copy is made when somebody asks for it."""
+    """On devices that have no pinned memory the copy is made when it is asked for."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

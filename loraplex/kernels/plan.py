@@ -128,7 +128,7 @@ class LoraPlan:
             self.cut_tiles()
 
     def upload(self) -> None:
-        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. Nobody
+        """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. No thread
         waits for it."""
         if self.buffer is not self.host:
             is_gpu = (
@@ -264,9 +264,9 @@ class SlotTable:
     (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
 
     On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings
-    it to the tensors, in the order of the kernels: a step in flight sees none of it, the next one all. Nobody else
-    calls it: an engine does before each launch (memory/residency/store.py), other users of a table do before their
-    kernels.
+    it to the tensors, in the order of the kernels: a step in flight sees none of it, the next one all. The table itself
+    never calls it: an engine does before each launch (memory/residency/store.py), other users of a table do before
+    their kernels.
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class SlotTable:
         """Bring the columns that were written since to the device, on the current stream: one copy and two kernels,
         whatever changed.
 
-        For the thread that launches steps, before each; nobody may write meanwhile. Nothing is launched when nothing
+        For the thread that launches steps, before each; no thread may write meanwhile. Nothing is launched when nothing
         changed.
         """
         if not self._changed:

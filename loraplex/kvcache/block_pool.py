@@ -1,8 +1,8 @@
 """KV blocks with reference counts, in chunks of memory that come and go. A block whose count is zero is free; it keeps
 its content until it is lent again.
 
-Chunk c is blocks [c * blocks_per_chunk, (c + 1) * blocks_per_chunk): a block's number says where it is, whoever has its
-chunk.
+Chunk c is blocks [c * blocks_per_chunk, (c + 1) * blocks_per_chunk): a block's number says where it is, for any owner
+of its chunk.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BlockPool:
         self._cache = cache
         self._num_refs: dict[int, int] = {}  # of the blocks of the chunks that it has
         self._num_used: dict[int, int] = {}  # chunk -> blocks with references
-        self._closed: set[int] = set()  # fenced chunks: their free blocks are nobody's
+        self._closed: set[int] = set()  # fenced chunks: their free blocks have no user
         self._worthless: OrderedDict[int, None] = OrderedDict()  # free, without cached content
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, with cached content
         while len(self._num_used) < chunks.floor and self._grow():
@@ -108,7 +108,7 @@ class BlockPool:
 
     @property
     def num_above_floor(self) -> int:
-        """Chunks that may be given back once nobody uses them."""
+        """Chunks that may be given back once they are unused."""
         return max(0, len(self._num_used) - len(self._closed) - self._lender.floor)
 
     def num_refs(self, kv_block: int) -> int:
@@ -193,7 +193,7 @@ class BlockPool:
         return heapq.nlargest(num_chunks, self._num_used.keys() - self._closed)
 
     def give_back_chunk(self, chunk: int) -> bool:
-        """Return this one, whose blocks were moved; False when it went to be fenced, and nobody gets it."""
+        """Return this one, whose blocks were moved; False when it went to be fenced, and has no next owner."""
         if chunk not in self._num_used:
             return False
         self._return(chunk)
@@ -210,8 +210,8 @@ class BlockPool:
         return self._chunk_of(kv_block) not in self._closed
 
     def fence(self, chunk: int) -> None:
-        """Never use the chunk again: its free blocks go now, the others when they are released. Nothing in it is shared
-        anew."""
+        """Never use the chunk again: its free blocks go now, the others when they are released. No further request
+        shares what is in it."""
         if chunk in self._closed or not self._lender.fence(chunk):
             return
         self._closed.add(chunk)
@@ -309,7 +309,7 @@ class BlockPool:
         return range(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
 
     def check_integrity(self) -> None:
-        """Assert that a block is free exactly when nobody refers to it, in the right list, and that chunks add up."""
+        """Assert that a block is free exactly when it has no reference, in the right list, and that chunks add up."""
         assert self._worthless.keys().isdisjoint(self._cached)
         for kv_block, refs in self._num_refs.items():
             assert refs >= 0, f"KV block {kv_block} has {refs} references"

@@ -222,13 +222,13 @@ class LoRAModelManager:
         known = self._residency.find_in_use_locked(spec.adapter_id)
         if known is not None and known.is_removed:
             raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {known.name!r} of the same id "
-                f"{spec.adapter_id}; take another id or wait for them"
+                f"adapter {spec.adapter_name!r}: requests still run on the removed adapter {known.name!r} of the same "
+                f"id {spec.adapter_id}; take another id or wait for them"
             )
         if known is not None and known.weights.digest != spec.adapter_digest:
             raise AdapterConflictError(
-                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another content; "
-                "take another id or remove that one first"
+                f"adapter {spec.adapter_name!r}: id {spec.adapter_id} belongs to adapter {known.name!r} with another "
+                "content; take another id or remove that one first"
             )
         return known
 
@@ -351,7 +351,7 @@ class LoRAModelManager:
     # ------------------------------------------------------------------------------------------------------------ views
 
     def digest_of(self, adapter_id: int) -> str:
-        """Of an adapter that resolves, or that somebody still has a reference to."""
+        """Of an adapter that resolves, or that still has a reference."""
         with self._residency.held():
             return self._residency.in_use_locked(adapter_id).weights.digest
 
@@ -440,8 +440,8 @@ def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Pa
         size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"
         if cache.max_bytes < least:
             raise ConfigError(
-                f"{size}, and the smallest that this model can have (rank 1 on one module) takes {least}: every load would be refused; "
-                f"raise {cache.setting}, or turn LoRA off"
+                f"{size}, and the smallest that this model can have (rank 1 on one module) takes {least}: every load "
+                f"would be refused; raise {cache.setting}, or turn LoRA off"
             )
         if cache.max_bytes < usual:
             logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)

@@ -24,10 +24,10 @@ class MemoryCounters:
     """Running totals.
 
     loads: finished ones, by what asked for them (add, request, prefetch, promote, pin, restore); loads_from: by what
-    was read. evictions: by tier and reason: `device_room`, `host_room` (somebody else needed the room), `kv_pressure`
-    (the KV cache did), `verb` (by name), `device_idle`, `host_idle`, `host_compressed` (unused for long),
-    `..._low_memory`. misses: references that had to wait. found: references by where the first request for them found
-    the adapter: `device`, `host`, or what its load read (`compressed`, `disk`, `source`).
+    was read. evictions: by tier and reason: `device_room`, `host_room` (others needed the room), `kv_pressure` (the KV
+    cache did), `verb` (by name), `device_idle`, `host_idle`, `host_compressed` (unused for long), `..._low_memory`.
+    misses: references that had to wait. found: references by where the first request for them found the adapter:
+    `device`, `host`, or what its load read (`compressed`, `disk`, `source`).
     damaged: copies whose bytes had changed; quarantined, recovered: contents that gave wrong results, and then right
     ones again.
     """

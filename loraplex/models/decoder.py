@@ -233,7 +233,7 @@ class Decoder:
         self._run_layers = self._ops.captured(self._forward_layers)
 
     def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:
-        """Tell `on_seconds(operator, seconds)` from now on, or nobody. A backend that runs forward as it is tells
+        """Tell `on_seconds(operator, seconds)` from now on; None: no longer. A backend that runs forward as it is tells
         nothing."""
         self._run_layers = self._ops.captured(self._forward_layers, on_seconds)
 

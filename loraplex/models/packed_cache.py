@@ -114,7 +114,7 @@ class PackedCache:
 
 
 def wait_until_saved() -> None:
-    """Until every file that this process is writing is there. A process that ends before has written it in vain."""
+    """Until every file that this process is writing is there. What a process that ends before has written is lost."""
     for thread in list(_writers.values()):
         thread.join()
 

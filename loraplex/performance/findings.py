@@ -65,9 +65,9 @@ def _service(report: LoraPerformanceReport) -> Iterator[Finding]:
         return
     severity = "info" if requests.share_in_both >= GOOD_SERVICE else "warning"
     text = (
-        f"{_percent(requests.share_in_both)} of requests kept both targets: {_percent(requests.share_in_first_token)} had their first "
-        f"token within {targets.first_token_s:g} s, {_percent(requests.share_in_inter_token)} their tokens at most "
-        f"{_ms(targets.inter_token_s)} apart."
+        f"{_percent(requests.share_in_both)} of requests kept both targets: {_percent(requests.share_in_first_token)} "
+        f"had their first token within {targets.first_token_s:g} s, {_percent(requests.share_in_inter_token)} their "
+        f"tokens at most {_ms(targets.inter_token_s)} apart."
     )
     is_first_worse = requests.share_in_first_token < requests.share_in_inter_token
     first = "First tokens wait: see what requests waited for, or raise max_num_seqs, or add servers."
@@ -81,13 +81,13 @@ def _contention(report: LoraPerformanceReport) -> Iterator[Finding]:
     cpu = report.cpu
     if _is_contended(report):
         text = (
-            f"The engine's threads had no core in {_percent(cpu.missing_share)} of the time that they wanted one: {cpu.cpu_s:.1f} s of "
-            f"processor time, {cpu.wait_s:.1f} s of waiting for a core, {cpu.left_out_s:.1f} s of threads that were left out, "
-            f"{cpu.num_preemptions} involuntary context switches."
+            f"The engine's threads had no core in {_percent(cpu.missing_share)} of the time that they wanted one: "
+            f"{cpu.cpu_s:.1f} s of processor time, {cpu.wait_s:.1f} s of waiting for a core, {cpu.left_out_s:.1f} s "
+            f"of threads that were left out, {cpu.num_preemptions} involuntary context switches."
         )
         remedy = (
-            "Other processes use the cores: give the engine cores of its own (taskset, a cpuset), move what runs beside it, or lower "
-            "num_threads to the cores that are free."
+            "Other processes use the cores: give the engine cores of its own (taskset, a cpuset), move what runs "
+            "beside it, or lower num_threads to the cores that are free."
         )
         yield Finding("cpu_contention", "warning", text, remedy)
 

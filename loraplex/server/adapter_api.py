@@ -114,8 +114,8 @@ class AdapterRoutes:
             )
         registry = self._registry(f"adapter {clipped(body.lora_name)!r} was to be loaded")
         duplicate = _invalid_input(
-            f"The lora adapter '{clipped(body.lora_name)}' has already been loaded. If you want to load the adapter in place, "
-            "set 'load_inplace' to True.",
+            f"The lora adapter '{clipped(body.lora_name)}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True.",
             "lora_name",
         )
         if not body.load_inplace and body.lora_name in registry.names():

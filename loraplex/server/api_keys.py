@@ -35,7 +35,8 @@ class KeySettings:
     commas between."""
 
     api_key: tuple[str, ...] = _keys(
-        "key that clients must send (several times: several); other users see it in the list of processes, a file is better"
+        "key that clients must send (several times: several); other users see it in the list of processes, a file is "
+        "better"
     )
     api_key_file: tuple[str, ...] = setting(
         (), "file of such keys, one a line; or the variable LORAPLEX_API_KEY, with commas between keys"

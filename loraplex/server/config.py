@@ -36,7 +36,8 @@ class ServerSettings:
     )
     disable_dynamic_loading: bool = setting(
         False,
-        "refusal of requests that load, replace or unload an adapter; adapters come from the command line and --state-dir alone",
+        "refusal of requests that load, replace or unload an adapter; adapters come from the command line and "
+        "--state-dir alone",
     )
     guard_metrics: bool = setting(False, "API key required for /metrics, where the server has keys")
     cors_allowed_origins: tuple[str, ...] = setting(
@@ -101,7 +102,8 @@ class ServerSettings:
     )
     max_engine_restarts: int | None = setting(
         None,
-        "failed starts of the engine in a row until the server exits with code 1 (default: no limit, with pauses up to 60 s)",
+        "failed starts of the engine in a row until the server exits with code 1 (default: no limit, with pauses up "
+        "to 60 s)",
         group="Engine process",
     )
     max_request_s: float | None = setting(
@@ -203,7 +205,8 @@ class ServerConfig(ServerSettings):
     )
     adapter_roots: tuple[str, ...] | None = setting(
         None,
-        "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, else nothing)",
+        "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, "
+        "else nothing)",
     )
 
     def __post_init__(self) -> None:
@@ -219,11 +222,13 @@ class ServerConfig(ServerSettings):
                 ),
                 (
                     not set(self.api_keys) & set(self.admin_api_keys),
-                    "a key is both an API key and an admin key; make them different, or clients have an operator's rights",
+                    "a key is both an API key and an admin key; make them different, or clients have an operator's "
+                    "rights",
                 ),
                 (
                     len(self.api_keys) + len(self.admin_api_keys) <= MAX_KEYS,
-                    f"there are {len(self.api_keys) + len(self.admin_api_keys)} API keys, at most {MAX_KEYS} are compared",
+                    f"there are {len(self.api_keys) + len(self.admin_api_keys)} API keys, at most {MAX_KEYS} are "
+                    "compared",
                 ),
                 (all(self.adapter_roots or ()), "adapter_roots has an empty directory"),
             ]
@@ -243,13 +248,13 @@ class ServerConfig(ServerSettings):
         checks = [
             (
                 not self.is_loopback and not self.has_keys,
-                f"{self.host} can be reached from other machines and there is no API key: everyone there may use and change "
-                "this server; give --api-key-file and --admin-api-key-file",
+                f"{self.host} can be reached from other machines and there is no API key: everyone there may use and "
+                "change this server; give --api-key-file and --admin-api-key-file",
             ),
             (
                 not self.is_loopback and self.has_keys and not self.admin_api_keys and not self.disable_dynamic_loading,
-                f"{self.host} can be reached from other machines and every API key may load, replace and unload adapters; "
-                "give --admin-api-key-file, or --disable-dynamic-loading",
+                f"{self.host} can be reached from other machines and every API key may load, replace and unload "
+                "adapters; give --admin-api-key-file, or --disable-dynamic-loading",
             ),
             *(
                 (

@@ -58,8 +58,8 @@ class Deadline:
 
     def error(self) -> RequestTimeoutError:
         return RequestTimeoutError(
-            f"the request was not finished within {self.seconds:g} s ({self.setting}) and was aborted; allow it more time, ask for "
-            "fewer tokens, or try when the server is less busy"
+            f"the request was not finished within {self.seconds:g} s ({self.setting}) and was aborted; allow it more "
+            "time, ask for fewer tokens, or try when the server is less busy"
         )
 
 

@@ -127,8 +127,8 @@ class OpenAIRoutes:
         limit, setting = min(limits)
         if num_prompts * n > limit:
             raise ApiError(
-                f"{num_prompts} prompts times n={n} are {num_prompts * n} completions, at most {limit} fit in a request "
-                f"({setting}): send several",
+                f"{num_prompts} prompts times n={n} are {num_prompts * n} completions, at most {limit} fit in a "
+                f"request ({setting}): send several",
                 param="prompt" if n == 1 else "n",
             )
 
@@ -192,8 +192,8 @@ class OpenAIRoutes:
 def _too_many_repeated(body: CompletionRequest, num_written: int) -> ApiError:
     field = "echo" if body.echo else "return_token_ids"
     return ApiError(
-        f"{field} with n={body.n} gives {num_written} tokens of prompts back, at most {MAX_REPEATED_TOKENS} fit in an answer: "
-        "send n=1, or less",
+        f"{field} with n={body.n} gives {num_written} tokens of prompts back, at most {MAX_REPEATED_TOKENS} fit in an "
+        "answer: send n=1, or less",
         param=field,
     )
 

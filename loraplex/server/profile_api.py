@@ -74,7 +74,7 @@ class ProfileRoutes:
 
     @requires(Access.VERB)
     async def start(self, request: Request) -> Response:
-        """Record from now on. 409 while another profile runs; a report that nobody fetched is forgotten."""
+        """Record from now on. 409 while another profile runs; a report that was not fetched is forgotten."""
         wish = await self._bodies.read(request, StartProfileRequest)
         async with self._lock:
             if self._engine.is_profiling:

@@ -167,8 +167,8 @@ class PromptEncoder:
         if num_prompt + (max_tokens or 1) > limit:
             raise PromptTooLongError(
                 f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the prompt, {max_tokens or 1} in the completion). "
-                "Please reduce the length of the prompt or of the completion.",
+                f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the prompt, {max_tokens or 1} in the "
+                "completion). Please reduce the length of the prompt or of the completion.",
                 param=field if num_prompt >= limit else limit_field,
             )
         largest = max(prompt.token_ids)
@@ -210,7 +210,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _check_arguments(chat: ChatFields) -> None:
-    """Arguments of tool calls are JSON inside of a JSON text, whose values nobody has counted yet.
+    """Arguments of tool calls are JSON inside of a JSON text, whose values are not counted yet.
 
     Counted as one: an open string in some of them, which hides what follows, is refused when these are parsed, before
     the rest.

@@ -40,8 +40,8 @@ SWITCH_INTERVAL_S = 0.001
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GC_THRESHOLDS = (50_000, 5, 1000)
 """Python's own (700, 10, 10) look at all objects again and again while the log probabilities of a large answer come
-together: seconds in which nobody is answered. With these a young collection takes some 10 ms, a middle one 50 ms, and
-an old one is rare."""
+together: seconds in which no request is answered. With these a young collection takes some 10 ms, a middle one 50 ms,
+and an old one is rare."""
 
 LAST_WORDS_S = 5.0
 """After the grace, how long the error of an aborted request may take to reach its client."""

@@ -236,7 +236,7 @@ class SamplingFields(RequestModel):
 
     @property
     def label(self) -> str | None:
-        """Whom the client names as its user: it goes into the log and nowhere else."""
+        """The user that the client names: it goes into the log and nowhere else."""
         return self.user
 
     @property

@@ -27,7 +27,7 @@ class EventStream(StreamingResponse):
     """Sends events as they come. However it ends (all sent, client gone, server stopped), they and their source are
     closed.
 
-    `source` is what `events` reads: closing events that nobody began to read would not reach it.
+    `source` is what `events` reads: closing events whose reading has not begun would not reach it.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]) -> None:

@@ -50,8 +50,8 @@ class VerbTurns:
                 await held.enter_async_context(turns)
         except TimeoutError:
             raise ApiError(
-                f"{who} run, and none of them ended for {PATIENCE_S:g} s: some may wait for a file system or a hub that "
-                "does not answer; try again later",
+                f"{who} run, and none of them ended for {PATIENCE_S:g} s: some may wait for a file system or a hub "
+                "that does not answer; try again later",
                 status=status,
                 kind="overloaded_error",
                 code="too_many_verbs",

@@ -136,8 +136,8 @@ class InputProcessor:
             raise InvalidRequestError("the prompt is empty: it must have at least one token", param="prompt")
         if len(token_ids) >= max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens and the model's length is {max_model_len}, prompt and output together; "
-                f"shorten the prompt to at most {max_model_len - 1} tokens",
+                f"the prompt has {len(token_ids)} tokens and the model's length is {max_model_len}, prompt and output "
+                f"together; shorten the prompt to at most {max_model_len - 1} tokens",
                 param="prompt",
             )
         params.check_prompt_logprobs(len(token_ids))

@@ -329,8 +329,8 @@ class Tokenizer:
                 f"this model has no default chat template, only: {names}; name one of them", param="messages"
             )
         raise InvalidRequestError(
-            "this model has no chat template (none in tokenizer_config.json or chat_template.jinja): use /v1/completions, "
-            "or send a chat_template",
+            "this model has no chat template (none in tokenizer_config.json or chat_template.jinja): use "
+            "/v1/completions, or send a chat_template",
             param="messages",
         )
 

@@ -83,9 +83,9 @@ def _requests(report: LoraPerformanceReport) -> str:
     text = (
         f"{requests.num_requests} requests began, {requests.num_finished} finished, {requests.num_failed} failed; "
         f"{requests.num_tokens / seconds:,.1f} tokens/s, {requests.num_finished / seconds:,.2f} requests/s. "
-        f"Targets: first token {_ms(report.targets.first_token_s)}, between tokens {_ms(report.targets.inter_token_s)}; "
-        f"{_percent(requests.share_in_both)} of finished requests kept both. "
-        f"The device computed {_percent(report.device_share)} of the time, in {report.num_steps} steps."
+        f"Targets: first token {_ms(report.targets.first_token_s)}, between tokens "
+        f"{_ms(report.targets.inter_token_s)}; {_percent(requests.share_in_both)} of finished requests kept both. The "
+        f"device computed {_percent(report.device_share)} of the time, in {report.num_steps} steps."
     )
     return _soft(text) + _table(("", "count", "mean", "p50", "p95", "p99", "max"), rows)
 
@@ -195,8 +195,9 @@ def _memory(report: LoraPerformanceReport) -> str:
     )
     text = (
         f"Mode {memory.mode.value}; fragmentation {_percent(memory.fragmentation)}, "
-        f"{_percent(report.fragmentation_before)} at the start; KV blocks {memory.num_kv_blocks - memory.num_free_kv_blocks} "
-        f"of {memory.num_kv_blocks} in use; {report.num_adapters} adapters, {len(memory.quarantined)} in quarantine."
+        f"{_percent(report.fragmentation_before)} at the start; KV blocks "
+        f"{memory.num_kv_blocks - memory.num_free_kv_blocks} of {memory.num_kv_blocks} in use; {report.num_adapters} "
+        f"adapters, {len(memory.quarantined)} in quarantine."
     )
     return (
         _soft(text)

@@ -21,7 +21,7 @@ class RemoteServer:
     """`url` as the ready line of `loraplex serve` says it, or host:port. The key, unless one is given, is the first in
     LORAPLEX_ADMIN_API_KEY, or else in LORAPLEX_API_KEY.
 
-    Raises OSError when nobody answers, LoraplexError for an answer that is an error, ConfigError for what is no URL.
+    Raises OSError without an answer, LoraplexError for an answer that is an error, ConfigError for what is no URL.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:

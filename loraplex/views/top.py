@@ -115,7 +115,7 @@ class Watcher:
         self._last_id = 0
 
     def look(self) -> Look:
-        """Raises OSError when nobody answers, LoraplexError when the server or its engine cannot."""
+        """Raises OSError without an answer, LoraplexError when the server or its engine cannot."""
         samples, now_s = read_samples(self._server.get("/metrics").decode()), time.monotonic()
         memory = self._server.get_json(MEMORY_PATH)
         self._read_events()

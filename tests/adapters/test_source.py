@@ -78,7 +78,7 @@ def test_a_local_directory_comes_before_the_hub(root: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "path", ["nowhere", "/no/such/dir", "./org/name", "a/b/c", "", "a\0b", "~nobody-of-this-name/x"]
+    "path", ["nowhere", "/no/such/dir", "./org/name", "a/b/c", "", "a\0b", "~no-user-of-this-name/x"]
 )
 def test_no_such_directory(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

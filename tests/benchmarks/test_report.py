@@ -164,7 +164,7 @@ def test_settings_reach_loraplex_and_nobody_else() -> None:
     assert variant.settings == {"seed": 3, "quantization": "int8", "block_size": 32}
     assert hf.settings == {}
     with pytest.raises(SystemExit, match="there is no peer"):
-        throughput.engines_of(throughput.parser().parse_args(["--peer", "nobody"]))
+        throughput.engines_of(throughput.parser().parse_args(["--peer", "unknown"]))
 
 
 @pytest.mark.parametrize(

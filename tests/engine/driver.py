@@ -97,7 +97,7 @@ class Driver:
         self._take_all(self.engine.step())
 
     def finish(self, max_steps: float = math.inf) -> None:
-        """Step until nothing is left to do; loads are waited for, but not for ever."""
+        """Step until nothing is left to do; loads are waited for, but not without end."""
         num_steps = num_stalls = 0
         while self.engine.has_unfinished:
             self.advance()

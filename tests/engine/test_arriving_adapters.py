@@ -78,7 +78,7 @@ def test_a_cold_adapter_runs_in_the_first_step_and_is_right(apart: Apart, bench:
     asked = Asked(apart.driver, bench, "one")
     apart.driver.step()
     assert [arrival.is_done for arrival in apart.copies.arrivals] == [True], "the step brought all layers"
-    assert len(apart.store.arriving) == 1, "nobody has seen yet that it has landed"
+    assert len(apart.store.arriving) == 1, "no poll has seen yet that it has landed"
     assert apart.driver.stats.waiting_by_cause["load"] == 0
     apart.finish()
     asked.check()
@@ -116,7 +116,7 @@ def test_many_adapters_over_little_room_all_answer_rightly(apart: Apart, bench: 
 
 
 def test_what_does_not_arrive_ends_only_its_own_requests(apart: Apart, bench: Bench) -> None:
-    """The failure shows while the step waits for a layer; what the step computed with it reaches nobody."""
+    """The failure shows while the step waits for a layer; what the step computed with it reaches no client."""
     others = [Asked(apart.driver, bench, name) for name in (None, "two")]
     apart.driver.step(2)
     apart.landings.run()

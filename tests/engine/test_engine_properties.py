@@ -356,7 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert driver.registry.unload(name).is_drained
         driver.step()
         driver.check_idle()
-        for _ in range(100):  # a load that nobody wants any more ends in its thread
+        for _ in range(100):  # a load that is no longer wanted ends in its thread
             if not driver.engine.adapters.report().num_loading:
                 break
             driver.engine.adapters.wait_for_change(0.05)

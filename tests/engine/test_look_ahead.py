@@ -74,7 +74,7 @@ ASKS = st.builds(
     leaves_at=st.none() | st.none() | st.integers(1, 16),
 )
 HARD = [Ask(i // 2, NAMES[i % 4], tuple(range(3, 33)), 24, {}, None) for i in range(8)]
-"""More than two adapters and little KV at any time: somebody must be paused, and preempted where KV is little."""
+"""More than two adapters and little KV at any time: requests must be paused, and preempted where KV is little."""
 
 Answer = tuple[tuple[int, ...], str | None, int | str | None, Any, Any]
 
@@ -492,7 +492,7 @@ def test_a_profile_counts_every_token_once(driver: Driver, bench: Bench) -> None
 
 
 def test_a_client_leaves_while_a_step_runs_for_it(driver: Driver, bench: Bench) -> None:
-    """Its references return with the commit, and nobody else notices."""
+    """Its references return with the commit, and no other request notices."""
     staying, leaving = Asked(driver, bench, "two"), Asked(driver, bench, "one")
     while driver.stats.num_running < 2:
         driver.advance()

@@ -32,7 +32,7 @@ def test_after_a_lossy_copy_the_disk_tier_brings_the_exact_bytes_and_their_check
     store, housekeeping = driver.engine.adapters._residency, driver.engine.adapters.housekeeping
     exact, known = weights_of(driver)
     assert exact == known
-    store.room.pass_id += 5  # nobody asked lately
+    store.room.pass_id += 5  # no request asked lately
     assert housekeeping.reclaim_idle("host", -1e9, 1) == 1
     assert store.compressed is not None
     for _ in range(200):  # a loader's thread makes the copy

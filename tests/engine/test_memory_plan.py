@@ -204,7 +204,7 @@ def llama_8b() -> ModelConfig:
 def plan_for_gpu(
     total: int = 80 * GIB, free: int = 64 * GIB, lora: LoRAConfig | None = DEFAULT_LORA, **settings: Any
 ) -> MemoryPlan:
-    """The plan for an 8B model on a GPU that nobody needs to have."""
+    """The plan for an 8B model on a GPU that the test does not need."""
     model_config = llama_8b()
     config = EngineConfig(model="m", device="cuda", lora=lora, **settings)
     model = Decoder(model_config, get_backend("torch", META), torch.bfloat16, META, enable_lora=True)
@@ -242,7 +242,7 @@ def test_other_processes_count_and_a_larger_share_gives_more() -> None:
 def test_what_is_said_wins() -> None:
     both = plan_for_gpu(kv_cache_memory="8GiB", lora=LoRAConfig(adapter_memory="4GiB"))
     assert both.arena.num_bytes == pytest.approx(12 * GIB, rel=0.01)
-    assert both.arena.limits(Owner.KV).floor == both.arena.ceiling(Owner.KV), "nobody contends"
+    assert both.arena.limits(Owner.KV).floor == both.arena.ceiling(Owner.KV), "nothing contends"
     one = plan_for_gpu(kv_cache_memory="8GiB")
     assert one.arena.num_bytes > 50 * GIB
     assert one.num_kv_blocks * 2 * MIB == pytest.approx(8 * GIB, rel=0.01)

@@ -213,9 +213,9 @@ def test_preemption(family: FamilyCases, is_prefix_caching: bool) -> None:
 
 
 def test_more_adapters_than_device_room(family: FamilyCases) -> None:
-    """The device holds less than half of them; whoever waits gets its turn, and what was evicted comes back as it was.
+    """The device holds less than half of them; each request gets its turn, and what was evicted comes back as it was.
 
-    Requests that give way go on with the KV they have.
+    Requests that are paused go on with the KV they have.
     """
     room = max(max(family.adapter_bytes) + 64 * 1024, sum(family.adapter_bytes) // 3)
     with start(family, adapter_memory_bytes=room, aging_steps=8) as llm:
@@ -254,8 +254,7 @@ def test_everything_at_once(family: FamilyCases) -> None:
 
 
 def test_kv_cache_and_adapters_share_too_little(family: FamilyCases, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thirds of what both want: chunks change hands all the time, KV blocks and extents move, and nobody's tokens
-    do."""
+    """Two thirds of what both want: chunks change hands all the time, KV blocks and extents move, and tokens stay."""
     monkeypatch.setattr(memory_plan, "CHUNK_BYTES", 4 * family.kv_block_bytes)
     longest = -(-MAX_MODEL_LEN // BLOCK_SIZE) * family.kv_block_bytes
     wanted, floor = sum(family.adapter_bytes) + len(family.cases) * longest, 2 * max(family.adapter_bytes)

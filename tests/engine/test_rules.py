@@ -652,7 +652,7 @@ def test_rule_11_requests_that_are_refused(driver: Driver, bench: Bench) -> None
         (InvalidRequestError, [10**6], "one", {}),
         (InvalidRequestError, [5], "one", {"top_p": 0}),
         (InvalidRequestError, [5], "one", {"stop_token_ids": [10**6]}),
-        (AdapterNotFoundError, [5], "nobody", {}),
+        (AdapterNotFoundError, [5], "unknown", {}),
     ]
     for error, prompt, name, params in refused:
         with pytest.raises(error):
@@ -712,7 +712,7 @@ def test_rule_11_an_unload_with_force(driver: Driver, bench: Bench) -> None:
 
 
 def test_an_unload_drops_the_pin_although_requests_still_run(driver: Driver, bench: Bench) -> None:
-    """Whoever wants its room waits for those requests, and is not refused because of the pin."""
+    """A request that needs its room waits for those requests, and is not refused because of the pin."""
     adapter_id = driver.registry.resolve("one").adapter_id
     driver.registry.pin("one")
     running = Asked(driver, bench, "one")

@@ -304,9 +304,8 @@ class TestAdapters:
         harness.run()
         assert len(harness.tokens("hog")) == 400
 
-    def test_newcomers_of_a_hot_adapter_join_it_and_give_way_with_their_kv(self) -> None:
-        """Nothing is computed twice, and nobody is kept from a seat that is free: the hot adapter goes on
-        afterwards."""
+    def test_newcomers_of_a_hot_adapter_join_it_and_pause_with_their_kv(self) -> None:
+        """Nothing is computed twice, and no request is kept from a free place: the hot adapter goes on afterwards."""
         harness = Harness(room=1, aging_steps=64, num_blocks=512)
         harness.add("hot-0", adapter=1, max_tokens=120)
         harness.step()
@@ -337,7 +336,7 @@ class TestAdapters:
         assert second[0] < third[0], "first come, first served among equals"
         assert harness.scheduler.num_preemptions == 0
         gaps = [after - before for steps in (first, second, third) for before, after in itertools.pairwise(steps)]
-        assert max(gaps) <= 40, "nobody is left alone for long while the others take their turns"
+        assert max(gaps) <= 40, "none is left alone for long while the others take their turns"
         assert second[-1] < first[-1] > third[-1]
 
     def test_who_was_called_and_still_lacks_room_is_admitted_once(self) -> None:
@@ -447,7 +446,7 @@ class TestAdapters:
         assert harness.scheduler.num_preemptions == 1
         while "hog" not in ran(plan := harness.step()):
             pass
-        assert ran(plan)["hog"] == num_tokens, "all of it is computed anew"
+        assert ran(plan)["hog"] == num_tokens, "all of it is computed again"
         harness.run()
         assert len(harness.tokens("hog")) == 30
 

@@ -131,7 +131,7 @@ class TestAhead:
         harness.run()
         assert harness.tokens("a") == [10, 11, 12, 13, EOS]
         assert harness.reason("a") is FinishReason.STOP
-        assert sum(len(plan.sequences) for plan in harness.plans) == 6, "one step was in vain"
+        assert sum(len(plan.sequences) for plan in harness.plans) == 6, "one step was wasted"
         assert harness.scheduler.num_generated_tokens == 5
         harness.add("again", length=11, max_tokens=1)
         state = harness.scheduler._states["again"]

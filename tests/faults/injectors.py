@@ -146,7 +146,7 @@ def hanging_reads(patience_s: float = 60.0) -> Iterator[threading.Event]:
     may_go_on, read_weights = threading.Event(), loading.read_weights
 
     def wait_and_read(*arguments: Any) -> Any:
-        assert may_go_on.wait(patience_s), "nobody let the load go on"
+        assert may_go_on.wait(patience_s), "the load was never let go on"
         return read_weights(*arguments)
 
     with mock.patch.object(loading, "read_weights", wait_and_read):

@@ -63,7 +63,7 @@ def test_device_bytes_are_those_that_kernels_read(rig: Rig) -> None:
     assert flip_device_bytes(rig.manager, 1, Random(0))
     assert num_changed(before, memory(rig)) == ([0, 1] if rig.is_separate else [1])
     assert flip_device_bytes(rig.manager, 2, Random(0)) == [], "it is not on the device"
-    assert flip_host_bytes(rig.manager, 99, Random(0)) == [], "nobody has that id"
+    assert flip_host_bytes(rig.manager, 99, Random(0)) == [], "no adapter has that id"
 
 
 def test_the_same_seed_flips_the_same_bytes() -> None:

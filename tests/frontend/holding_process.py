@@ -2,8 +2,8 @@
 
 python -m tests.frontend.holding_process ADDRESS        started by Supervision(module=...)
 
-Orders come as aborts of requests that nobody has: HOLD_ID and LET_GO_ID. In between, a request with `ignore_eos` gets
-NUM_FREE_TOKENS and no more; it keeps its KV blocks and its adapter, and all others run.
+Orders come as aborts of requests that are not there: HOLD_ID and LET_GO_ID. In between, a request with `ignore_eos`
+gets NUM_FREE_TOKENS and no more; it keeps its KV blocks and its adapter, and all others run.
 """
 
 from __future__ import annotations

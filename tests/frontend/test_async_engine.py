@@ -188,7 +188,7 @@ async def test_abort_of_one_completion_of_many_ends_all(client: Client) -> None:
 
 
 async def test_abort_of_an_unknown_request_is_passed_over(client: Client) -> None:
-    await client.engine.abort("nobody")
+    await client.engine.abort("unknown")
     outputs = await client.outputs("banana=", request_id="a")
     await client.engine.abort("a")
     assert outputs[-1].outputs[0].text == "banana"
@@ -297,7 +297,7 @@ async def test_an_id_that_looks_like_a_childs(client: Client) -> None:
 @pytest.mark.parametrize(
     ("prompt", "model", "kind"),
     [
-        ("banana=", "nobody", AdapterNotFoundError),
+        ("banana=", "unknown", AdapterNotFoundError),
         ([], "upper", InvalidRequestError),
         ([5] * MAX_MODEL_LEN, "upper", PromptTooLongError),
         ("x" * MAX_MODEL_LEN, "upper", PromptTooLongError),
@@ -535,7 +535,7 @@ async def test_verbs_on_unknown_names(client: Client) -> None:
     engine = client.engine
     for verb in (engine.unload_adapter, engine.pin_adapter, engine.evict_adapter, engine.describe_adapter):
         with pytest.raises(AdapterNotFoundError):
-            await within(verb("nobody"))
+            await within(verb("unknown"))
 
 
 async def test_bad_loads_disturb_nobody_and_are_not_sticky(client: Client, tmp_path: Path) -> None:

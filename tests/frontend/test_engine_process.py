@@ -347,7 +347,7 @@ asyncio.run(main())
 async def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     """Killed, so that it can tidy nothing up: the engine notices by itself, and no folder is left either.
 
-    Both run in a directory with a file that looks like a module: nobody may import it.
+    Both run in a directory with a file that looks like a module: neither may import it.
     """
     folder, directory = tmp_path / "t", tmp_path / "cwd"
     folder.mkdir()

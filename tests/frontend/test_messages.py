@@ -230,7 +230,7 @@ def test_a_direction_does_not_take_the_other_ones_messages() -> None:
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:
-    """An integer beyond 64 bits reaches nobody; its sender is told."""
+    """An integer beyond 64 bits reaches no process; its sender is told."""
     with pytest.raises(UnknownMessageError, match="cannot be sent"):
         msg.encode(msg.AddRequests.of([replace(REQUEST, max_tokens=10**30)]))
     with pytest.raises(UnknownMessageError, match="a prompt cannot be sent"):

@@ -36,7 +36,7 @@ class FakeArrival:
             end = len(self.sources) if num_pieces is None else min(len(self.sources), self.num_done + num_pieces)
             for index in range(self.num_done, end if self.error is None else self.num_done):
                 assert self.sources[index].equal(self._before[index]), "the host's copy changed while it was read"
-                assert bool((self.targets[index] == POISON).all()), "somebody wrote where a copy goes"
+                assert bool((self.targets[index] == POISON).all()), "something wrote where a copy goes"
                 self.targets[index].copy_(self.sources[index])
                 self.num_done = index + 1
 

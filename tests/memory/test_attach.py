@@ -1,4 +1,4 @@
-"""Adapters that are registered without a load: the first who needs them loads them, and nobody else notices."""
+"""Adapters that are registered without a load: the first that needs them loads them, and no other notices."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def has_no_step_in_flight(self) -> bool:
         return not self.in_flight
 
-    # Verbs that wait need somebody to commit steps: test_steps.py and test_loads.py have the threads for that.
+    # Verbs that wait need a thread that commits steps: test_steps.py and test_loads.py have the threads for that.
 
     @precondition(has_no_step_in_flight)
     @rule(adapter_id=ADAPTERS)

@@ -46,8 +46,8 @@ def test_a_request_waits_for_room_that_is_on_its_way_and_gets_it_at_the_commit(r
 
 
 def test_the_room_is_for_the_one_for_whom_it_was_made() -> None:
-    """Two small ones that ask later would fit into what is left meanwhile, and with a step always in flight keep it for
-    ever."""
+    """Two small ones that ask later would fit into what is left meanwhile, and with a step always in flight keep it
+    without end."""
     rig = Rig(num_device=1, num_host=1)
     for adapter_id, rank in ((1, 4), (2, 4), (3, 1), (4, 1)):
         rig.manager.add_adapter(rig.spec(adapter_id, rank=rank))
@@ -76,7 +76,7 @@ def test_a_promise_ends_with_the_interest_in_it() -> None:
     rig.manager.step_launched(1)
     rig.manager.release(3)
     rig.manager.poll()
-    assert rig.manager.try_acquire(1).waits_for is WaitsFor.ROOM  # 3 makes way for 1, which then gives up
+    assert rig.manager.try_acquire(1).waits_for is WaitsFor.ROOM  # 3 is to leave for 1, which then gives up
     rig.manager.step_committed(1)
     assert rig.manager.try_acquire(2).waits_for is WaitsFor.ROOM
     rig.manager.poll()

@@ -108,7 +108,7 @@ class AdapterMutator:
             try:
                 detail = mutation(rng, directory)
             except Exception:  # a change before took what it needs
-                detail = "in vain"
+                detail = "nothing to change"
             changes.append(f"{mutation.__name__}: {detail}"[:120])
         return tuple(changes)
 

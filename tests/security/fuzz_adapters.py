@@ -46,7 +46,8 @@ def fuzz(seconds: float, seed: int, first: int, max_growth_mib: float) -> int:
                 base_mib = peak_mib
     print(f"{number - first} mutants of seed {seed}: {dict(sorted(path.counts.items()))}")
     print(
-        f"slowest: {slowest[0]:.2f} s, mutant {slowest[1]}; resident {base_mib:.0f} MiB after {WARM_UP}, {peak_mib:.0f} MiB at most"
+        f"slowest: {slowest[0]:.2f} s, mutant {slowest[1]}; resident {base_mib:.0f} MiB after {WARM_UP}, "
+        f"{peak_mib:.0f} MiB at most"
     )
     return int(number - first > WARM_UP and peak_mib - base_mib > max_growth_mib)
 

@@ -209,7 +209,7 @@ DEAR = [
 @pytest.mark.parametrize("regex", DEAR, ids=lambda regex: ascii(regex[:20]))
 @pytest.mark.parametrize("mode", ["match", "fullmatch"])
 def test_what_could_cost_more_is_never_matched_here(mode: str, regex: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first held the lock for seconds; a `)` in a set was taken for a group's end, and held it for ever."""
+    """The first held the lock for seconds; a `)` in a set was taken for a group's end, and held it without end."""
     monkeypatch.setattr(patterns, "_match_here", lambda *args: pytest.fail("it was matched here"))
     monkeypatch.setattr(patterns, "_match_in_child", lambda *args: [{}])
     for text in (regex, rf"(.*\.)?({regex})$", rf"(?:^|.*?\.){regex}\.(?P<idx>\d+)\."):

@@ -336,7 +336,7 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
 def test_messages_have_no_path_but_the_one_that_was_sent(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`~/a` is sent; where home is, and where its link leads, is nobody's business."""
+    """`~/a` is sent; where home is, and where its link leads, is not told."""
     home, store = tmp_path / "home-of-the-operator", tmp_path / "store-of-the-operator"
     home.mkdir()
     shutil.copytree(ADAPTER, store / "a")

@@ -119,7 +119,7 @@ def hostile() -> dict[str, bytes]:
         "an unknown type": raw(type="Exec", call_id=7, command="id"),
         "a type of the other direction": raw(type="Fatal", error={"error": "EngineError", "message": "x"}),
         "a call of another type": store_call("pin_adapter", "one"),
-        "an adapter that nobody knows": store_call("evict_adapter", 2**62),
+        "an adapter that is not known": store_call("evict_adapter", 2**62),
         "a number beyond 64 bits": store_call("abort_adapter", 2**64 - 1),
         "a method that is not the store's": store_call("close"),
         "a method by a path": store_call("_store.close"),
@@ -139,7 +139,7 @@ def hostile() -> dict[str, bytes]:
         "no tokens wanted": bad(max_tokens=0),
         "a seed beyond 64 bits": bad(seed=2**64 - 1),
         "an unknown adapter": bad(adapter_id=10**9, adapter_digest="d"),
-        "an end of what never was": msg.encode(msg.AbortRequests(("nobody",) * 1000)),
+        "an end of what never was": msg.encode(msg.AbortRequests(("unknown",) * 1000)),
     }
 
 
@@ -203,7 +203,7 @@ def test_a_flood_of_messages_holds_up_no_step(wire: Wire, quiet: list[int]) -> N
     wire.send(msg.AddRequests.of([GOOD]))
     wire.step()
     for call_id in range(4 * MAX_MESSAGES_A_STEP):
-        wire.send(msg.AbortRequests((f"nobody-{call_id}",)))
+        wire.send(msg.AbortRequests((f"unknown-{call_id}",)))
     before = len(wire.tokens["good"])
     wire.step()
     assert len(wire.tokens["good"]) == before + 1

@@ -65,7 +65,8 @@ async def test_vllm_load_of_a_known_name(client: httpx.AsyncClient, path: str) -
     response = await client.post(LOAD, json={"lora_name": "sql", "lora_path": path})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == (
-        "The lora adapter 'sql' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
+        "The lora adapter 'sql' has already been loaded. If you want to load the adapter in place, set 'load_inplace' "
+        "to True."
     )
     assert response.json()["error"]["type"] == "InvalidUserInput"
 
@@ -383,7 +384,8 @@ async def test_verbs_on_a_kept_version(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/adapters/sql@1/pin")
     assert (response.status_code, response.json()["error"]["message"]) == (
         400,
-        "'sql@1' is not the version that answers for 'sql', and only that is pinned; move the name to it first, or preload it",
+        "'sql@1' is not the version that answers for 'sql', and only that is pinned; move the name to it first, or "
+        "preload it",
     )
 
 

@@ -101,7 +101,7 @@ async def test_a_slow_reader_is_told_what_it_lost(app: FastAPI, engine: FakeAsyn
     async with Stream(app) as stream:
         engine.record_event(event("first"))
         assert (await stream.next())["id"] == 1
-        for number in range(1500):  # at once: nobody reads meanwhile
+        for number in range(1500):  # at once: nothing is read meanwhile
             engine.record_event(event(str(number)))
         gap = await stream.next()
         assert (gap["event"], gap["data"], gap["id"]) == ("gap", {"lost": 500}, 501)

@@ -156,7 +156,7 @@ async def test_a_stopped_server_task_aborts_too(app: FastAPI, engine: FakeAsyncE
 
 
 async def test_a_client_that_goes_away_before_anything_is_sent_to_it() -> None:
-    """The first item is there, the stream is about to begin: its source is closed although nobody read an event."""
+    """The first item is there, the stream is about to begin: its source is closed although no event was read."""
     source = Source([1, 2, 3])
     stream = source.stream()
     await anext(stream)

@@ -122,7 +122,7 @@ class Asker:
             case "too long":
                 await self._expect(InvalidRequestError, [3] * 500, name)
             case "unknown":
-                await self._expect(AdapterNotFoundError, [3], f"nobody {number}")
+                await self._expect(AdapterNotFoundError, [3], f"unknown {number}")
             case _:
                 await self._ask(self._drawn(rng, name))
 

@@ -49,7 +49,8 @@ class Footprint:
             before, after = statistics.median(samples[third : 2 * third]), statistics.median(samples[2 * third :])
             if after - before > SLACK_BYTES + SLACK_SHARE * before:
                 self._ledger.find(
-                    f"the memory of {name} grows: {before / 2**20:.1f} MiB in the second third of its life, {after / 2**20:.1f} in the last"
+                    f"the memory of {name} grows: {before / 2**20:.1f} MiB in the second third of its life, "
+                    f"{after / 2**20:.1f} in the last"
                 )
 
     def rows(self) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Sources that hang: whoever reads an adapter whose directory has a marker waits until the marker is gone.
+"""Sources that hang: a thread that reads an adapter whose directory has a marker waits until the marker is gone.
 
 Two markers, because two processes read: the server's, which checks an adapter, and the engine's, which loads it.
 """
@@ -22,7 +22,7 @@ POLL_S = 0.005
 
 @contextmanager
 def heeding(marker: str) -> Iterator[None]:
-    """In this process, reads of a directory with `marker` in it hang; for ever would be MAX_HOLD_S."""
+    """In this process, reads of a directory with `marker` in it hang; MAX_HOLD_S stands for no end."""
     read_adapter = adapter_opener.read_adapter
 
     def wait_and_read(path: str, *arguments: Any) -> Any:
@@ -37,7 +37,7 @@ def heeding(marker: str) -> Iterator[None]:
 
 @contextmanager
 def held(directory: Path, marker: str) -> Iterator[None]:
-    """Whoever reads `directory` meanwhile waits."""
+    """A thread that reads `directory` meanwhile waits."""
     (directory / marker).touch()
     try:
         yield

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 NUM_LOGGED = 200
 MAX_FINDINGS = 20
 KEPT_S = 90.0
-"""Nobody asks what was true longer ago than this."""
+"""What was true longer ago than this is not asked for."""
 
 T = TypeVar("T")
 

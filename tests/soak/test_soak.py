@@ -39,7 +39,7 @@ async def test_a_short_soak_finds_nothing(world: World, tmp_path: Path) -> None:
 
 
 async def test_it_finds_wrong_weights(world: World, tmp_path: Path) -> None:
-    """Bytes of the adapters on the device flip again and again, and nobody says so."""
+    """Bytes of the adapters on the device flip again and again, and nothing says so."""
     soak = Soak(replace(SMALL, seconds=60, kill_period_s=None), world, tmp_path)
     damaging = asyncio.create_task(damage(soak, tmp_path / "sockets"))
     report = await soak.run()

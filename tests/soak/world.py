@@ -65,7 +65,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Content:
-    """One version of a family, at a path that nobody changes."""
+    """One version of a family, at a path that no verb changes."""
 
     digest: str
     family: int
@@ -159,7 +159,7 @@ class Source:
     path: Path
 
     def write(self, content: Content) -> None:
-        """Its files are those of `content` from now on; whoever has one of them open reads on what he opened."""
+        """Its files are those of `content` from now on; a reader that has one of them open reads on what it opened."""
         self.path.mkdir(exist_ok=True)
         for name in (CONFIG, WEIGHTS):  # of one family: the config is the same, the weights change with one rename
             fresh = self.path / f".{name}"

@@ -71,7 +71,7 @@ def test_equals_the_decoding_of_encoded_text(kind: str, skips: bool, text: str, 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_equals_the_decoding_of_any_tokens(kind: str, skips: bool, data: st.DataObject) -> None:
-    """What a model may well say: broken characters, specials in the middle, ids that nobody knows."""
+    """What a model may well say: broken characters, specials in the middle, ids that no vocabulary has."""
     tokenizer = TOKENIZERS[kind]
     token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
     result = stream(tokenizer, token_ids, skip_special_tokens=skips)

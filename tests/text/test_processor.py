@@ -459,7 +459,7 @@ def test_a_tokenizer_that_fails_ends_its_request_only(
 
 
 def test_an_unknown_request_is_passed_over(engine: Engine) -> None:
-    assert engine.outputs.process(TokenOutput("nobody", (9,))) is None
+    assert engine.outputs.process(TokenOutput("unknown", (9,))) is None
 
 
 # ----------------------------------------------------------------------------------------------------------- final only

@@ -112,7 +112,7 @@ def _serialized(kind: str) -> str:
 
 
 def tiny_backend(kind: str) -> tokenizers.Tokenizer:
-    """A fresh one each time: nobody shares what he changes."""
+    """A fresh one each time: no test shares what it changes."""
     return tokenizers.Tokenizer.from_str(_serialized(kind))
 
 

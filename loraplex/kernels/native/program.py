@@ -32,7 +32,7 @@ OPERATORS = ("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv"
 """By number, as in csrc/api.h."""
 
 LEAST_ROWS = 64
-"""Rows that a workspace has room for when nobody says how many a step may have; it grows by doubling."""
+"""Rows that a workspace has room for when no limit of a step is given; it grows by doubling."""
 
 OnSeconds = Callable[[str, float], None]
 
@@ -59,7 +59,7 @@ class ProgramStep(ctypes.Structure):
 
 
 class Workspace:
-    """Scratch tensors [rows, width], float32. One that nobody refers to any more is given out again."""
+    """Scratch tensors [rows, width], float32. One without references is given out again."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -268,7 +268,7 @@ class StepProgram:
         return program.output[: len(x)].clone()
 
     def reserve(self, num_rows: int) -> None:
-        """A workspace for `num_rows` rows, if it has fewer; steps are recorded anew then."""
+        """A workspace for `num_rows` rows, if it has fewer; steps are recorded again then."""
         if num_rows > self._workspace.num_rows:
             self._num_rows = num_rows
             self.release()

@@ -12,9 +12,9 @@ items - 1 are these, the ones behind are the expand items. An expand item loads 
 the counter of its (tile, slice) says that all splits are written. It cannot deadlock: a ticket is only ever taken by a
 program that runs, shrink items wait for nothing, so they all end, and an expand item waits for shrink items alone,
 whose tickets are smaller, hence taken already. The order in which the GPU starts programs, and how many fit on it at
-once, do not matter. Counters are 0 again at the end: who takes the last ticket resets the tickets (nobody takes another
-one), and the last of a slice's expand items, each of which adds 1 after its wait, resets the slice's. After a step that
-failed, `Workspace.reset` does.
+once, do not matter. Counters are 0 again at the end: the program with the last ticket resets the tickets (none is taken
+after it), and the last of a slice's expand items, each of which adds 1 after its wait, resets the slice's. After a step
+that failed, `Workspace.reset` does.
 """
 
 # Triton's arguments have no types of Python's.

@@ -126,7 +126,7 @@ class AdapterHealth:
         return self._recovery.is_due
 
     def next_diagnosis(self) -> int | None:
-        """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read anew.
+        """An adapter whose diagnosis is due, its copies in memory gone: what is diagnosed is read again.
 
         From the second try on copies on disk or compressed are not trusted either. Cases of contents that are gone are
         closed.
@@ -406,7 +406,7 @@ class Recovery:
         case.retry_at_s, case.is_running = self._clock() + DIAGNOSIS_S, False
 
     def forgive(self, digest: str) -> None:
-        """Somebody loads it again: a content that was given up has another chance."""
+        """It is loaded again: a content that was given up has another chance."""
         case = self._cases.get(digest)
         if case is not None and case.is_given_up:
             del self._cases[digest]

@@ -77,7 +77,7 @@ def _check_pools(tiers: Tiers, retired: RetiredMemory, holders: Iterable[StoredW
 
 def _check_extents(extents: list[Extent], used_bytes: int) -> None:
     assert len({extent.offset for extent in extents}) == len(extents), "two owners of one extent"
-    assert sum(extent.nbytes for extent in extents) == used_bytes, "bytes are lent that nobody has"
+    assert sum(extent.nbytes for extent in extents) == used_bytes, "bytes are lent that no extent has"
 
 
 def _check_budget(cache: Budget, held: list[StoredWeights]) -> None:

@@ -67,7 +67,7 @@ class MonitoredMemory(Protocol):
     def look(self) -> MemoryLook: ...
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
-        """Let one in `share` of those that nobody used for `idle_s` leave a tier (at least one); returns how many."""
+        """Let one in `share` of those that were not used for `idle_s` leave a tier (at least one); returns how many."""
         ...
 
     def compact(self) -> int:

@@ -24,7 +24,7 @@ MAX_KEYS = 4096
 
 MAX_SUCCESSORS = 8
 LEAST_SUCCESSIONS = 0.5
-"""Of each key so many successors are counted; one whose count has decayed below the least makes way for another."""
+"""Of each key so many successors are counted; one whose count has decayed below the least is replaced by another."""
 
 MIN_PROBABILITY = 0.5
 """Less likely than this, a load is wasted more often than not."""
@@ -111,7 +111,7 @@ class _History:
             successor.delay_s = DECAY * successor.delay_s + (1 - DECAY) * delay_s
 
     def _has_place(self) -> bool:
-        """For one more successor; the rarest makes way if it is rare enough."""
+        """For one more successor; the rarest is dropped if it is rare enough."""
         if len(self.successors) < MAX_SUCCESSORS:
             return True
         rarest = min(self.successors, key=lambda each: self.successors[each].count)
@@ -217,7 +217,7 @@ class PrefetchLedger:
     """What came of prefetched keys: of each, one of used, late or wasted. Not thread-safe.
 
     num_hits: used, and there in time. num_late: asked for while still on their way. num_wasted, wasted_bytes: evicted
-    without a use. num_missed: requests that had to wait for a key that nobody prefetched.
+    without a use. num_missed: requests that had to wait for a key that was not prefetched.
     """
 
     def __init__(self) -> None:

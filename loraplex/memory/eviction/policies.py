@@ -11,8 +11,8 @@ A tier tells its policy who enters, who is used, who leaves; the room asks for t
     cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
     none         nothing goes by itself
 
-A `use` is a request that gets the weights: one each. A `touch` is any other sign that somebody looks at them, however
-often (a waiting request asks in every step), and says something of recency alone.
+A `use` is a request that gets the weights: one each. A `touch` is any other sign of interest in them, however often (a
+waiting request asks in every step), and says something of recency alone.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def touch(self, key: str) -> None:
-        """Somebody looks at `key`: waits for it, prefetches it, gives it back. Nothing for a key that is not in the
-        tier."""
+        """`key` was waited for, prefetched or given back. Nothing for a key that is not in the tier."""
         ...
 
     def evict(self, key: str) -> None:

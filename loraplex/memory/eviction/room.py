@@ -41,7 +41,7 @@ class Room:
             self._promises[cache.tier] = weights
 
     def promised(self, cache: Budget) -> StoredWeights | None:
-        """Whom the next free memory of `cache` is for."""
+        """The weights that get the next free memory of `cache`."""
         weights = self._promises.get(cache.tier)
         is_due = weights is not None and weights.job is None and not _holds(cache, weights)
         if weights is not None and is_due and weights.wanted_in_pass >= self.pass_id - 1:
@@ -117,7 +117,7 @@ class Room:
         return (self._weights[digest] for digest in cache.policy.order(self._is_queued))
 
     def _is_queued(self, digest: str) -> bool:
-        """Whether a request asked for it in vain in this scheduling pass or the last."""
+        """Whether a request asked for it in this scheduling pass or the last and did not get it."""
         return self._weights[digest].wanted_in_pass >= max(0, self.pass_id - 1)
 
     def _may_leave(self, weights: StoredWeights, cache: Budget, demand: Demand) -> bool:
@@ -155,8 +155,8 @@ class Room:
         if not self._device.allows(weights.nbytes, pinned_bytes, len(pinned)):
             raise AdapterNoRoomError(
                 f"adapter {name!r} cannot be pinned: it needs {weights.nbytes} bytes, and {pinned_bytes} of the "
-                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the device "
-                "are pinned already; unpin another adapter or raise adapter_memory_bytes"
+                f"{self._device.max_bytes} bytes and {len(pinned)} of the {self._device.max_adapters} slots of the "
+                "device are pinned already; unpin another adapter or raise adapter_memory_bytes"
             )
 
     def check_size(self, name: str, nbytes: int) -> None:
@@ -164,8 +164,8 @@ class Room:
         for cache in (self._device, self._host):
             if nbytes > cache.max_bytes:
                 raise AdapterTooLargeError(
-                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is {cache.max_bytes} "
-                    f"bytes; raise {cache.setting} or use a lower rank"
+                    f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory, all of it is "
+                    f"{cache.max_bytes} bytes; raise {cache.setting} or use a lower rank"
                 )
 
     def no_room(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> AdapterNoRoomError:
@@ -175,21 +175,21 @@ class Room:
         bound = (
             "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
         )
-        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing makes way by itself"
+        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing is evicted"
         if cache.fits(nbytes):
             has_kv = self._is_kv_in_the_way(cache)
             rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
         return AdapterNoRoomError(
-            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: {cache.used_bytes} of "
-            f"{cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in use{rule}; "
-            f"unpin or evict another adapter, or raise {cache.setting}"
+            f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: "
+            f"{cache.used_bytes} of {cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in "
+            f"use{rule}; unpin or evict another adapter, or raise {cache.setting}"
         )
 
     def _pinned(self, besides: StoredWeights) -> list[StoredWeights]:
         return [each for each in self._held(self._device) if each.num_pinned and each is not besides]
 
     def is_waiting(self, weights: StoredWeights, cause: WaitsFor) -> bool:
-        """Whether a request asked for it in vain in this scheduling pass or the last, because of `cause`."""
+        """Whether a request did not get it in this scheduling pass or the last, because of `cause`."""
         return weights.waits_for is cause and weights.wanted_in_pass >= self.pass_id - 1
 
     @property

@@ -52,13 +52,13 @@ class Demand:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """One load or copy under way. Whoever wants the same weights meanwhile waits for it: one job, one outcome for all.
+    """One load or copy under way. A request for the same weights waits for it: one job, one outcome for all.
 
-    damaged_copies: tiers that were read in vain. sources: the adapters whose sources may be read. is_awaited: a request
-    was told to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is
-    done while requests run on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that
-    is not the same. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread
-    must not, or nobody is left to bring that memory back.
+    damaged_copies: tiers whose read failed. sources: the adapters whose sources may be read. is_awaited: a request was
+    told to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done
+    while requests run on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not
+    the same. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must
+    not, or no thread is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -140,7 +140,7 @@ class StoredWeights:
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.
-    wanted_in_pass: the last scheduling pass in which a request asked in vain.
+    wanted_in_pass: the last scheduling pass in which a request asked and did not get it.
     fault: requests run on what is not to be used, and are to end with this error.
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
     is_restoring: damaged copies were let go and the weights are on their way back.
@@ -198,7 +198,7 @@ class StoredWeights:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody would miss it: no running request, no pin, and it is at rest."""
+        """It would not be missed: no running request, no pin, and it is at rest."""
         return self.num_running == 0 and self.num_pinned == 0 and self.is_at_rest
 
     @property

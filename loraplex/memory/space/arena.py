@@ -3,7 +3,7 @@
     Arena    who has which chunk, within a floor and a ceiling for each        KV takes them from the front, adapters from the back
 
 The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that
-turned out to be bad is fenced: nobody gets it again. What free memory holds is undefined: `poison()` of its owner fills
+turned out to be bad is fenced: it is not lent again. What free memory holds is undefined: `poison()` of its owner fills
 it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
 """
 
@@ -31,7 +31,7 @@ POISON = 0xFF
 
 
 class Owner(enum.StrEnum):
-    """Who a chunk is lent to; `fenced` is nobody, for ever."""
+    """The borrower of a chunk; `fenced`: none, and none to come."""
 
     KV = "kv"
     ADAPTERS = "adapters"
@@ -103,7 +103,7 @@ class Arena:
 
     @property
     def fenced_bytes(self) -> int:
-        """Bytes that nobody gets again; those of chunks whose owner still has to give them back are not among them."""
+        """Bytes that are not lent again; those of chunks whose owner still has to give them back are not among them."""
         return self._num_of[Owner.FENCED] * self.chunk_bytes
 
     def num_lent(self, owner: Owner) -> int:
@@ -217,7 +217,7 @@ class Arena:
             )
 
     def check_integrity(self) -> None:
-        """Assert that the counts are true, nobody has more than its ceiling, and only lent chunks wait for their
+        """Assert that the counts are true, no owner has more than its ceiling, and only lent chunks wait for their
         fence."""
         with self._lock:
             for owner, count in self._num_of.items():
@@ -346,8 +346,8 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
         return True
     forget()
     logger.warning(
-        "%d bytes of host memory for adapters could not be page-locked (%s): cold adapters take longer and hold steps up; "
-        "lower host_memory_bytes, or raise the limit of locked memory (ulimit -l)",
+        "%d bytes of host memory for adapters could not be page-locked (%s): cold adapters take longer and hold steps "
+        "up; lower host_memory_bytes, or raise the limit of locked memory (ulimit -l)",
         memory.numel(),
         reason,
     )

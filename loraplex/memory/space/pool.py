@@ -146,8 +146,7 @@ class LoRAMemoryPool:
         """The moves to make next, of one chunk or of one extent (MoveFinder); at most `max_bytes`. [] when nothing is
         to be had.
 
-        Targets are lent; free the sources when nobody reads them any more. may_move is called with this pool's lock
-        held.
+        Targets are lent; free the sources when they are no longer read. may_move is called with this pool's lock held.
         """
         with self._lock:
             return MoveFinder(self._space, max_bytes, may_move).find()
@@ -299,7 +298,7 @@ class MoveFinder:
         return []
 
     def _loners(self) -> list[tuple[Extent, list[int]]]:
-        """Extents with chunks in which nobody else is, and those chunks; the most first."""
+        """Extents with chunks in which no other extent is, and those chunks; the most first."""
         own: dict[Extent, list[int]] = {}
         for chunk in self._space.chunks:
             if not self._space.is_closed(chunk):

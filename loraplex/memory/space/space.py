@@ -211,7 +211,7 @@ class Space:
             assert self._closed.keys().isdisjoint(chunks), f"[{start}, {end}) is a hole of a closed chunk"
         for start, end in self._free_ranges() if self._is_poisoned else ():
             is_clean = bool((self.arena.memory[start:end] == POISON).all())
-            assert is_clean, f"somebody wrote into the free bytes [{start}, {end})"
+            assert is_clean, f"something wrote into the free bytes [{start}, {end})"
 
     def _check_tiling(self, pieces: Sequence[Range], lent: Sequence[int]) -> None:
         total = sum(end - start for start, end in pieces)

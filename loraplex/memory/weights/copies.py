@@ -4,7 +4,7 @@
     SynchronousCopies   any other device: done when the call returns
 
 Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a
-move or a KV block still touches is not overwritten, whoever gave it back. What a step launches after `hold_steps(i)`
+move or a KV block still touches is not overwritten, whatever gave it back. What a step launches after `hold_steps(i)`
 begins when piece i is there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind
 them.
 
@@ -61,7 +61,7 @@ class CopyEngine(Protocol):
         ...
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """Of device memory that nobody writes meanwhile; returns when they are known."""
+        """Of device memory that is not written meanwhile; returns when they are known."""
         ...
 
 
@@ -199,5 +199,5 @@ class StepGate:
 
     def errors(self) -> Mapping[int, LoraplexError]:
         """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is
-        nobody's."""
+        dropped."""
         return {slot: each.error for slot, each in self._arriving.items() if each.error is not None}

@@ -5,9 +5,9 @@ its source.
 
 Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
 who has it open, and each process keeps the folder within its own byte budget by deleting the least recently used files,
-whoever wrote them. What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more
-than its budget. A file that is not what was written is deleted. Nothing here raises OSError: a disk that is full,
-read-only or gone means a cache that holds nothing.
+its own or not. What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more than
+its budget. A file that is not what was written is deleted. Nothing here raises OSError: a disk that is full, read-only
+or gone means a cache that holds nothing.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class DiskCache:
         return outcome
 
     def write(self, digest: str, layout: PackedLayout, views: Sequence[torch.Tensor], checksums: Sequence[int]) -> bool:
-        """Whether the file is there now. `views` are the extents' memory on the host, which nobody writes meanwhile."""
+        """Whether the file is there now. `views` are the extents' memory on the host, not written meanwhile."""
         file = self._file(digest)
         if self.has(digest):
             self.touch(digest)
@@ -224,7 +224,7 @@ class DiskCache:
             found = {path: status.st_size for path, status in self._walk()}
             assert self._files == found, f"{len(self._files)} files in the books, {len(found)} on the disk"
             assert self._used_bytes == sum(found.values()), "the sum of the files is wrong"
-            assert self._reserved_bytes == 0, f"{self._reserved_bytes} bytes are reserved for nobody"
+            assert self._reserved_bytes == 0, f"{self._reserved_bytes} bytes are reserved for no write"
             assert {path for _, path in self._by_age} >= set(found), "a file that is never deleted"
 
     # --------------------------------------------------------------------------------------------------------- one file
@@ -302,7 +302,7 @@ class DiskCache:
     # ------------------------------------------------------------------------------------------------------- the budget
 
     def _reserve(self, nbytes: int) -> bool:
-        """Room for a file, for which the least recently used ones go; False, and nobody goes, when that is not enough.
+        """Room for a file, for which the least recently used ones go; False, and no file goes, when that is not enough.
         Raises OSError."""
         with self._lock:
             if self._clock() - self._scanned_s >= RESCAN_S:
@@ -339,7 +339,7 @@ class DiskCache:
             os.unlink(path)
             self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
         except FileNotFoundError:
-            pass  # somebody else deleted it
+            pass  # another process deleted it
         except OSError as error:
             self._complain_locked(error)
             return 0
@@ -436,7 +436,7 @@ def _is(entry: os.DirEntry[str], kind: Callable[[int], bool]) -> bool:
 
 
 def _delete_abandoned(path: str) -> None:
-    """Delete an unfinished file that nobody writes any more. A writer holds a lock, which ends with its process, in
+    """Delete an unfinished file that is no longer written. A writer holds a lock, which ends with its process, in
     whatever container."""
     with suppress(OSError), opened(Path(path)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -183,7 +183,7 @@ def read_weights(weights: StoredWeights, adapters: Sequence[StoredAdapter]) -> L
 
 class SourcesFailedError(Exception):
     """No source of a content could be read. `errors` by adapter_id, since adapters of one content may be different
-    tenants': each is told of its own source and of nobody else's.
+    tenants': each is told of its own source and of no other.
     """
 
     def __init__(self, errors: Mapping[int, LoraplexError]) -> None:
@@ -220,7 +220,8 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
         # for a client.
         _log.warning("adapter %r: its source is refused now: %s", name, error)
         return AdapterContentChangedError(
-            f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload it"
+            f"adapter {name!r}: the content of its source has changed since it was loaded, and is refused now; reload "
+            "it"
         )
     return as_adapter_error(error, name)
 

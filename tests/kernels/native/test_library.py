@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call of `open_library` looks anew, and no variable is set."""
+    """Each call of `open_library` looks again, and no variable is set."""
     monkeypatch.delenv(ISA_VARIABLE, raising=False)
     monkeypatch.setattr("loraplex.kernels.ops.open_library", open_library.__wrapped__)
 

@@ -274,7 +274,7 @@ def test_a_bad_weight_poisons_its_column_only(native: NativeBackend, dtype: torc
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_calls_from_several_threads(native: NativeBackend, dtype: torch.dtype) -> None:
-    """Different sizes at once, each call with a team of its own; scratch memory is nobody else's."""
+    """Different sizes at once, each call with a team of its own; scratch memory is not shared."""
     ops = NativeBackend(native.library, 2)
     weights = [pack(native, draw(40 + 30 * i, 200 + 70 * i, seed=1), dtype) for i in range(4)]
     inputs = [draw(3 + 5 * i, 200 + 70 * i) for i in range(4)]

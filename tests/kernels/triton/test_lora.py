@@ -331,7 +331,7 @@ def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
 
 
 def test_counters_that_an_aborted_launch_left_are_reset() -> None:
-    """Tickets of nobody, and splits that are written before they are."""
+    """Tickets that no program has, and splits that are written before they are."""
     generator = torch.Generator().manual_seed(4)
     target = make_target(600, (40, 24))
     adapters = [make_weights(target, (12, 5), FP32, False, generator)]

@@ -1,4 +1,4 @@
-"""Damaged memory and wrong results: noticed, let go, restored; nobody else is disturbed."""
+"""Damaged memory and wrong results: noticed, let go, restored; no other is disturbed."""
 
 from __future__ import annotations
 

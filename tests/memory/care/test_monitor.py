@@ -115,7 +115,7 @@ def test_critical_pressure_enters_low_memory_mode_and_relaxed_looks_leave_it(tie
     bench.memory.pressure[tier] = 0.5
     for _ in range(RELAXED_LOOKS - 1):
         assert bench.after(CRITICAL_LOOK_S) == ["look"]
-    bench.memory.pressure[tier] = 0.75  # one that is not relaxed begins the count anew
+    bench.memory.pressure[tier] = 0.75  # one that is not relaxed begins the count again
     assert bench.after(CRITICAL_LOOK_S) == ["look"]
     bench.memory.pressure[tier] = 0.5
     for _ in range(RELAXED_LOOKS - 1):

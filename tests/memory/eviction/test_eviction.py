@@ -97,7 +97,7 @@ def test_of_those_used_once_the_first_goes_first(policy: EvictionPolicy) -> None
 
 
 def test_a_newcomer_does_not_go_before_those_used_once(policy: EvictionPolicy) -> None:
-    """It was loaded for somebody: were it the next to go, two cold requests would evict each other."""
+    """It was loaded for a request: were it the next to go, two cold requests would evict each other."""
     enter(policy, "a")
     policy.enter("b", NBYTES)
     assert list(policy.order()) == ["a", "b"]
@@ -206,7 +206,7 @@ def test_with_gdsf_only_a_victim_moves_the_clock() -> None:
     policy = get_policy("gdsf")
     enter(policy, "a", "popular")
     use(policy, "a", *["popular"] * 9)
-    policy.forget("popular")  # dropped by name: nobody needed its room
+    policy.forget("popular")  # dropped by name: no other needed its room
     enter(policy, "b")
     assert list(policy.order()) == ["b", "a"]
 
@@ -317,6 +317,6 @@ def test_the_queued_are_spared_when_somebody_else_needs_room() -> None:
     rig.add(3)
     assert [rig.tier_of(i) for i in (1, 2, 3)] == ["host", "source", "host"]
     rig.manager.poll()
-    rig.manager.poll()  # nobody asks any more
+    rig.manager.poll()  # no request asks any more
     rig.add(4)
     assert [rig.tier_of(i) for i in (1, 3, 4)] == ["source", "host", "host"]

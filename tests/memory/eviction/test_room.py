@@ -1,4 +1,4 @@
-"""Requests that want more than fits: who waits, who makes way, who is refused."""
+"""Requests that want more than fits: which wait, which are paused, which are refused."""
 
 from __future__ import annotations
 
@@ -259,6 +259,4 @@ def test_many_adapters_through_little_room_in_turn(rig: Rig) -> None:
     cold = [adapter_id for adapter_id in served if adapter_id <= 9]  # the last three added were in host memory already
     assert cold == list(range(1, 10))
     assert sorted(served) == list(range(1, 13))
-    assert (
-        sum(rig.source.opens.values()) <= 2 * 12
-    )  # one read to add, and at most one to come back: nothing is read in vain
+    assert sum(rig.source.opens.values()) <= 2 * 12  # one read to add, and at most one to come back: no read is wasted

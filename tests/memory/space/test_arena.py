@@ -1,4 +1,4 @@
-"""The arena lends whole chunks, the pool hands out extents; every byte is somebody's, once."""
+"""The arena lends whole chunks, the pool hands out extents; every byte has one owner."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_memory_is_locked_as_long_as_it_is_there() -> None:
 
 
 def test_a_refusal_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA keeps an error until somebody asks; torch asks after every launch of a kernel."""
+    """CUDA keeps an error until it is asked for; torch asks after every launch of a kernel."""
     launched: list[str] = []
 
     def launch(_size: int, device: str) -> None:

@@ -367,7 +367,7 @@ def test_requests_on_what_does_not_arrive_end_and_then_it_goes(rig: Rig) -> None
     land(rig)
     rig.manager.check_integrity()
     assert gate is not None
-    assert isinstance(gate.errors()[slot], AdapterUnavailableError), "what the step computed with it is nobody's"
+    assert isinstance(gate.errors()[slot], AdapterUnavailableError), "what the step computed with it is dropped"
     with pytest.raises(AdapterUnavailableError):
         rig.manager.try_acquire(1)
     with pytest.raises(AdapterUnavailableError):

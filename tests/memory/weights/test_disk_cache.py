@@ -1,5 +1,4 @@
-"""The disk tier: what was written comes back bit for bit, or not at all; the folder keeps its budget whoever shares
-it."""
+"""The disk tier: what was written comes back bit for bit, or not at all; a shared folder keeps its budget."""
 
 from __future__ import annotations
 

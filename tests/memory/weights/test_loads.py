@@ -208,7 +208,7 @@ def test_the_error_keeps_for_a_request_that_is_not_asked_for_every_step(rig: Rig
     rig.source.errors["/p1"] = AdapterPathNotFoundError("gone")
     ask(rig)
     load(rig)
-    for _ in range(50):  # the batch was full: nobody asked for it
+    for _ in range(50):  # the batch was full: no request asked for it
         rig.manager.poll()
     with pytest.raises(AdapterUnavailableError):
         rig.manager.try_acquire(1)
@@ -261,7 +261,7 @@ def test_a_failed_copy_leaves_the_host_copy(monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(SynchronousCopies, "copy", fail)
-        for _ in range(2):  # whoever asks in this pass
+        for _ in range(2):  # each request that asks in this pass
             with pytest.raises(AdapterUnavailableError, match="device lost"):
                 rig.manager.try_acquire(1)
         assert num_tried == 1 + MAX_FAILED_COPIES
