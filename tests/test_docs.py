@@ -16,6 +16,7 @@ from loraplex.events import EventKind
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "loraplex"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BESIDE = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")]
 
 
 def code_spans(page: Path) -> set[str]:
@@ -32,6 +33,15 @@ def test_files_that_are_named_exist(page: Path) -> None:
     missing = {name for name in named if not ((PACKAGE / name).exists() or (ROOT / name).exists())}
     renamed = {"openai_api.py"}  # the page says what became of it
     assert missing - renamed == set()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *BESIDE], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_page_is_narrow_and_in_plain_words(page: Path) -> None:
+    """Prose has the 120 columns of code; things of the code are its subjects, in the usual words."""
+    text = page.read_text()
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    words = r"\b(nobody|somebody|whoever|whom|anew|for\s+ever|in\s+vain|farewell|makes?\s+way|gives?\s+way|unasked)\b"
+    assert [match[0] for match in re.finditer(words, text, re.IGNORECASE)] == []
 
 
 def test_the_eight_steps_are_there() -> None:

@@ -1,4 +1,4 @@
-"""docs/names.md against the field's names and the code: each row leads somewhere or says why not."""
+"""docs/names.md against the field's names and the code: each entry leads somewhere or says why not."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FIELD = (
 )
 """What the texts call it that users of Loraplex come from."""
 
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for table in re.findall(r"^\| theirs \| ours \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT, re.MULTILINE)
-    for line in table.splitlines()
+ENTRIES = [
+    " ".join(entry.split())
+    for entry in re.findall(r"^- ((?:.+\n)(?:  .+\n)*)", TEXT.split("## Command line")[0], re.MULTILINE)
 ]
+"""Each as `**theirs**: ours. What differs`, on one line."""
 
 
 @pytest.mark.parametrize("name", FIELD)
@@ -45,16 +45,18 @@ def test_each_name_of_the_field_is_on_the_page(name: str) -> None:
     assert re.search(rf"\b{re.escape(name)}\b", TEXT)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_each_row_leads_somewhere_or_says_why(row: list[str]) -> None:
-    _, ours, *remarks = row
-    targets = re.findall(r"`(loraplex(?:\.\w+)+)`", ours)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.split("**")[1])
+def test_each_entry_leads_somewhere_or_says_why(entry: str) -> None:
+    parts = re.fullmatch(r"\*\*[^*]+\*\*: (not here|`[^`]+`(?:, `[^`]+`)*)\.(.*)", entry)
+    assert parts, "**theirs**: ours. What differs"
+    ours, remarks = parts.groups()
     if ours == "not here":
-        assert len(" ".join(remarks).split()) >= 5
+        assert len(remarks.split()) >= 5
     else:
+        targets = re.findall(r"`(loraplex(?:\.\w+)+)`", ours)
         assert targets
         assert all(resolve(target) is not None for target in targets)
 
 
-def test_there_are_rows() -> None:
-    assert len(ROWS) > 60
+def test_there_are_entries() -> None:
+    assert len(ENTRIES) > 60
