@@ -40,9 +40,11 @@ class Refusal(enum.StrEnum):
     DESCRIPTORS = "descriptors"
     NOT_HTTP = "not_http"
     HEADER_LENGTH = "header_too_long"
+    NUM_HEADERS = "too_many_headers"
     HEADER_TIME = "header_timeout"
     PIPELINE = "pipeline"
     BODY_TIME = "body_timeout"
+    CHUNKS = "chunks_too_small"
     BODY_MEMORY = "max_inflight_body_bytes"
     SEND_TIME = "send_timeout"
 

@@ -3,7 +3,9 @@
 The parser itself takes a head of any length and any duration, and gathers it at a cost that grows with its square: one
 client could stop all others. Here whatever is neither body nor the end of a head is counted: request line, headers,
 chunk extensions, trailers. More of it than `max_header_bytes` at a time is answered with 431, a head that takes longer
-than `header_timeout_s` with 408. A head that comes in one piece, as nearly all do, costs a comparison and no timer.
+than `header_timeout_s` with 408. A head that comes in one piece, as nearly all do, costs a comparison and no timer. A
+head has at most MAX_HEADERS headers, and a body comes in chunks that are not all tiny (MAX_TINY_CHUNKS): each costs as
+much as many bytes.
 
 A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time.
 Bodies of all connections together are bounded by `Connections`. A request without a valid key (`server_admits`) has no
@@ -39,6 +41,13 @@ from loraplex.server.connections import Connections, Refusal, Slot
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
 
+MAX_HEADERS = 128
+"""Of one request, and of its trailers; Apache allows 100. Each is read by every middleware."""
+
+MAX_TINY_CHUNKS = 4096
+MIN_CHUNK_BYTES = 64
+"""A body may have MAX_TINY_CHUNKS chunks, and one more for each MIN_CHUNK_BYTES of it."""
+
 PIECE_BYTES = 64 * 2**10
 """Of an answer: what is written at a time."""
 
@@ -55,14 +64,16 @@ MAX_LINGER_BYTES = 32 * 2**20
 class _Incoming:
     """One request: what came of its body, and what it counts for in `Connections`.
 
-    is_admitted: its body is kept. num_held: bytes of its body, once it runs. num_waiting: bytes of its head and body
-    while it waits for the answer to an earlier one. is_last: its answer closes the connection.
+    is_admitted: its body is kept. num_chunks: that came of its body. num_held: bytes of its body, once it runs.
+    num_waiting: bytes of its head and body while it waits for the answer to an earlier one. is_last: its answer closes
+    the connection.
     """
 
     is_admitted: bool
     is_waiting: bool
     cycle: RequestResponseCycle | None = None
     num_received: int = 0
+    num_chunks: int = 0
     num_held: int = 0
     num_waiting: int = 0
     is_last: bool = False
@@ -95,6 +106,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._held: set[_Incoming] = set()
+        self._chunks: list[bytes] = []  # of the body, since the parser was fed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -150,6 +162,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 data = self._head_without_upgrade() + data[stop.args[0] :]
             except httptools.HttpParserError:
                 self._refuse(Refusal.NOT_HTTP, ApiError("the request is not valid HTTP/1.1"))
+        self._keep_chunks()
         return not self._is_refused
 
     def _head_without_upgrade(self) -> bytes:
@@ -171,6 +184,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._is_in_head = self._has_begun = True
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            text = f"a request has at most {MAX_HEADERS} headers"
+            self._refuse(Refusal.NUM_HEADERS, ApiError(text, status=431, code="too_many_headers"))
+            raise ConnectionAbortedError  # the parser stops here
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """What is wrong with a head is said here: before the application sees it."""
@@ -295,13 +315,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_stuck = False
         incoming = self._incoming
         incoming.num_received += len(body)
-        is_kept = incoming.is_admitted and not (self._is_refused or incoming.is_over or self.cycle.response_complete)
-        if is_kept and self._hold(incoming, len(body)):
+        incoming.num_chunks += 1
+        if incoming.num_chunks > MAX_TINY_CHUNKS + incoming.num_received // MIN_CHUNK_BYTES:
+            text = (
+                f"a long body comes in chunks of {MIN_CHUNK_BYTES} bytes or more: send larger ones, or Content-Length"
+            )
+            self._refuse(Refusal.CHUNKS, ApiError(text, code="chunks_too_small"))
+            raise ConnectionAbortedError
+        if incoming.is_admitted:
+            self._chunks.append(body)
+
+    def _keep_chunks(self) -> None:
+        """One piece of the body of all that came at once."""
+        if not self._chunks:
+            return
+        body, incoming = b"".join(self._chunks), self._incoming
+        self._chunks.clear()
+        is_dropped = self._is_refused or incoming.is_over or self.cycle.response_complete
+        if not is_dropped and self._hold(incoming, len(body)):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._is_upgrade:
             return
+        self._keep_chunks()
         self._is_stuck = self._has_begun = False
         self._is_in_head = True
         self._stop_waiting_for_body()

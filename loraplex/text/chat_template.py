@@ -69,9 +69,20 @@ def plain_json(value: Json, name: str) -> Json:
     """A copy made of JSON's own types: no object of ours, and no subclass of a plain type, is within a template's
     reach."""
     try:
-        return json.loads(json.dumps(value, ensure_ascii=False))  # escapes would take five times as long
+        return _plain(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} of a chat must be plain JSON data: {error}", param=name) from error
+
+
+def _plain(value: Json) -> Json:
+    """Value by value: one call of a JSON library for all of it would keep the interpreter from other threads."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if type(value) is list:
+        return [_plain(each) for each in value]
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {key: _plain(each) for key, each in value.items()}
+    return json.loads(json.dumps(value, ensure_ascii=False))
 
 
 def render_chat(source: str, variables: Mapping[str, Json]) -> str:

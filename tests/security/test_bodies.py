@@ -47,6 +47,8 @@ def arguments(*texts: bytes) -> bytes:
     return json.dumps({"model": "base", "messages": messages}).encode()
 
 
+BETWEEN_TWO_DOUBLES = "1.322882927203610480834580903098775642457e301"
+"""Halfway: a decoder has to compare it with many digits of both."""
 MESSAGE = '{"role": "user", "content": "x"}'
 HOSTILE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "messages of numbers": lambda: chat("messages", "1"),
@@ -94,6 +96,14 @@ HOSTILE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "open string": lambda: (COMPLETIONS, b'{"model": "' + b"a" * (15 * MIB)),
     "spaces": lambda: (COMPLETIONS, b" " * (15 * MIB)),
     "digits": lambda: (COMPLETIONS, b'{"n": ' + b"9" * (15 * MIB) + b"}"),
+    "floats between two doubles": lambda: completion("prompt", BETWEEN_TWO_DOUBLES, 15 * MIB),
+    "few enough such floats": lambda: completion("prompt", BETWEEN_TWO_DOUBLES, 20_000),
+    "such floats to count": lambda: ("/tokenize", repeated('{"tokens": [', BETWEEN_TWO_DOUBLES, "]}", 4 * MIB)),
+    "such floats in arguments": lambda: (CHAT, arguments(repeated("[", BETWEEN_TWO_DOUBLES, "]", 4 * MIB))),
+    "long integers": lambda: completion("prompt", "1" * 4000, 15 * MIB),
+    "smallest floats in documents": lambda: chat("documents", '{"a": [5e-324, 5e-324]}', 450_000),
+    "long integers in documents": lambda: chat("documents", '{"a": ' + "1" * 4000 + "}", 15 * MIB),
+    "short floats in documents": lambda: chat("documents", '{"a": 0.1234567890123456}', 1_000_000),
     "deep lists": lambda: (COMPLETIONS, b"[" * (15 * MIB)),
     "deep objects": lambda: (COMPLETIONS, b'{"a":' * (3 * MIB)),
     "text to count": lambda: ("/tokenize", b'{"prompt": "' + b"ab " * (5 * MIB) + b'"}'),

@@ -4,6 +4,7 @@ next."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from loraplex.errors import PromptTooLongError
 from loraplex.server import body
 from loraplex.server.api_error import ApiError
 from loraplex.server.auth import KEYLESS
-from loraplex.server.body import check_num_values
+from loraplex.server.body import MAX_LONG_NUMBERS, check_num_values
 from loraplex.server.off_loop import SHORT_BYTES, OffLoop, client_of
 from loraplex.server.prompts import MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
 from loraplex.testing import FakeTokenizer
@@ -208,6 +209,40 @@ def test_slices_change_no_count(monkeypatch: pytest.MonkeyPatch, num_slice_bytes
         if 1 < count <= len(text) and text.count(b'"') <= 2 * (count - 1):
             with pytest.raises(ApiError):
                 check_num_values(text, count - 1)
+
+
+LONG_NUMBERS = [b"1" * 21, b"-0." + b"1" * 20, b"1e5", b"1E+5", b"0.5e-300", b"5e-324"]
+
+
+@pytest.mark.parametrize("number", LONG_NUMBERS, ids=bytes.decode)
+def test_long_numbers_are_counted(number: bytes) -> None:
+    def listed(count: int) -> bytes:
+        return b'{"a":[' + b",".join([number] * count) + b"]}"
+
+    check_num_values(listed(MAX_LONG_NUMBERS), 10_000)
+    with pytest.raises(ApiError, match="more than 1024 numbers of over 20 digits or with exponents") as caught:
+        check_num_values(listed(MAX_LONG_NUMBERS + 1), 10_000)
+    assert caught.value.code == "too_many_long_numbers"
+
+
+def test_a_number_counts_by_its_length() -> None:
+    check_num_values(b"[" + b"1" * 21 * MAX_LONG_NUMBERS + b"]", 10)
+    with pytest.raises(ApiError, match="numbers of over 20 digits"):
+        check_num_values(b"[" + b"1" * 21 * (MAX_LONG_NUMBERS + 1) + b"]", 10)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"a": "1e5 " * 10_000}),
+        json.dumps({"a": ['"' + "1" * 40] * 4000}),
+        json.dumps([0.1234567890123456] * 4000),
+        json.dumps([-12345678901234567] * 4000),
+    ],
+    ids=["text", "texts with quotes", "floats", "integers"],
+)
+def test_what_is_no_long_number(body: str) -> None:
+    check_num_values(body.encode(), 10_000)
 
 
 @pytest.mark.parametrize("unit", [b'\\"', b"\\\\", b'\\\\\\"', b"x"])

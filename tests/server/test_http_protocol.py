@@ -11,6 +11,7 @@ import pytest
 
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig
+from loraplex.server.http_protocol import MAX_HEADERS, MAX_TINY_CHUNKS, MIN_CHUNK_BYTES
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
 from tests.server.raw_connection import GET, LIMIT, PIECE, POST, Connection
@@ -89,6 +90,49 @@ async def test_a_body_of_many_small_chunks_is_no_head(connection: Connection) ->
     connection.feed(POST, *[b"1\r\nx\r\n"] * LIMIT, b"0\r\n\r\n")
     await connection.settle()
     assert connection.app.bodies == [b"x" * LIMIT]
+
+
+async def test_a_long_body_of_tiny_chunks_is_refused(connection: Connection) -> None:
+    connection.feed(POST, b"1\r\nb\r\n" * (2 * MAX_TINY_CHUNKS))
+    await connection.settle()
+    assert (connection.transport.status, connection.transport.error["code"]) == (400, "chunks_too_small")
+    assert connection.connections.refused == {"chunks_too_small": 1}
+    assert connection.app.bodies == []
+
+
+async def test_chunks_of_some_size_go_on(connection: Connection) -> None:
+    chunk = b"%x\r\n%s\r\n" % (MIN_CHUNK_BYTES, b"b" * MIN_CHUNK_BYTES)
+    connection.feed(POST, *[chunk * 1024] * 12, b"0\r\n\r\n")
+    await connection.settle()
+    assert connection.app.bodies == [b"b" * MIN_CHUNK_BYTES * 1024 * 12]
+
+
+async def test_the_chunks_of_each_request_are_its_own(connection: Connection) -> None:
+    one = b"%s%s0\r\n\r\n" % (POST, b"1\r\nb\r\n" * 3000)
+    connection.feed(one, one[:9000], one[9000:] + one)
+    await connection.settle()
+    assert connection.app.bodies == [b"b" * 3000] * 3
+
+
+async def test_many_headers_are_431(connection: Connection) -> None:
+    connection.feed(GET + b"a:\r\n" * MAX_HEADERS + b"\r\n")
+    await connection.settle()
+    assert (connection.transport.status, connection.transport.error["code"]) == (431, "too_many_headers")
+    assert connection.connections.refused == {"too_many_headers": 1}
+    assert connection.app.paths == []
+
+
+async def test_as_many_headers_as_allowed_are_served(connection: Connection) -> None:
+    connection.feed((GET + b"a:\r\n" * (MAX_HEADERS - 1) + b"\r\n") * 2)
+    await connection.settle()
+    assert connection.app.paths == ["/health"] * 2
+
+
+async def test_many_trailers_are_refused(connection: Connection) -> None:
+    connection.feed(POST, b"0\r\n" + b"a:\r\n" * (MAX_HEADERS + 1) + b"\r\n")
+    await connection.settle()
+    assert connection.connections.refused == {"too_many_headers": 1}
+    assert connection.transport.is_closed
 
 
 async def test_trailers_are_no_headers(connection: Connection) -> None:
