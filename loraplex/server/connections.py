@@ -21,7 +21,8 @@ _log = logging.getLogger("loraplex.server")
 
 LOG_EVERY_S = 10.0
 IDLE_AT_LEAST_S = 1.0
-"""A connection may be closed for another one when it has waited this long: its request is not on its way."""
+"""A connection that had a request of a key may be closed for another one when it has waited this long: its next request
+is not on its way."""
 
 SMALL_BODY_BYTES = 64 * 2**10
 """The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all
@@ -73,6 +74,7 @@ class Connections:
 
     A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a
     client that means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
+    Connections that have had no request of a key go first, however young: a flood of them displaces itself.
     """
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,6 +84,7 @@ class Connections:
         self._clock = clock
         self._num_open = 0
         self._by_source: Counter[str] = Counter()
+        self._new: dict[Closable, None] = {}  # without any request of a key, oldest first
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
         self._body_bytes = 0
         self._waiting_bytes = 0
@@ -126,19 +129,27 @@ class Connections:
         if not self._by_source[source]:
             del self._by_source[source]
 
+    def set_new(self, connection: Closable) -> None:
+        """It waits for its first request that is admitted."""
+        self._new[connection] = None
+
     def set_idle(self, connection: Closable) -> None:
-        """It waits for a request that is admitted."""
+        """It waits for its next request that is admitted."""
         self._idle.pop(connection, None)
         self._idle[connection] = self._clock()
 
     def set_busy(self, connection: Closable) -> None:
+        """It has a request that is admitted, or is closed."""
+        self._new.pop(connection, None)
         self._idle.pop(connection, None)
 
     def _close_idlest(self) -> bool:
-        connection = next(iter(self._idle), None)
-        if connection is None or self._clock() - self._idle[connection] < IDLE_AT_LEAST_S:
+        connection = next(iter(self._new or self._idle), None)
+        if connection is None:
             return False
-        del self._idle[connection]
+        if connection in self._idle and self._clock() - self._idle[connection] < IDLE_AT_LEAST_S:
+            return False
+        self.set_busy(connection)
         connection.close_idle()
         self.refuse(Refusal.ROOM, f"{self._num_open} are open (--max-connections), and a new one took its place")
         return True

@@ -111,7 +111,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1, low=0)  # paused means: the client has not read all of it
-        self.server_connections.set_idle(self)
+        self.server_connections.set_new(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

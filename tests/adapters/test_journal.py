@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from loraplex.adapters.journal import SqliteJournal
 from loraplex.adapters.journal import tables as journal_tables
 from loraplex.adapters.registry import LoadStatus, LoRARegistry, NameChange, NameRecord, NameUsage
 from loraplex.core import Tier
-from loraplex.errors import AdapterConflictError, ConfigError, JournalError
+from loraplex.errors import AdapterConflictError, AdapterNotFoundError, ConfigError, JournalError
 from tests.adapters.fake_store import Bench
 
 BASE = "/models/base"
@@ -342,12 +343,21 @@ def test_what_could_not_be_written_is_written_with_the_next(
 
     with monkeypatch.context() as broken:
         broken.setattr(life.journal._tables, "write", fail)
-        with pytest.raises(JournalError, match=r"could not be written to .*disk I/O error"):
+        with pytest.raises(JournalError, match=r"could not be written to its state directory \(disk I/O error\)"):
+            life.registry.load("a", "/a", lora_int_id=1)
+        with pytest.raises(JournalError):  # not "already loaded"
             life.registry.load("a", "/a", lora_int_id=1)
         with pytest.raises(JournalError):
             life.registry.unload("a")
+        with pytest.raises(JournalError):  # not "unknown"
+            life.registry.unload("a")
         with pytest.raises(JournalError):
             life.registry.load("b", "/b", lora_int_id=1)
+    assert life.registry.load("b", "/b", lora_int_id=1).status is LoadStatus.ALREADY_LOADED
+    with closing(sqlite3.connect(life.directory / "journal.sqlite")) as database:
+        assert database.execute("SELECT name FROM names").fetchall() == [("b",)]
+    with pytest.raises(AdapterNotFoundError):
+        life.registry.unload("a")
     life.registry.load("c", "/c")
     before = life.picture()
     assert list(before) == ["b", "c"]

@@ -299,6 +299,25 @@ def test_a_start_that_was_killed_while_it_made_the_journal(tmp_path: Path) -> No
     assert check_state(tmp_path).is_whole
 
 
+@pytest.mark.parametrize("kind", ["directory", "fifo", "link"])
+def test_what_stands_in_the_place_of_files_that_are_made(state: Path, kind: str) -> None:
+    """Of a new journal and of a copy: a directory is refused by its name, what can be removed or passed over is."""
+    make = {"directory": Path.mkdir, "fifo": os.mkfifo, "link": lambda path: path.symlink_to("nowhere")}[kind]
+    make(state / "copies" / "journal-20990101T000000000000Z.sqlite")
+    make(state / "journal.new.sqlite")
+    assert check_state(state).is_whole
+    (state / "journal.sqlite").unlink()
+    assert repair_state(state).restored == ("n1", "n2", "n3")
+    for copy in (state / "copies").iterdir():
+        copy.rmdir() if kind == "directory" and copy.is_dir() else copy.unlink()
+    (state / "journal.sqlite").unlink()
+    if kind == "directory":
+        with pytest.raises(ConfigError, match=r"journal.new.sqlite cannot be removed: Is a directory"):
+            SqliteJournal(state, BASE)
+    else:
+        assert names_in(state) == []
+
+
 def test_a_check_needs_a_directory_that_is_there_and_free(state: Path) -> None:
     with pytest.raises(ConfigError, match="is not a directory"):
         check_state(state / "nowhere")

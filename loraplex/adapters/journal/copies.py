@@ -30,7 +30,8 @@ class JournalCopies:
 
     def files(self) -> list[Path]:
         """The newest first."""
-        return sorted((file for file in self._folder.glob("journal-*") if _NAME.fullmatch(file.name)), reverse=True)
+        named = (file for file in self._folder.glob("journal-*") if _NAME.fullmatch(file.name))
+        return sorted((file for file in named if file.is_file() and not file.is_symlink()), reverse=True)
 
     def add(self, source: sqlite3.Connection, now: datetime | None = None) -> Path:
         """Copy all that is committed. Raises OSError or sqlite3.Error, and leaves no half of a copy under its name."""

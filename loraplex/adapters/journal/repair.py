@@ -8,6 +8,7 @@ deleted: what was replaced is moved to DIR/damaged/.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -83,7 +84,8 @@ def repair_state(state_dir: str | Path) -> StateReport:
         if report.is_whole or report.base_model is None:
             return report
         made = directory.path / "journal.repaired.sqlite"
-        made.unlink(missing_ok=True)
+        if os.path.lexists(made):
+            directory.remove(made)
         directory.make_private(made)
         with closing(JournalTables(made, report.base_model)) as tables:
             tables.raise_last_adapter_id(last_adapter_id)

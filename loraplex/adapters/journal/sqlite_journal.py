@@ -98,7 +98,7 @@ class SqliteJournal:
         """A journal without adapters; it has its name when it is whole, so an empty file was emptied later."""
         made = self._directory.path / "journal.new.sqlite"
         for left in self._directory.path.glob(f"{made.name}*"):  # of a start that was killed
-            left.unlink()
+            self._directory.remove(left)
         self._directory.make_private(made)
         JournalTables(made, base_model).close()
         made.rename(self._directory.journal_file)
@@ -158,21 +158,21 @@ class SqliteJournal:
         """
         for changes, _ in waiting:
             self._unwritten.update({change.name: change for change in changes})
-        if not self._unwritten:
-            return
         try:
-            self._tables.write(list(self._unwritten.values()))
+            if self._unwritten:
+                self._tables.write(list(self._unwritten.values()))
+                self._is_changed = True
         except Exception as cause:
+            reason = getattr(cause, "orig", cause)  # SQLite's, without SQLAlchemy's link
             text = (
-                "what was done holds as long as this server, but could not be written to "
-                f"{self._directory.path} ({cause}); mend that: it is tried again with the next change"
+                "what was done holds as long as this server, but could not be written to its state directory "
+                f"({reason}); mend that: it is tried again with the next verb"
             )
-            _log.error("%s", text)
+            _log.error("%s: %s", self._directory.path, text)
             for _, written in waiting:
                 written.set_exception(JournalError(text))
         else:
             self._unwritten.clear()
-            self._is_changed = True
             for _, written in waiting:
                 written.set_result(None)
 

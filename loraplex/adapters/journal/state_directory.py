@@ -76,6 +76,13 @@ class StateDirectory:
             raise ConfigError(f"{file} cannot be used: {error.strerror}") from error
         os.close(descriptor)
 
+    def remove(self, file: Path) -> None:
+        """Raises ConfigError for what is no file."""
+        try:
+            file.unlink()
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be removed: {error.strerror}") from error
+
     def make_folder(self, folder: Path) -> Path:
         """Raises ConfigError when it cannot be made, is a link, or another user can write to it."""
         if folder.is_symlink():

@@ -54,12 +54,14 @@ class AdapterLoader:
         while True:
             with self._names.change() as table:
                 version = table.loaded(wish)
-                if version is not None:
-                    return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
                 running = table.verbs.get(wish.name)
-                if running is None:
+                if version is None and running is None:
                     verb = table.begin_load(wish)
                     break
+            if version is not None:
+                self._names.settle()
+                return LoadResult(LoadStatus.ALREADY_LOADED, version.ref)
+            assert running is not None
             wait((running.done,))
             if may_share and running.has_outcome_of(wish):
                 result = running.done.result()

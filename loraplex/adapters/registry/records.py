@@ -68,7 +68,7 @@ class Journal(Protocol):
         """Called under the registry's lock, in the order of the changes, so it never waits.
 
         The future is done when the changes are safe. It raises JournalError when they could not be written; they are
-        then written with the next ones.
+        then written with the next ones. Without changes it is done when those before are safe.
         """
         ...
 

@@ -37,7 +37,7 @@ from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, S
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.adapters.registry.views import AdapterInfo, NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
-from loraplex.errors import InvalidRequestError
+from loraplex.errors import AdapterNotFoundError, InvalidRequestError
 from loraplex.events import Detail, EventKind
 
 ABORT_GRACE_S = 5.0
@@ -191,6 +191,9 @@ class LoRARegistry:
             with self._names.change() as table:
                 version = table.remove(name)
                 drains = table.pending_drains(name)
+        except AdapterNotFoundError:
+            self._names.settle()  # it may have been unloaded by a call that was told that this is not on disk
+            raise
         finally:
             num_aborted = self._drain.finish(drains, deadline_s, force)
         self._tell(EventKind.UNLOAD, name, "was unloaded", num_aborted=num_aborted)

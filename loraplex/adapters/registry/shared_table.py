@@ -36,6 +36,12 @@ class SharedTable:
         if written is not None:
             written.result()
 
+    def settle(self) -> None:
+        """For the answer that nothing had to change: what changed before is on disk. Raises JournalError if it is
+        not."""
+        if self._journal is not None:
+            self._journal.record(()).result()
+
     @contextmanager
     def verb_on(self, name: str) -> Iterator[AdapterVersion]:
         """Be the one slow verb on `name`, after the one that runs; yields its own version, not what answers for it.
