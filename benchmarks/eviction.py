@@ -1,6 +1,6 @@
 """Eviction policies against traces: who would have been there when a request came, and what loading the others takes.
 
-    python -m benchmarks.eviction                            every policy, every trace, equal and mixed sizes: under a minute
+    python -m benchmarks.eviction                      every policy, every trace, equal and mixed sizes: under a minute
     python -m benchmarks.eviction --traces bursty --room 0.2 --seeds 10
 
 A simulation of one tier, with the classes that the engine uses (loraplex/memory/eviction/policies.py) and a clock that
@@ -10,8 +10,8 @@ pinned, queued or running. Figures are counts and modelled seconds, so they do n
     zipf      popularity rank ** -0.9 all the time, Poisson arrivals
     uniform   every adapter alike
     shifting  zipf, but which adapters are popular drifts: all ranks change hands about once in 20 minutes
-    bursty    as functions in a cloud: heavy-tailed popularity, each adapter on for a minute or two and off for long, arrivals within a
-              burst Gamma with a cv of 4, one adapter in twenty by day only
+    bursty    as functions in a cloud: heavy-tailed popularity, each adapter on for a minute or two and off for long,
+              arrivals within a burst Gamma with a cv of 4, one adapter in twenty by day only
     periodic  each adapter at its own interval, 30 s to 30 minutes, give or take 5 %
 
 `belady` knows the future. With equal sizes it evicts what is needed last, which is optimal (exact). With mixed sizes

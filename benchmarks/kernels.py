@@ -152,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [
         case for case in cases(args.sizes, args.dtypes, args.rows) if case.op in args.only and args.match in case.name
     ]
-    title = f"{cpu_name()}, {isa_in_use()}, {args.threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    now = time.strftime("%Y-%m-%d %H:%M")
+    title = f"{cpu_name()}, {isa_in_use()}, {args.threads} threads, torch {torch.__version__}, {now}"
     console = wide_console()
     timed: list[Timed] = []
     with torch.inference_mode(), console.status("measuring") as status:

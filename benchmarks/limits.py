@@ -1,10 +1,10 @@
-"""How fast this machine could run a step: from the model's shape, the machine's read bandwidth and its arithmetic
-(machine.py).
+"""How fast this machine (machine.py) could run a step: from the model's shape, read bandwidth and arithmetic.
 
-    linear(rows)        = max(bytes of the weight / bandwidth, 2 rows out in / peak)
-    step(rows)          = sum of linear(rows) over the linears of all layers + the head's for the rows that are sampled + lora
-    lora                = max(bytes of the batch's distinct adapters / bandwidth, 2 sum over rows of the adapter's parameters / fp32 peak)
-    tokens a second     = requests output_len / (step of the prompts + (output_len - 1) decode steps)
+    linear(rows)       = max(bytes of the weight / bandwidth, 2 rows out in / peak)
+    step(rows)         = sum of linear(rows) over the linears of all layers + the head's for the sampled rows + lora
+    lora               = max(bytes of the batch's distinct adapters / bandwidth,
+                             2 sum over rows of the adapter's parameters / fp32 peak)
+    tokens a second    = requests output_len / (step of the prompts + (output_len - 1) decode steps)
 
 `peak` is the fp32 multiply-add for float weights of any width and int16 multiply-add for int8 weights (W8A16).
 Attention, norms and sampling are left out: the limit is a little higher than anything can be. Standard library only.

@@ -1,7 +1,6 @@
-"""What this machine can do at most, on one thread and on all cores: memory read, fp32 multiply-add, int8 x int16
-multiply-add.
+"""What this machine can do at most, on one thread and on all cores: memory read, multiply-add (fp32, int8 x int16).
 
-    python -m benchmarks.machine             # a few seconds; kept in results/machine.json, which the other benchmarks read
+    python -m benchmarks.machine             # a few seconds; kept in results/machine.json for the other benchmarks
     python -m benchmarks.machine --cached    # show what is kept
 Run it alone on a quiet machine: every fraction of a limit is a fraction of these figures. It compiles
 benchmarks/machine.cpp with the system's C++ compiler, for the instruction set that Loraplex's kernels use here

@@ -122,8 +122,8 @@ def load_tokens(path: Path, workload: Mapping[str, Any]) -> dict[str, dict[str, 
 # ------------------------------------------------------------------------------------------------------------ the table
 
 HEADINGS = (
-    "pattern", "engine", "adapters", "tok/s (of limit)", "min-max", "first tokens s", "ms/step (of limit)", "{first} / it",
-    "it / best peer", "same outputs", "others' CPU",
+    "pattern", "engine", "adapters", "tok/s (of limit)", "min-max", "first tokens s", "ms/step (of limit)",
+    "{first} / it", "it / best peer", "same outputs", "others' CPU",
 )  # fmt: skip
 FILE_WIDTH = 170
 

@@ -132,10 +132,8 @@ def run_profile(
 
 
 def _table(config: EngineConfig, workload: Workload, pattern: str, profiles: Sequence[Profile]) -> Table:
-    table = Table(
-        title=f"{config.model}, {pattern}: {workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens",
-        title_justify="left",
-    )
+    requests = f"{workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens"
+    table = Table(title=f"{config.model}, {pattern}: {requests}", title_justify="left")
     table.add_column("part")
     for name, one in zip(("prefill", "decode"), profiles, strict=True):
         table.add_column(f"{name}\nms/step ({one.num_steps} steps)", justify="right")

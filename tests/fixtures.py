@@ -1,9 +1,10 @@
 """Tiny models, PEFT adapters and their oracles, for every test that needs real files.
 
-    base = zoo.base("qwen3")                                        a directory in Hugging Face's format, with a tokenizer
-    adapter = zoo.adapter(base, LoraConfig(r=8, target_modules=["q_proj"]))      a directory as PEFT saves it, B not zero
-    oracle = zoo.oracle(base, adapter)                              transformers + peft, merged where that is possible
-    case = zoo.fit_case(base, adapter)                              a prompt and the oracle's 64 greedy tokens
+    base = zoo.base("qwen3")                   a directory in Hugging Face's format, with a tokenizer
+    adapter = zoo.adapter(base, LoraConfig(r=8, target_modules=["q_proj"]))
+                                               a directory as PEFT saves it, B not zero
+    oracle = zoo.oracle(base, adapter)         transformers + peft, merged where that is possible
+    case = zoo.fit_case(base, adapter)         a prompt and the oracle's 64 greedy tokens
 
 `zoo` is a session fixture; the same arguments give the same directory, so never write into one. A parity test proves
 something only if the oracle does not repeat itself and is fair only if no two logits are near a tie: `fit_case`

@@ -1,8 +1,8 @@
 """Check, kernels and engine in one go on a GPU, within so many seconds; installs nothing and needs no network.
 
-    python -m benchmarks.gpu                                   everything in nine and a half minutes, into $OUT or results/gpu/
+    python -m benchmarks.gpu                  everything in nine and a half minutes, into $OUT or results/gpu/
     python -m benchmarks.gpu --only check,kernels --budget 300
-    python -m benchmarks.gpu --interpret                       on a CPU, in Triton's interpreter: only whether it runs
+    python -m benchmarks.gpu --interpret      on a CPU, in Triton's interpreter: only whether it runs
 Leaves check.json, kernels.json, engine.json, what each printed (.log), and gpu.md with their tables, and removes what
 an earlier run left of the same; a short summary comes last. Exit code 1 when a check failed or was left out, or
 something did not run; 130 after Ctrl-C, with what was measured until then.

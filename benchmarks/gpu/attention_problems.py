@@ -51,8 +51,8 @@ def attention_problem(
     num_heads, kv_heads, dim = heads
     kind = "decode" if set(query_lens) == {1} else "prefill"
     suffix = "" if window is None else f" window {window}"
-    name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} {dtype_name(dtype)}"
-    name += ", flash_attn" if is_flash else ""
+    name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} "
+    name += dtype_name(dtype) + (", flash_attn" if is_flash else "")
     build = partial(_attention_problem, name, place, heads, dtype, query_lens, context_lens, window, seed, is_flash)
     return Planned(name, build)
 

@@ -303,7 +303,9 @@ def glue_cases(place: Place) -> Iterator[Case]:
         yield Case(
             "glue", f"silu_mul {rows}x{shape.inner}", 3.0 * rows * shape.inner * itemsize, 0,
             lambda g=gate_ups: [lambda one=one: place.backend.silu_mul(one) for one in g],
-            {"torch": lambda g=gate_ups: [lambda one=one: F.silu(one.chunk(2, -1)[0]) * one.chunk(2, -1)[1] for one in g]},
+            {"torch": lambda g=gate_ups: [
+                lambda one=one: F.silu(one.chunk(2, -1)[0]) * one.chunk(2, -1)[1] for one in g
+            ]},
         )  # fmt: skip
         yield _rotary_case(place, shape, rows)
 

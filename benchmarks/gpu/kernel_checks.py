@@ -101,8 +101,10 @@ def _same(a: Tensors, b: Tensors) -> bool:
 
 
 OPTION_NAMES = {
-    ("block_dtype", torch.int8): "int8 blocks", ("is_lora_fused", True): "one launch", ("is_lora_fused", False): "two launches",
-}  # fmt: skip
+    ("block_dtype", torch.int8): "int8 blocks",
+    ("is_lora_fused", True): "one launch",
+    ("is_lora_fused", False): "two launches",
+}
 
 
 def lora_problem(

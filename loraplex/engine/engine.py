@@ -271,10 +271,10 @@ class _Flight:
 
 
 class StepsInFlight:
-    """Steps between their launch and their commit: one, or with look-ahead one while the next is scheduled and
-    launched.
+    """Steps between launch and commit: one, or with async scheduling one while the next is scheduled and launched.
 
-        step k     schedule k, launch k, then wait for k - 1 and commit it: the device runs k while the host ends k - 1 and schedules k + 1
+        step k     schedule k, launch k, then wait for k - 1 and commit it:
+                   the device runs k while the host ends k - 1 and schedules k + 1
 
     Commits are in the order of launches. A launch that fails says so at its commit, after those of the steps before it.
     `adapters` is None in an engine without LoRA; `recorder` is there while a profile runs.

@@ -1,11 +1,13 @@
 """How much memory the KV cache and adapters may have, and the arena that they share.
 
-    device_memory unset    arena = the KV cache's ceiling + the adapters': nobody contends, the KV cache has its chunks from the start
-    device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
+    device_memory unset    arena = the KV cache's ceiling + the adapters': nothing contends, and the KV cache has its
+                           chunks from the start
+    device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the
+                           other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
-The KV cache's floor holds one request of max_model_len, or that request could wait without end for adapters that are in
-use.
+The KV cache's floor holds one request of max_model_len; less, and that request could wait without end for adapters that
+are in use.
 
 What a GPU has left once the model is on it:
 

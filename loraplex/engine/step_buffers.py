@@ -1,7 +1,8 @@
 """The arrays of a step: where the host writes them, and how they get to the device.
 
     HostBuffers     on a CPU: new arrays for each step, and its tensors are over them; nothing is copied
-    StagedBuffers   elsewhere: all arrays lie in one block of page-locked memory and go to one block of the device in one copy
+    StagedBuffers   elsewhere: all arrays lie in one block of page-locked memory and go to one block of the device in
+                    one copy
 
 The LoRA plan lies before them. What is where in a block depends on the `StepShape` alone. So all steps of one shape
 have their tensors at the same addresses, which is what a captured graph needs: it is captured once and reads what the

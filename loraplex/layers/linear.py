@@ -6,8 +6,9 @@ shapes on the meta device until `allocate`, when it is the layer's turn to be lo
 tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a row-parallel layer
 is not here (one rank today).
 
-    column, merged, qkv    y_i = x W_i^T + b_i         parts side by side = y       (k, v replicated when heads are fewer than ranks)
-    row                    y_i = x_i W_i^T (+ b on rank 0)                          sum over ranks = y
+    column, merged, qkv    y_i = x W_i^T + b_i                   parts side by side = y
+                           (k, v replicated when heads are fewer than ranks)
+    row                    y_i = x_i W_i^T (+ b on rank 0)       sum over ranks = y
 """
 
 from __future__ import annotations

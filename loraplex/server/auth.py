@@ -18,7 +18,7 @@ from loraplex.server.config import ServerConfig
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
-"""What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away). Everything else needs a key."""
+"""What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away); all else needs one."""
 
 
 @dataclass(frozen=True, slots=True)

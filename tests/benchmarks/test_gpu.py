@@ -262,7 +262,7 @@ def test_without_a_gpu_it_is_said_in_a_line() -> None:
 
 def test_targets_are_of_the_large_shape() -> None:
     row = engine.Row("Llama-3-8B", "default", "decode")
-    bench = engine.Bench(None, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)  # type: ignore[arg-type]
+    bench = engine.Bench(None, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)
     assert bench._judged(row, 0.85, 0.85).verdict == "ok"
     assert bench._judged(row, 0.84, 0.85).verdict == "MISSED"
     assert bench._judged(row, 0.06, 0.05, is_at_least=False).verdict == "MISSED"

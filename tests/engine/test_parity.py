@@ -153,7 +153,8 @@ def _difference(case: ParityCase, output: RequestOutput) -> str:
     same = next(
         (index for index, pair in enumerate(zip(said, expected, strict=False)) if pair[0] != pair[1]), len(said)
     )
-    return f"{case.field}: {len(said)} tokens, the first {same} are the oracle's, its least gap is {case.greedy.min_gap:.4f}"
+    gap = f"its least gap is {case.greedy.min_gap:.4f}"
+    return f"{case.field}: {len(said)} tokens, the first {same} are the oracle's, {gap}"
 
 
 def evictions(llm: LLM) -> Mapping[str, int]:

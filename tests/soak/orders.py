@@ -36,7 +36,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Fault:
-    """`group`: what `--faults` turns on. taints: answers of the adapter may be wrong until the engine tells of a fault or a recovery.
+    """`group`: what `--faults` turns on. taints: the adapter's answers may be wrong until a fault or recovery is told.
 
     errors: what requests and verbs may fail with, beside what they always may, while it lasts and a little longer.
     """

@@ -67,7 +67,8 @@ LLAMA3 = """{{- bos_token }}
 {%- endif %}
 """
 
-MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system = messages[0]["content"] %}{%- set rest = messages[1:] %}
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+{%- set system = messages[0]["content"] %}{%- set rest = messages[1:] %}
 {%- else %}{%- set rest = messages %}{%- endif %}
 {%- set ns = namespace(index=0) %}
 {%- for message in rest %}

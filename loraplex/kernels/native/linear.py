@@ -70,7 +70,8 @@ def linear(
     library: NativeLibrary, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, num_threads: int
 ) -> torch.Tensor:
     """x W^T + bias; x [T, in] float32, its rows dense; -> [T, out] float32."""
-    assert x.dtype == torch.float32 and x.shape[1] == weight.in_features, (x.dtype, x.shape, weight.in_features)  # noqa: PT018
+    assert x.dtype == torch.float32, x.dtype
+    assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
     assert x.stride(1) == 1 or x.shape[1] == 1
     y = torch.empty(x.shape[0], weight.out_features)
     library.functions.loraplex_linear(

@@ -1,11 +1,12 @@
 """Paged attention on a GPU: which kernel runs which sequences of a step, in which tiles.
 
-    one query in every sequence   decode kernel; its grid depends on the padded batch and the width of the tables alone, so a
-                                  captured step may be replayed with any lengths
-    otherwise                     tiles of queries for the sequences with more than one, listed on the host once per step, the
-                                  longest first; few tiles over many keys (a short prompt behind a long cached prefix) are split
-                                  too. The decode kernel runs the others. Where FlashAttention 3 is chosen (attention_choice.py), it runs
-                                  most of the sequences that would have tiles (_FlashRule)
+    one query in every sequence   decode kernel; its grid depends on the padded batch and the width of the tables alone,
+                                  so a captured step may be replayed with any lengths
+    otherwise                     tiles of queries for the sequences with more than one, listed on the host once per
+                                  step, the longest first; few tiles over many keys (a short prompt behind a long cached
+                                  prefix) are split too. The decode kernel runs the others. Where FlashAttention 3 is
+                                  chosen (attention_choice.py), it runs most of the sequences that would have tiles
+                                  (_FlashRule)
 
 A sequence that decodes gets the same bits in every batch: where its context is split depends on its own length.
 """

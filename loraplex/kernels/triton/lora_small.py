@@ -1,7 +1,9 @@
 """LoRA for small tiles (decode): one to four rows of one adapter, bound by the bytes of A and B.
 
-    shrink item (tile, slice, split)   partial[t, slice, split, :rank] = x[t, K-chunk] A[:, K-chunk]^T      for the rows t of the tile
-    expand item (head tile, N-chunk)   y[t, chunk] += sum over the chain of weight * (scale * sum(partial, splits) B[chunk]^T + bias)
+    shrink item (tile, slice, split)   partial[t, slice, split, :rank] = x[t, K-chunk] A[:, K-chunk]^T
+                                       for the rows t of the tile
+    expand item (head tile, N-chunk)   y[t, chunk] += sum over the chain of
+                                           weight * (scale * sum(partial, splits) B[chunk]^T + bias)
 
 An item reads a piece of A or B once, for all rows of its tile, into registers, the next block of ranks while the
 present one is multiplied. Products and sums are float32, sums over splits have a fixed order, and what a row gets does
@@ -380,7 +382,7 @@ def fused_small_kernel(
     else:
         rest = ticket - shrink_items
         _expand(
-            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, ranks, scales, first_row, num_slots, counters + 1,
-            rest // NUM_CHUNKS, rest % NUM_CHUNKS,
+            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, ranks, scales, first_row, num_slots,
+            counters + 1, rest // NUM_CHUNKS, rest % NUM_CHUNKS,
             OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, True,
         )  # fmt: skip

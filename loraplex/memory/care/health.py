@@ -3,7 +3,8 @@
     odd result -> in doubt, diagnosed where it lies --(answers rightly)--> no doubt, and no other look for a second
                                   `--(wrong)--> quarantined
     quarantined, read again, diagnosed at once --(answers rightly)--> served again
-                  ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded again
+                  ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s,
+                                                               then until it is loaded again
 
 A doubt ends no request: what one prompt makes of an adapter says little about the others, and may be done on purpose.
 Cases are kept by content digest: two names with one content are ill together.

@@ -2,8 +2,9 @@
 
 Pure bookkeeping: time comes in as an argument, nothing is loaded here. Two signs are read, and the stronger one counts:
 
-    arrivals     of a key that comes at regular intervals, the share of its last intervals that would end within the horizon; of any
-                 other key, 1 - exp(-horizon / mean interval), the mean decayed, and never below the time since its last arrival
+    arrivals     of a key that comes at regular intervals, the share of its last intervals that would end within the
+                 horizon; of any other key, 1 - exp(-horizon / mean interval), the mean decayed, and never below the
+                 time since its last arrival
     successors   how often this key came within SUCCESSOR_WINDOW_S after that one, decayed, when that one has just come
 
 Random traffic over many keys gives low probabilities by itself; what is below `min_probability` is not told, so next to

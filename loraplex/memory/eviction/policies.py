@@ -7,7 +7,8 @@ A tier tells its policy who enters, who is used, who leaves; the room asks for t
     lru          the least recently used goes first
     lfu          the least often used
     fifo         the first that entered
-    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a victim's highest value
+    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a
+                 victim's highest value
     cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
     none         nothing goes by itself
 

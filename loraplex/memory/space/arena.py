@@ -1,6 +1,7 @@
 """One flat piece of memory in chunks, lent to the KV cache and to adapters by demand.
 
-    Arena    who has which chunk, within a floor and a ceiling for each        KV takes them from the front, adapters from the back
+    Arena    the owner of each chunk, within a floor and a ceiling for each owner
+             the KV cache takes chunks from the front, adapters from the back
 
 The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that
 turned out to be bad is fenced: it is not lent again. What free memory holds is undefined: `poison()` of its owner fills

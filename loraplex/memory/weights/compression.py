@@ -1,8 +1,9 @@
-"""Compressed copies of cold adapters on the host: fewer bytes at rest, restored into extents that have the bytes of the
-first ones.
+"""Compressed copies of cold adapters on the host: fewer bytes at rest, restored into extents as they were.
 
-    lossless   the words' bytes in planes (all first bytes, all second bytes, ...), each deflated where that pays: the same bit for bit
-    int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases and scalings as they are
+    lossless   the words' bytes in planes (all first bytes, all second bytes, ...), each deflated where that pays: the
+               same bit for bit
+    int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases and scalings as
+               they are
 
 What is left of normally distributed weights of rank 16, 896 inputs and outputs: lossless 0.67 of bfloat16, 0.84 of
 float16, 0.83 of float32; int8 0.50 of 16 bits, 0.25 of 32. Lossless is what weights allow: mantissas are noise, signs

@@ -1,7 +1,6 @@
-"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without reading and packing
-its source.
+"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without its source.
 
-    folder / form / digest.lora      form := a hash of what decides how an adapter is packed, so that other forms are never mixed
+    folder / form / digest.lora      form := a hash of what decides how an adapter is packed: forms never mix
 
 Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
 who has it open, and each process keeps the folder within its own byte budget by deleting the least recently used files,

@@ -1,8 +1,10 @@
 """One packed adapter as a file.
 
-    prefix      48 bytes: magic, version, crc32 of the header behind it; extents, bytes of the layout, bytes of all extents, identity
+    prefix      48 bytes: magic, version, crc32 of the header behind it; extents, bytes of the layout, bytes of all
+                extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
-    layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]], slice := [a, b, bias, rank, scale, dtype]
+    layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]],
+                slice := [a, b, bias, rank, scale, dtype]
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 

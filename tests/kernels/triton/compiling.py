@@ -37,8 +37,8 @@ TARGETS = {80: A100, 89: L4, 90: H100}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 INSTRUCTIONS = {
-    "HGMMA": r"HGMMA\.", "HMMA": r"HMMA\.", "IMMA": r"I[G]?MMA\.", "LDG.128": r"LDG\.\S*128", "LDGSTS.128": r"LDGSTS\.\S*128",
-    "LDG": r"LDG\.", "STG.128": r"STG\.\S*128", "local": r"(?:LDL|STL)\b",
+    "HGMMA": r"HGMMA\.", "HMMA": r"HMMA\.", "IMMA": r"I[G]?MMA\.", "LDG.128": r"LDG\.\S*128",
+    "LDGSTS.128": r"LDGSTS\.\S*128", "LDG": r"LDG\.", "STG.128": r"STG\.\S*128", "local": r"(?:LDL|STL)\b",
 }  # fmt: skip
 """Of the matrix units, wide loads and stores, copies to shared memory, and local memory (spilt registers)."""
 
