@@ -62,8 +62,7 @@ MAX_TEXT_BYTES = 64 * 2**10
 
 
 def shown(value: object, limit: int = MAX_SHOWN_CHARS) -> str:
-    """A value for a message, in at most `limit` characters and little work, however large it is; of a long text both
-    ends."""
+    """A value for a message, in at most `limit` characters and little work; of a long text both ends."""
     if isinstance(value, str):
         text = repr(shortened(value, limit - 2))
     else:

@@ -106,8 +106,7 @@ def run_profile(
     pattern: str,
     settings: ProfileSettings | None = None,
 ) -> int:
-    """Print a table: milliseconds and share of each part, the largest one named; or a report of the same run, where one
-    is wished."""
+    """Print a table: milliseconds and share of each part, the largest one named; or, if wished, a report of the run."""
     settings = settings or ProfileSettings()
     if workload.output_len < 2:
         raise ConfigError(f"output_len must be >= 2 to have a decode step, got {workload.output_len}")

@@ -129,8 +129,7 @@ Dequantize = Callable[[QuantizedWeight, int, torch.Tensor], None]
 def linear_of_many_rows(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, dequantize: Dequantize
 ) -> torch.Tensor:
-    """x W^T + bias with the weight dequantised piece by piece: for rows enough that this costs little beside the
-    product."""
+    """x W^T + bias with the weight dequantised piece by piece: for so many rows that this costs little."""
     depth = weight.in_features
     y = x.new_empty(len(x), weight.out_features)
     padded_depth = _round_up(depth, INT4_GROUP)

@@ -26,8 +26,7 @@ SHORT_BODY_BYTES = 16 * 2**10
 """A body up to this is read in the event loop: the worst takes some milliseconds."""
 
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
-"""The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body
-were cut."""
+"""The first half of a surrogate pair in a body's last text: the decoder misses the other half, as in a cut body."""
 _NO_VALUE_BEGINS = bytes(set(range(256)) - set(b",:[{"))
 SLICE_BYTES = 2**20
 """A call on so many bytes keeps the interpreter for at most 3 ms (escapes, measured)."""
@@ -117,8 +116,7 @@ def _num_begun(outside: bytes) -> int:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. NaN, Infinity, lone surrogates, bytes that are not UTF-8 and endless nesting are refused, not
-    read."""
+    """A JSON object. NaN, Infinity, lone surrogates, bytes that are not UTF-8 and endless nesting are refused."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -149,8 +147,7 @@ def _too_long(max_body_bytes: int) -> ApiError:
 
 
 def check_media_type(headers: Headers) -> None:
-    """Other types are refused: a web page may post those to a server on this machine without being asked. So are packed
-    bodies."""
+    """Other types are refused: web pages may post those to a server on this machine. So are packed bodies."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(

@@ -20,8 +20,7 @@ FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight [out, in] in panels. `scale` [out] float32 for int8, else None. The addresses are those of the two
-    tensors."""
+    """A weight [out, in] in panels. `scale` [out] float32 for int8, else None. Addresses are those of the tensors."""
 
     panels: torch.Tensor
     scale: torch.Tensor | None
@@ -91,8 +90,7 @@ def linear(
 
 
 def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
-    """The rows token_ids int64 [T] of the weight [out, in] that was packed, float formats only: [T, in] in its
-    dtype."""
+    """The rows token_ids int64 [T] of the weight [out, in] that was packed (a float format): [T, in] in its dtype."""
     assert weight.scale is None
     column = token_ids % PANEL
     if weight.panels.dtype in COLUMN_PLACES:

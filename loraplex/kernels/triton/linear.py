@@ -162,8 +162,7 @@ def skinny_linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out[split, t, n] = sum over the split's k of x[t, k] * weight[n, k], for COLUMNS n and ROWS t; without splits +
-    bias[n].
+    """out[split, t, n] = sum over the split's k of x[t, k] * weight[n, k], COLUMNS n, ROWS t; without splits + bias[n].
 
     The weight is the left operand, which the matrix units take from registers: y^T = W x^T.
     """

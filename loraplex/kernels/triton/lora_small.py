@@ -141,7 +141,7 @@ def _add_member(
     BLOCK_R: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """acc_i += factor * (s_i B^T) for the rows i of a tile; b at the slice's B, partial at the tile's first row in the
+    """acc_i += factor * (s_i B^T) for rows i of a tile; b: the slice's B, partial: the tile's first row in the
     slice."""
     r = tl.arange(0, BLOCK_R)
     at = b + n[:, None] * rank + r[None, :]
@@ -363,8 +363,7 @@ def fused_small_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: the tickets, then (tile,
-    slice)."""
+    """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: tickets, (tile, slice)."""
     shrink_items = num_tiles * (NUM_SLICES * SPLITS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
     if ticket == shrink_items + num_tiles * NUM_CHUNKS - 1:

@@ -138,8 +138,7 @@ class Transfers:
         return waits_for
 
     def prefetch_locked(self, weights: StoredWeights) -> None:
-        """`advance_locked` for a request that is not admitted yet. A failed source is read again for a request
-        alone."""
+        """`advance_locked` for a request that is not admitted yet. A failed source waits for a request."""
         weights.wanted_in_pass = self._store.pass_id
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
