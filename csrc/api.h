@@ -9,7 +9,7 @@ namespace loraplex {
 
 enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3 };
 
-// What paged attention has to know of a step, the same for all layers (AttentionStep in attention.py). Strides: elements.
+// What paged attention needs of a step, the same for all layers (AttentionStep in attention.py). Strides are elements.
 struct AttentionStep {
   const int32_t* q_indptr;      // [sequences + 1]
   const int32_t* context_lens;  // [sequences], at least one query each

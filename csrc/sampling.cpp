@@ -65,7 +65,8 @@ uint64_t rank_key(float value, long id) {
 }
 long id_of(uint64_t key) { return (uint32_t)~key; }
 
-// A value that at least k tokens reach: the k-th largest of groups' maxima. 16 groups, one a lane, share some tokens.
+// A value that at least k tokens reach: the k-th largest of groups' maxima. 16 groups, one a lane, share a run of
+// tokens.
 float reached_by(const float* x, long size, long k, std::vector<float>& maxima) {
   const long runs = std::max(16L, (k + 15) / 16 * 4), vectors = size / 16;
   if (vectors < 2 * runs) return -INFINITY;

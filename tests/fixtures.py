@@ -321,8 +321,7 @@ def write_adapter(
 
 @torch.no_grad()
 def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
-    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (of LoRA or replaced ones) ~ N(0,
-    0.1^2)."""
+    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (LoRA's or not) ~ N(0, 0.1^2)."""
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
