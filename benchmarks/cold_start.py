@@ -142,7 +142,7 @@ def _check(records: Sequence[Record]) -> None:
 @dataclass
 class Measured:
     """One state of one engine, in seconds. first_token_s: of each request; others_s, num_early: of all blocks
-    (`ColdEngine.others`)."""
+    (`others`)."""
 
     state: str
     first_token_s: list[float] = field(default_factory=list)

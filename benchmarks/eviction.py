@@ -99,8 +99,8 @@ class Count:
 
 
 def make_world(sizes: str, num_adapters: int, room: float, remote_share: float, seed: int) -> World:
-    """`sizes` equal or mixed (ranks 8 to 64); `room` is the share of all bytes that fits; a share of the adapters is
-    far away."""
+    """`sizes` equal or mixed (ranks 8 to 64); `room` is the share of all bytes that fits; some adapters are far
+    away."""
     draw = np.random.default_rng(seed)
     ranks = draw.choice(RANKS, num_adapters) if sizes == "mixed" else np.full(num_adapters, EQUAL_RANK)
     nbytes = [int(rank) * BYTES_PER_RANK for rank in ranks]
@@ -176,8 +176,7 @@ def bursty(shape: Shape, draw: np.random.Generator) -> list[Request]:
 
 
 def _bursts(rate: float, length_s: float, is_diurnal: bool, draw: np.random.Generator) -> Iterator[float]:
-    """Arrivals of one adapter: bursts in which it is asked for at least BURST_RATE times a second on average, silence
-    in between."""
+    """Arrivals of one adapter: bursts with at least BURST_RATE requests a second on average, silence in between."""
     rate_within = max(1.5 * rate, BURST_RATE)
     shape_of_gamma = BURST_CV**-2
     now_s = float(draw.uniform(0, BURST_S * rate_within / rate)) - BURST_S
@@ -251,8 +250,7 @@ def replay(trace: Sequence[Request], world: World, policy: EvictionPolicy, clock
 
 
 def replay_belady(trace: Sequence[Request], world: World) -> Count:
-    """The future known: of equal sizes, what is needed last goes; of mixed ones, the largest bytes x time until
-    then."""
+    """The future known: of equal sizes, what is needed last goes; of mixed ones, the largest bytes x time till then."""
     next_uses = _next_uses(trace)
     count, held_bytes, is_equal = Count(), 0, len(set(world.nbytes)) == 1
     needed_at: dict[int, float] = {}  # of those that are held

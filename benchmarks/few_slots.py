@@ -50,8 +50,7 @@ CUT_OFF_AFTER = 10
 
 
 class Room:
-    """An engine with `num_adapters` registered and device room for `num_slots` of them; `records` has a list for each
-    run."""
+    """An engine with `num_adapters` registered and device room for `num_slots` of them; `records` has a list a run."""
 
     def __init__(
         self, made: Fixture, args: argparse.Namespace, num_adapters: int, num_slots: int, one_bytes: int

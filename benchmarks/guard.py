@@ -51,8 +51,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ratio:
-    """time(ours) / time(theirs) must be at most `limit`. build makes both calls; is_native: it is a kernel of our own
-    that runs."""
+    """time(ours) / time(theirs) must be at most `limit`. build makes both calls; is_native: a kernel of our own
+    runs."""
 
     name: str
     limit: float

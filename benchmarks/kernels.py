@@ -53,8 +53,8 @@ MIXED_RANKS = (8, 16, 32, 64) * 4
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one case; torch_us None: stock torch has no such operator. is_native False: the native backend
-    runs torch's."""
+    """Microseconds of one case; torch_us None: stock torch has none. is_native False: the native backend runs
+    torch's."""
 
     op: str
     name: str

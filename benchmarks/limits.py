@@ -32,8 +32,7 @@ class Peaks:
     int16: float
 
     def of_weights(self, storage: str) -> float:
-        """Operations/s on weights of a storage type. A machine that multiplies floats faster than int16 would use
-        those."""
+        """Operations/s on weights of a storage type. A machine that is faster on floats than int16 would use those."""
         return max(self.int16, self.fp32) if storage == INT8 else self.fp32
 
 

@@ -122,8 +122,7 @@ def capacity(
     output_len: Lengths,
     num_rounds: int = 1,
 ) -> float:
-    """Requests/s of a full engine, the adapters in turn: all come at once, and count for as long as one waits. After a
-    warm-up.
+    """Requests/s of a full engine, the adapters in turn: all come at once, and count while one waits. After a warm-up.
 
     The median of `num_rounds`.
     """

@@ -71,8 +71,7 @@ class Machine:
 
 
 def machine(*, may_measure: bool = True, cache: Path = CACHE) -> Machine | None:
-    """The figures of this machine: kept ones if they are of this processor and instruction set, else measured now and
-    kept.
+    """The figures of this machine: kept ones of this processor and instruction set, else measured now and kept.
 
     None when there is no compiler, or none are kept and `may_measure` is false.
     """
@@ -175,8 +174,8 @@ def _compile(isa: str, folder: Path) -> ctypes.CDLL:
 
 
 def isa_in_use() -> str:
-    """The instruction set of the native kernels here; without them what every x86 processor of today has, or portable
-    code."""
+    """The instruction set of the native kernels here; without them that of every x86 processor of today, or
+    portable."""
     library = open_library()
     if isinstance(library, NativeLibrary):
         return library.isa

@@ -72,8 +72,7 @@ class Recovery:
 
 
 class Connection:
-    """One connection kept alive. A request that cannot be sent or read counts as status 0 and is followed by a new
-    connection."""
+    """One connection kept alive. A request that cannot be sent or read has status 0; a new connection follows."""
 
     def __init__(self, port: int) -> None:
         self._port = port

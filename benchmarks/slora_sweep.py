@@ -91,7 +91,7 @@ class Cell:
 
 def cells_of(text: str) -> list[Cell]:
     """Cells by name, separated by commas, and the n = 5 that each is compared with; equal alpha and cv together, few
-    adapters first."""
+    first."""
     named = {Cell.of(name) for name in text.split(",")}
     return sorted(named | {cell.few for cell in named})
 

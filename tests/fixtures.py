@@ -99,8 +99,7 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GreedyCase:
-    """A prompt and what the oracle says to it. `min_gap` is the least distance of the two best logits over all
-    steps."""
+    """A prompt and what the oracle says to it. `min_gap`: the least distance of the two best logits in all steps."""
 
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]

@@ -285,8 +285,8 @@ def test_files_and_functions_stay_readable() -> None:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """Every module and those that it imports at any depth, for the type checker too; `from package import module` is
-    the module."""
+    """Every module and those that it imports at any depth, for types too; `from package import module` is the
+    module."""
     paths = dict(modules())
     graph: dict[str, set[str]] = {name: set() for name in paths}
     for name, path in paths.items():
@@ -410,8 +410,7 @@ def written_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def test_residency_has_one_writer() -> None:
-    """`StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure` are written in residency/store.py
-    alone."""
+    """`StoredWeights.state`, `host`, `device`, `job`, `layout` `failure`: residency/store.py alone writes them."""
     for name, tree in memory_files():
         written = {each.attr for each in written_attributes(tree)} & STATE_OF_WEIGHTS
         assert name == "residency/store.py" or not written, f"memory/{name} writes {sorted(written)}"

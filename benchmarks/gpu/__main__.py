@@ -47,8 +47,8 @@ def run_part(name: str, budget_s: float, limit_s: float, folder: Path, is_interp
 
 
 def run_until(command: Sequence[str], log: IO[str], limit_s: float) -> str:
-    """Empty, or why it did not succeed. A session of its own: Ctrl-C comes to it as SIGTERM, once, and nothing of it is
-    left."""
+    """Empty, or why it did not succeed. A session of its own: Ctrl-C comes to it as SIGTERM, once, and it leaves
+    nothing."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         code = process.wait(limit_s)

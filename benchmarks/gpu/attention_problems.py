@@ -1,5 +1,5 @@
-"""Problems of paged attention (kernel_checks.py): decode, prompts, chunks and both in one step, Triton's kernels and
-FlashAttention 3."""
+"""Problems of paged attention (kernel_checks.py): decode, prompts, chunks, both in one step; Triton and FlashAttention
+3."""
 
 from __future__ import annotations
 
@@ -126,8 +126,7 @@ def expected_attention(
     scale: float,
     window: int | None,
 ) -> Tensors:
-    """(q with positions, what is written to the cache, attention over the cache as it was rounded), 0 in padded
-    rows."""
+    """(q with positions, what is written to the cache, attention over the rounded cache), 0 in padded rows."""
     real = (plan.kv_slot_mapping >= 0).nonzero()[:, 0]
     slots = plan.kv_slot_mapping[real]
     wide = layer.double()

@@ -1,5 +1,4 @@
-"""Requests that two servers in a row may read differently: what is ambiguous is refused, nothing of a body becomes a
-request."""
+"""Requests that two servers in a row may read differently: the ambiguous is refused, no body becomes a request."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def socket_of(folder: Path, pid: int) -> Path:
 
 
 async def give(folder: Path, pid: int, order: Order) -> Any:
-    """Have an order carried out; what came of it. Raises OSError when the process is not there, RuntimeError with its
+    """Have an order carried out; what came of it. OSError when the process is not there, RuntimeError with its
     error."""
     reader, writer = await asyncio.open_unix_connection(socket_of(folder, pid))
     try:

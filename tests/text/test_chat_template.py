@@ -1,5 +1,4 @@
-"""Chats as transformers renders them: templates in the styles of the big families, with everything that templates
-use."""
+"""Chats as transformers renders them: in the styles of the big families, with everything that templates use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Compiles what the Triton backend would launch on a GPU that is not there, as Triton's JIT would specialise it for the
-same arguments.
+"""Compiles what the Triton backend would launch on a GPU, as Triton's JIT would specialise it, without one.
 
     python -m tests.kernels.triton.compiling --arch 90 --match add_lora
 
@@ -45,8 +44,8 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one GPU. cases: all that launched it; shared_bytes: of a program, dynamic; local_bytes: of a
-    thread."""
+    """One kernel for one GPU. cases: all that launched it; shared_bytes: a program's, dynamic; local_bytes: a
+    thread's."""
 
     cases: list[str]
     kernel: str
@@ -93,8 +92,7 @@ class _NoDriver:
 
 
 class CompilingLauncher:
-    """A Launcher that compiles instead: `compiled` is what it made, by hash: each kernel once for all that launch it
-    alike."""
+    """A Launcher that compiles instead: `compiled` is what it made, by hash: each kernel once for equal launches."""
 
     def __init__(self, arch: int) -> None:
         assert not triton.knobs.runtime.interpret, "kernels are interpreted in this process; unset TRITON_INTERPRET"
