@@ -1,5 +1,4 @@
-"""Arguments of the benchmarks that argparse has no type for; a mistake is said in a line, before anything is made or
-measured."""
+"""Arguments of the benchmarks that argparse has no type for; a mistake is one line, before anything is made."""
 
 from __future__ import annotations
 

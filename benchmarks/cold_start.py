@@ -8,8 +8,8 @@ when they were registered. One engine without a disk tier measures `source`, ano
 prediction. Every request is cold: its adapter is brought into the state before it is submitted.
 
 first token    one request at a time, the states in turn; medians and their ratio to `resident` of the same engine.
-others         --background requests decode through resident adapters while others come through cold ones, each adapter once. The mean time
-               between the tokens of the background, against the same with those adapters resident.
+others         --background requests decode through resident adapters while others come through cold ones, each adapter
+               once. The mean time between the tokens of the background, against the same with those adapters resident.
 Targets: host <= 1.10 and disk <= 1.5 of the first token, others <= 1.10. An adapter that came back before its request
 is counted and said.
 """
@@ -142,7 +142,7 @@ def _check(records: Sequence[Record]) -> None:
 @dataclass
 class Measured:
     """One state of one engine, in seconds. first_token_s: of each request; others_s, num_early: of all blocks
-    (`ColdEngine.others`)."""
+    (`others`)."""
 
     state: str
     first_token_s: list[float] = field(default_factory=list)
@@ -230,8 +230,8 @@ def measure_engines(made: Fixture, args: argparse.Namespace, budgets: Mapping[st
 def table_of(engines: Sequence[Sequence[Row]], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in (
-        "state", "first token p50 ms", "p99 ms", "/ resident", "target", "", "others' mean ms a token", "p99 ms", "/ resident",
-        "target", "", "came early",
+        "state", "first token p50 ms", "p99 ms", "/ resident", "target", "",
+        "others' mean ms a token", "p99 ms", "/ resident", "target", "", "came early",
     ):  # fmt: skip
         table.add_column(heading, justify="left" if heading == "state" else "right")
     for rows in engines:

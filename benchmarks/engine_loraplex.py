@@ -1,4 +1,4 @@
-"""Loraplex on the fixed workload, for `throughput.py`: the offline engine, prefixes not cached, one process
+"""Loraplex on the fixed workload, for `throughput.py`: the offline engine, no cached prefix, one process
 (protocol.py)."""
 
 from __future__ import annotations

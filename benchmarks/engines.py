@@ -77,8 +77,7 @@ def own_engine(name: str = OWN, settings: Mapping[str, Any] | None = None) -> En
 
 
 def parse_variant(text: str) -> Engine:
-    """`int8:quantization=int8,kv_cache_dtype=bfloat16` is Loraplex with these settings, under the name
-    loraplex-int8."""
+    """`int8:quantization=int8,kv_cache_dtype=bfloat16` is Loraplex with these settings, named loraplex-int8."""
     label, _, settings = text.partition(":")
     if not label or not settings:
         raise ValueError(f"a variant is NAME:SETTING=VALUE[,SETTING=VALUE...], got {text!r}")
@@ -86,8 +85,7 @@ def parse_variant(text: str) -> Engine:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`name=value`; a value is JSON if it can be (numbers, true, null), else a string. Dashes in a name are
-    underscores."""
+    """`name=value`; a value is JSON if it can be (numbers, true, null), else a string. Dashes become underscores."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"a setting is NAME=VALUE, got {text!r}")
@@ -98,8 +96,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_peer(text: str) -> Engine:
-    """`hf`, `vllm=/path/to/environment`, `openvino=/path/to/python`: a peer and whose Python runs it (default: this
-    one)."""
+    """`hf`, `vllm=/path/to/environment`, `openvino=/path/to/python`: a peer and its Python (default: this one)."""
     name, _, where = text.partition("=")
     if name not in PEERS:
         raise ValueError(f"there is no peer {name!r}; there are {', '.join(PEERS)}")

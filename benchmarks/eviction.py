@@ -1,6 +1,6 @@
 """Eviction policies against traces: who would have been there when a request came, and what loading the others takes.
 
-    python -m benchmarks.eviction                            every policy, every trace, equal and mixed sizes: under a minute
+    python -m benchmarks.eviction                      every policy, every trace, equal and mixed sizes: under a minute
     python -m benchmarks.eviction --traces bursty --room 0.2 --seeds 10
 
 A simulation of one tier, with the classes that the engine uses (loraplex/memory/eviction/policies.py) and a clock that
@@ -10,8 +10,8 @@ pinned, queued or running. Figures are counts and modelled seconds, so they do n
     zipf      popularity rank ** -0.9 all the time, Poisson arrivals
     uniform   every adapter alike
     shifting  zipf, but which adapters are popular drifts: all ranks change hands about once in 20 minutes
-    bursty    as functions in a cloud: heavy-tailed popularity, each adapter on for a minute or two and off for long, arrivals within a
-              burst Gamma with a cv of 4, one adapter in twenty by day only
+    bursty    as functions in a cloud: heavy-tailed popularity, each adapter on for a minute or two and off for long,
+              arrivals within a burst Gamma with a cv of 4, one adapter in twenty by day only
     periodic  each adapter at its own interval, 30 s to 30 minutes, give or take 5 %
 
 `belady` knows the future. With equal sizes it evicts what is needed last, which is optimal (exact). With mixed sizes
@@ -99,8 +99,8 @@ class Count:
 
 
 def make_world(sizes: str, num_adapters: int, room: float, remote_share: float, seed: int) -> World:
-    """`sizes` equal or mixed (ranks 8 to 64); `room` is the share of all bytes that fits; a share of the adapters is
-    far away."""
+    """`sizes` equal or mixed (ranks 8 to 64); `room` is the share of all bytes that fits; some adapters are far
+    away."""
     draw = np.random.default_rng(seed)
     ranks = draw.choice(RANKS, num_adapters) if sizes == "mixed" else np.full(num_adapters, EQUAL_RANK)
     nbytes = [int(rank) * BYTES_PER_RANK for rank in ranks]
@@ -176,8 +176,7 @@ def bursty(shape: Shape, draw: np.random.Generator) -> list[Request]:
 
 
 def _bursts(rate: float, length_s: float, is_diurnal: bool, draw: np.random.Generator) -> Iterator[float]:
-    """Arrivals of one adapter: bursts in which it is asked for at least BURST_RATE times a second on average, silence
-    in between."""
+    """Arrivals of one adapter: bursts with at least BURST_RATE requests a second on average, silence in between."""
     rate_within = max(1.5 * rate, BURST_RATE)
     shape_of_gamma = BURST_CV**-2
     now_s = float(draw.uniform(0, BURST_S * rate_within / rate)) - BURST_S
@@ -251,8 +250,7 @@ def replay(trace: Sequence[Request], world: World, policy: EvictionPolicy, clock
 
 
 def replay_belady(trace: Sequence[Request], world: World) -> Count:
-    """The future known: of equal sizes, what is needed last goes; of mixed ones, the largest bytes x time until
-    then."""
+    """The future known: of equal sizes, what is needed last goes; of mixed ones, the largest bytes x time till then."""
     next_uses = _next_uses(trace)
     count, held_bytes, is_equal = Count(), 0, len(set(world.nbytes)) == 1
     needed_at: dict[int, float] = {}  # of those that are held

@@ -4,10 +4,11 @@
     python -m benchmarks.few_slots --size s                  makes 16 adapters of rank 8 first, under fixtures/
 Requests of equal length arrive at --load of the capacity, as a Poisson process, each through an adapter by chance.
 
-collapse   --adapters over device room for --room of them, against room for all, on the same arrivals. Two engines in this process take
-           turns, --rounds times, every other round the other way round. SGLang's median time to the first token is 150 times as long with
-           little room; target: <= 1.3.
-fair       6 adapters over room for 3, --requests requests. No request starves while others take their turns: P99 end to end <= 2 x the median.
+collapse   --adapters over device room for --room of them, against room for all, on the same arrivals. Two engines in
+           this process take turns, --rounds times, every other round the other way round. SGLang's median time to the
+           first token is 150 times as long with little room; target: <= 1.3.
+fair       6 adapters over room for 3, --requests requests. No request starves while others take their turns: P99 end to
+           end <= 2 x the median.
 The capacity is measured first, with room for all.
 """
 
@@ -49,8 +50,7 @@ CUT_OFF_AFTER = 10
 
 
 class Room:
-    """An engine with `num_adapters` registered and device room for `num_slots` of them; `records` has a list for each
-    run."""
+    """An engine with `num_adapters` registered and device room for `num_slots` of them; `records` has a list a run."""
 
     def __init__(
         self, made: Fixture, args: argparse.Namespace, num_adapters: int, num_slots: int, one_bytes: int

@@ -143,8 +143,9 @@ def _write_adapter(
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     save_file(stored, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "r": rank, "lora_alpha": alpha,
-        "target_modules": list(targets), "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "r": rank,
+        "lora_alpha": alpha, "target_modules": list(targets), "bias": "none", "lora_dropout": 0.0,
+        "inference_mode": True,
     }  # fmt: skip
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2))
 

@@ -51,8 +51,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ratio:
-    """time(ours) / time(theirs) must be at most `limit`. build makes both calls; is_native: it is a kernel of our own
-    that runs."""
+    """time(ours) / time(theirs) must be at most `limit`. build makes both calls; is_native: a kernel of our own
+    runs."""
 
     name: str
     limit: float
@@ -136,8 +136,8 @@ def _demo_batches() -> tuple[Call, Call]:
 
 def _demo_batch(backend: str) -> Call:
     config = EngineConfig(
-        model=str(assets_path() / "base"), num_threads=1, lora_backend=backend, lora=None, kv_cache_memory_bytes=1 << 26,
-        packed_cache_dir="none", enable_prefix_caching=False,
+        model=str(assets_path() / "base"), num_threads=1, lora_backend=backend, lora=None,
+        kv_cache_memory_bytes=1 << 26, packed_cache_dir="none", enable_prefix_caching=False,
     )  # fmt: skip
     llm = LLM.from_config(config)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

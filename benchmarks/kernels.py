@@ -53,8 +53,8 @@ MIXED_RANKS = (8, 16, 32, 64) * 4
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one case; torch_us None: stock torch has no such operator. is_native False: the native backend
-    runs torch's."""
+    """Microseconds of one case; torch_us None: stock torch has none. is_native False: the native backend runs
+    torch's."""
 
     op: str
     name: str
@@ -152,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [
         case for case in cases(args.sizes, args.dtypes, args.rows) if case.op in args.only and args.match in case.name
     ]
-    title = f"{cpu_name()}, {isa_in_use()}, {args.threads} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    now = time.strftime("%Y-%m-%d %H:%M")
+    title = f"{cpu_name()}, {isa_in_use()}, {args.threads} threads, torch {torch.__version__}, {now}"
     console = wide_console()
     timed: list[Timed] = []
     with torch.inference_mode(), console.status("measuring") as status:

@@ -1,10 +1,10 @@
-"""How fast this machine could run a step: from the model's shape, the machine's read bandwidth and its arithmetic
-(machine.py).
+"""How fast this machine (machine.py) could run a step: from the model's shape, read bandwidth and arithmetic.
 
-    linear(rows)        = max(bytes of the weight / bandwidth, 2 rows out in / peak)
-    step(rows)          = sum of linear(rows) over the linears of all layers + the head's for the rows that are sampled + lora
-    lora                = max(bytes of the batch's distinct adapters / bandwidth, 2 sum over rows of the adapter's parameters / fp32 peak)
-    tokens a second     = requests output_len / (step of the prompts + (output_len - 1) decode steps)
+    linear(rows)       = max(bytes of the weight / bandwidth, 2 rows out in / peak)
+    step(rows)         = sum of linear(rows) over the linears of all layers + the head's for the sampled rows + lora
+    lora               = max(bytes of the batch's distinct adapters / bandwidth,
+                             2 sum over rows of the adapter's parameters / fp32 peak)
+    tokens a second    = requests output_len / (step of the prompts + (output_len - 1) decode steps)
 
 `peak` is the fp32 multiply-add for float weights of any width and int16 multiply-add for int8 weights (W8A16).
 Attention, norms and sampling are left out: the limit is a little higher than anything can be. Standard library only.
@@ -32,8 +32,7 @@ class Peaks:
     int16: float
 
     def of_weights(self, storage: str) -> float:
-        """Operations/s on weights of a storage type. A machine that multiplies floats faster than int16 would use
-        those."""
+        """Operations/s on weights of a storage type. A machine that is faster on floats than int16 would use those."""
         return max(self.int16, self.fp32) if storage == INT8 else self.fp32
 
 

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, rank: int, adapters: int |
 
 
 def fixture_for(args: argparse.Namespace) -> Fixture:
-    """Of as many adapters as `--adapters` says; made if no folder is given. Ends the program when the folder has fewer."""
+    """With `--adapters` adapters; made if no folder is given. Ends the program when the folder has fewer."""
     if args.fixture is None:
         return fixture(args.size, args.adapters, ranks=[args.rank], adapter_dtype="bfloat16")
     try:
@@ -66,7 +66,7 @@ def fixture_for(args: argparse.Namespace) -> Fixture:
 
 
 def start(made: Fixture, args: argparse.Namespace, settings: Mapping[str, Any]) -> LLM:
-    """An engine on the fixture's base model; `--set` goes before `settings`. Prefixes are not cached: every prompt is computed."""
+    """An engine on the fixture's base model; `--set` goes before `settings`. Prefixes are not cached."""
     common = {
         "dtype": args.dtype,
         "num_threads": args.threads,
@@ -122,8 +122,7 @@ def capacity(
     output_len: Lengths,
     num_rounds: int = 1,
 ) -> float:
-    """Requests/s of a full engine, the adapters in turn: all come at once, and count for as long as one waits. After a
-    warm-up.
+    """Requests/s of a full engine, the adapters in turn: all come at once, and count while one waits. After a warm-up.
 
     The median of `num_rounds`.
     """

@@ -1,4 +1,4 @@
-// What this machine can do at most, measured with the kernels' own vector type (csrc/vec.h). Compiled by machine.py when it runs.
+// What this machine can do at most, measured with the kernels' own vector type (csrc/vec.h). machine.py compiles it.
 #include <omp.h>
 
 #include "vec.h"
@@ -54,7 +54,8 @@ __attribute__((noinline)) float int16_chains(long steps, const int16_t* pair, co
 
 }  // namespace
 
-// Reads `count` floats once, a part of them on each thread; is_split: each thread reads four places in turn, which some machines like.
+// Reads `count` floats once, a part of them on each thread; is_split: each thread reads four places in turn, which some
+// machines like.
 extern "C" float read_memory(const float* p, long count, int threads, int is_split) {
   float total = 0;
   const long part = count / threads / 64 * 64;
@@ -74,8 +75,8 @@ extern "C" float multiply_floats(long steps, int threads, const float* start, fl
   return total;
 }
 
-// 2 * 32 * kChains * steps integer operations on each thread: int16 products, added in pairs to int32. weights: 32 * kChains int8, all
-// chains different.
+// 2 * 32 * kChains * steps integer operations on each thread: int16 products, added in pairs to int32.
+// weights: 32 * kChains int8, all chains different.
 extern "C" float multiply_int16(long steps, int threads, const int16_t* pair, const int8_t* weights) {
   float total = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : total)

@@ -1,7 +1,6 @@
-"""What this machine can do at most, on one thread and on all cores: memory read, fp32 multiply-add, int8 x int16
-multiply-add.
+"""What this machine can do at most, on one thread and on all cores: memory read, multiply-add (fp32, int8 x int16).
 
-    python -m benchmarks.machine             # a few seconds; kept in results/machine.json, which the other benchmarks read
+    python -m benchmarks.machine             # a few seconds; kept in results/machine.json for the other benchmarks
     python -m benchmarks.machine --cached    # show what is kept
 Run it alone on a quiet machine: every fraction of a limit is a fraction of these figures. It compiles
 benchmarks/machine.cpp with the system's C++ compiler, for the instruction set that Loraplex's kernels use here
@@ -72,8 +71,7 @@ class Machine:
 
 
 def machine(*, may_measure: bool = True, cache: Path = CACHE) -> Machine | None:
-    """The figures of this machine: kept ones if they are of this processor and instruction set, else measured now and
-    kept.
+    """The figures of this machine: kept ones of this processor and instruction set, else measured now and kept.
 
     None when there is no compiler, or none are kept and `may_measure` is false.
     """
@@ -176,8 +174,8 @@ def _compile(isa: str, folder: Path) -> ctypes.CDLL:
 
 
 def isa_in_use() -> str:
-    """The instruction set of the native kernels here; without them what every x86 processor of today has, or portable
-    code."""
+    """The instruction set of the native kernels here; without them that of every x86 processor of today, or
+    portable."""
     library = open_library()
     if isinstance(library, NativeLibrary):
         return library.isa

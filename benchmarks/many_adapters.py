@@ -1,7 +1,7 @@
 """A thousand adapters over a small memory, requests Zipf-distributed over all of them, against the same with five.
 
-    python -m benchmarks.many_adapters --fixture DIR             1,000 adapters, 2 GiB for them; base/ and one folder each
-    python -m benchmarks.many_adapters --size s                  makes such a fixture first: 4.9 GB under fixtures/
+    python -m benchmarks.many_adapters --fixture DIR     1,000 adapters, 2 GiB for them; base/ and one folder each
+    python -m benchmarks.many_adapters --size s          makes such a fixture first: 4.9 GB under fixtures/
 A closed loop of --requests-in-flight requests: one that ends makes room for the next. Batches of requests over all
 adapters and batches over five alternate in one engine, so that both see the same weather. Printed: tokens/s of both and
 their ratio, how often an adapter was there when it was wanted (hits), loads from disk and evictions meanwhile, the peak

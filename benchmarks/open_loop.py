@@ -29,7 +29,7 @@ CUT_OFF = "cut off at the time limit"
 
 
 def arrival_times(num_requests: int, rate: float, cv: float, seed: int) -> list[float]:
-    """Seconds at which requests come: Gamma-distributed gaps with mean 1 / rate and coefficient of variation `cv` (1 is
+    """Seconds at which requests come: Gamma-distributed gaps of mean 1 / rate and coefficient of variation `cv` (1:
     Poisson).
 
     The gaps are scaled so that their mean is exactly 1 / rate: with cv 8, the mean of 300 draws is off by half as often
@@ -40,8 +40,7 @@ def arrival_times(num_requests: int, rate: float, cv: float, seed: int) -> list[
 
 
 def power_law(num_adapters: int, alpha: float, num_requests: int, seed: int) -> list[int]:
-    """S-LoRA's choice of each request's adapter: int(np.random.power(alpha) * n). alpha 1 is uniform, 0.1 favours the
-    first few."""
+    """S-LoRA's choice of each request's adapter: int(np.random.power(alpha) * n). alpha 1: uniform; 0.1 favours few."""
     return [int(draw * num_adapters) for draw in np.random.default_rng(seed).power(alpha, num_requests)]
 
 
@@ -90,8 +89,7 @@ def schedule(
     vocab_size: int,
     seed: int,
 ) -> list[Arrival]:
-    """With random prompts. Prompts and lengths depend on the seed and the number of requests alone, not on the
-    adapters."""
+    """With random prompts. Prompts and lengths depend on the seed and the number of requests, not on adapters."""
     random, count = np.random.default_rng(seed), len(due_s)
     prompt_lens, output_lens = prompt_len.draw(count, random), output_len.draw(count, random)
     return [

@@ -31,8 +31,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """One operator at one shape. build(backend) makes its inputs and gives the call, or None: this backend has no such
-    thing.
+    """One operator at one shape. build(backend) makes its inputs and gives the call, or None: the backend has none.
 
     operators: the backend's methods that run. floor_s: what the machine needs at least; None: it all lies in the
     caches.

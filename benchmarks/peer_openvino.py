@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching on the fixed workload, for `throughput.py` (protocol.py). Run by OpenVINO's own
+"""OpenVINO GenAI's continuous batching on the fixed workload, for `throughput.py` (protocol.py), in its own
 environment.
 
 The model is the folder `ov` beside the base model's, made once per fixture (the base needs a tokenizer for it):

@@ -1,5 +1,4 @@
-"""vLLM's offline engine on a CPU on the fixed workload, for `throughput.py` (protocol.py). Run by vLLM's own
-environment.
+"""vLLM's offline engine on a CPU on the fixed workload, for `throughput.py` (protocol.py), in its own environment.
 
 settings: `enable_lora` (false: LoRA off, base requests only). With LoRA on, vLLM gets as many slots as a batch has
 adapters, each as wide as the widest adapter, which it needs; prefixes are not cached.
@@ -49,8 +48,7 @@ class VllmEngine:
 
 
 def lora_settings(job: Job) -> dict[str, Any]:
-    """Slots for the adapters of one batch, host memory for all, and the smallest of vLLM's ranks that holds the
-    widest."""
+    """Slots for the adapters of one batch, host memory for all, and the smallest of vLLM's ranks for the widest."""
     widest = max((_rank(job.adapters[index]) for index in job.used), default=RANKS[0])
     slots = max(1, job.max_distinct)
     return {

@@ -1,4 +1,4 @@
-"""What `throughput.py` and the engines beside it say to each other: a job goes in as JSON, one JSON line comes out per
+"""What `throughput.py` and the engines beside it tell each other: a job goes in as JSON, a JSON line comes out per
 event.
 
 An engine's runner is a module of a few lines: a class with `version` and `generate`, and `serve(Class)`. The loop, the
@@ -30,8 +30,8 @@ WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """The same for every engine but `runs` and `settings`. Prompts are token ids; decoding is greedy and ignores the
-    end token.
+    """The same for every engine but `runs` and `settings`. Prompts are token ids; decoding is greedy, past the end
+    token.
 
     patterns: for each name the adapter of each prompt, an index into `adapters` or None for the base. settings: this
     engine's own.

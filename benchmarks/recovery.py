@@ -1,8 +1,9 @@
 """How long a server does not answer after its engine process was killed, idle and under requests that fail meanwhile.
 
-    python -m benchmarks.recovery                                  the demo, 5 kills idle, then 5 under 100 requests/s
-    python -m benchmarks.recovery --no-standby                     the same, and in turns with it without a spare process
-    python -m benchmarks.recovery --python OTHER/.venv/bin/python  the same, and in turns with it another checkout's server
+    python -m benchmarks.recovery                   the demo, 5 kills idle, then 5 under 100 requests/s
+    python -m benchmarks.recovery --no-standby      the same, and in turns with it without a spare process
+    python -m benchmarks.recovery --python OTHER/.venv/bin/python
+                                                    the same, and in turns with it another checkout's server
 A kill is SIGKILL; recovery is the time from there to the end of the first request that was answered with 200. Idle
 means one request at a time, every 50 ms. Each run has a server of its own, with the demo's model and eight adapters,
 one of them pinned.
@@ -71,15 +72,15 @@ class Recovery:
 
 
 class Connection:
-    """One connection kept alive. A request that cannot be sent or read counts as status 0 and is followed by a new
-    connection."""
+    """One connection kept alive. A request that cannot be sent or read has status 0; a new connection follows."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: bytes) -> int:
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         try:
             if self._streams is None:
                 self._streams = await asyncio.open_connection("127.0.0.1", self._port)

@@ -20,8 +20,7 @@ MIB = 2**20
 
 @dataclass
 class EngineResult:
-    """One engine's starts and runs. is_own: Loraplex, not a peer. limits: by pattern, empty where the machine is not
-    known."""
+    """One engine's starts and runs. is_own: Loraplex, not a peer. limits: by pattern, empty for an unknown machine."""
 
     is_own: bool
     settings: dict[str, Any] = field(default_factory=dict)
@@ -46,8 +45,7 @@ class EngineResult:
 
 @dataclass
 class Report:
-    """The first engine is the one that the others are compared with. matches: engine -> pattern -> outputs equal to the
-    first engine's."""
+    """Others are compared with the first engine. matches: engine -> pattern -> outputs equal to the first engine's."""
 
     configuration: dict[str, Any]
     engines: dict[str, EngineResult] = field(default_factory=dict)
@@ -122,8 +120,8 @@ def load_tokens(path: Path, workload: Mapping[str, Any]) -> dict[str, dict[str, 
 # ------------------------------------------------------------------------------------------------------------ the table
 
 HEADINGS = (
-    "pattern", "engine", "adapters", "tok/s (of limit)", "min-max", "first tokens s", "ms/step (of limit)", "{first} / it",
-    "it / best peer", "same outputs", "others' CPU",
+    "pattern", "engine", "adapters", "tok/s (of limit)", "min-max", "first tokens s", "ms/step (of limit)",
+    "{first} / it", "it / best peer", "same outputs", "others' CPU",
 )  # fmt: skip
 FILE_WIDTH = 170
 

@@ -1,6 +1,6 @@
 """S-LoRA's sweep: how many adapters may stand behind one base model before throughput or waiting suffer.
 
-    python -m benchmarks.fixture --size s --adapters 2000 --ranks 8 --adapter-dtype bfloat16 --root DIR     makes them first
+    python -m benchmarks.fixture --size s --adapters 2000 --ranks 8 --adapter-dtype bfloat16 --root DIR   makes them
     python -m benchmarks.slora_sweep --fixture DIR/s-r8-7-bfloat16 --json results/slora.json
     python -m benchmarks.slora_sweep --fixture DIR --cells n1000-a0.5-cv2,n2000-a1-cv8 --seconds 120
 As in S-LoRA (MLSys'24, section 7): a request's adapter is int(np.random.power(alpha) * n), arrivals have
@@ -91,7 +91,7 @@ class Cell:
 
 def cells_of(text: str) -> list[Cell]:
     """Cells by name, separated by commas, and the n = 5 that each is compared with; equal alpha and cv together, few
-    adapters first."""
+    first."""
     named = {Cell.of(name) for name in text.split(",")}
     return sorted(named | {cell.few for cell in named})
 
@@ -186,8 +186,8 @@ def rows_of(
 
 
 HEADINGS = (
-    "cell", "requests", "tok/s at 110 %", "/ n=5", ">= 0.95", "first token at 70 %: p50 ms", "p99 ms", "p99 / n=5", "<= 1.2",
-    "hit rate", "loads", "failed",
+    "cell", "requests", "tok/s at 110 %", "/ n=5", ">= 0.95", "first token at 70 %: p50 ms", "p99 ms", "p99 / n=5",
+    "<= 1.2", "hit rate", "loads", "failed",
 )  # fmt: skip
 
 

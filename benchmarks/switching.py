@@ -1,13 +1,13 @@
-"""What it costs to go from one adapter to another: request by request, by `switch_lora`, and from the host to the
-device.
+"""What a change from one adapter to another costs: by request, by `switch_lora`, and from the host to the device.
 
     python -m benchmarks.switching --size s
     python -m benchmarks.switching --fixture DIR --samples 1000 --json results/switching.json
 Two adapters of one rank, both registered, with room for both on the device.
 
-alternating    requests one at a time. Blocks that stay on one adapter and blocks that alternate are interleaved, so that both see the same
-               weather. Target: the medians differ by less than 1 ms a request.
-switch         `llm.switch_lora(one, other)` and back: until requests for the old name go to the new adapter. Target: P99 < 50 ms.
+alternating    requests one at a time. Blocks that stay on one adapter and blocks that alternate are interleaved, so
+               that both see the same weather. Target: the medians differ by less than 1 ms a request.
+switch         `llm.switch_lora(one, other)` and back: until requests for the old name go to the new adapter.
+               Target: P99 < 50 ms.
 promote        an adapter evicted to the host comes back to the device. Target: P99 < 100 ms.
 Both verbs are timed in an idle engine and beside requests to the base model that another thread runs meanwhile. No
 request runs on the adapter that leaves, so there is no drain in the figures.

@@ -1,9 +1,10 @@
 """Throughput of Loraplex beside its peers, in one run on one machine; prints the ratios.
 
-    python -m benchmarks.throughput --size s                                      beside transformers + peft, made fixtures
+    python -m benchmarks.throughput --size s      beside transformers + peft, made fixtures
     python -m benchmarks.throughput --size tiny --runs 1 --json results/tiny.json
-    python -m benchmarks.throughput --fixture DIR --peer hf --peer vllm=VENV --peer vllm-off=VENV --peer openvino=VENV \\
-        --engines loraplex,loraplex-off --variant int8:quantization=int8 --json results/s.json --plot results/s.png
+    python -m benchmarks.throughput --fixture DIR --peer hf --peer vllm=VENV --peer vllm-off=VENV \\
+        --peer openvino=VENV --engines loraplex,loraplex-off --variant int8:quantization=int8 \\
+        --json results/s.json --plot results/s.png
 
 Each engine runs in a process of its own and never beside another, on the same prompts of token ids, greedily, the end
 token ignored, no prefix cached. A pattern has a warm-up, then --runs timed runs. Engines take turns in rounds; one that
@@ -149,7 +150,8 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     who.add_argument(
         "--peer", action="append", metavar="NAME[=VENV]",
-        help=f"{', '.join(PEERS)}, with the environment that runs it (default: this Python); may be repeated; none: no peer",
+        help=f"{', '.join(PEERS)}, with the environment that runs it (default: this Python); may be repeated; none: no "
+        "peer",
     )  # fmt: skip
     who.add_argument("--threads", type=positive, default=os.cpu_count(), help="of every engine (default: all cores)")
     who.add_argument(

@@ -33,8 +33,7 @@ def best_of(
 
 
 def in_turn(calls: Sequence[Call]) -> Call:
-    """One call that is the next of `calls` each time: what one of them reads is out of the caches when its turn comes
-    again."""
+    """One call that is the next of `calls` each time: what one reads is out of the caches when its turn comes."""
     following = itertools.cycle(calls)
 
     def call() -> object:

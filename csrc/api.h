@@ -9,8 +9,7 @@ namespace loraplex {
 
 enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kInt8 = 3 };
 
-// What paged attention needs to know of a step, the same for all layers (AttentionStep in attention.py). Strides are
-// elements.
+// What paged attention needs of a step, the same for all layers (AttentionStep in attention.py). Strides are elements.
 struct AttentionStep {
   const int32_t* q_indptr;      // [sequences + 1]
   const int32_t* context_lens;  // [sequences], at least one query each
@@ -50,8 +49,7 @@ struct LoraSegments {
   int64_t count;
 };
 
-// One slice of an adapter, row-major: a [rank, in], b [out, rank], bias [out] fp32 or null. Strides are those of rows,
-// in elements.
+// One slice of an adapter, row-major: a [rank, in], b [out, rank], bias [out] fp32 or null. Strides: of rows, elements.
 struct LoraSource {
   const void *a, *b;
   const float* bias;
@@ -65,8 +63,7 @@ struct TeamStats {
   int64_t threads, active;  // that the last region asked for, and that it had
 };
 
-// The operators that a program (loraplex/kernels/native/program.py) is made of; `name` of Operator in program.py is the
-// same.
+// The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
   kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kOperators
 };

@@ -8,8 +8,7 @@
 //   sum       l[i] = l[i] c + (((p0 + p1) + p2) + p3)[i] for lane i of the four groups' p = e^(s - m'); at the end
 //             sum_lanes(l)
 //   output    o = o c, then one chain over the block's keys of p v
-// A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block that has only hidden keys may as well be
-// skipped.
+// A hidden key has s = -inf, so p = 0: it adds exactly nothing, and a block of hidden keys may as well be skipped.
 #include <algorithm>
 #include <vector>
 

@@ -9,8 +9,7 @@ constexpr long kBlock = 64;               // keys that go through the softmax to
 constexpr long kGroups = kBlock / kGroup;
 constexpr int kTileRows = kAccumulators < 6 ? kAccumulators : 6;
 
-// Vectors beside one another that go with so many rows: a power of two, of which four groups and any number of panels
-// are made.
+// Vectors side by side that go with so many rows: a power of two, of which four groups and any panels are made.
 constexpr int tile_width(int rows) { return kAccumulators / rows >= 4 ? 4 : kAccumulators / rows >= 2 ? 2 : 1; }
 
 // f(constant rows) for rows in 1..kTileRows.
@@ -47,8 +46,7 @@ inline __attribute__((always_inline)) void multiply_add(Vec16 (&sum)[ROWS][WIDTH
       for (int p = 0; p < WIDTH; p++) sum[m][p] = fma(xm, held[p], sum[m][p]);
     }
   } else {
-    // One step at a time, its broadcasts loaded again (asm: x may have changed): kept, they would push sums out of
-    // registers.
+    // One step at a time, its broadcasts loaded again (asm: x may have changed): kept, they would take sums' registers.
 #pragma GCC unroll 4
     for (int p = 0; p < WIDTH; p++) {
       const Vec16 w = Kv::template load<WHICH>(at(p));

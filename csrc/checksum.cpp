@@ -1,5 +1,4 @@
-// The sums of loraplex/kernels/checksum.py in one pass over the bytes, which stay in the processor's cache from piece
-// to piece.
+// The sums of loraplex/kernels/checksum.py in one pass over the bytes, which stay in the cache from piece to piece.
 #include <array>
 #include <cstring>
 

@@ -48,8 +48,7 @@ struct LoraDelta {
   long entry(const LoraWork& w, long slice) const { return slice * table.capacity + w.slot; }
 };
 
-// The blocks that a delta reads, for a product that has memory bandwidth to spare to prefetch: a piece of them, in
-// order.
+// The blocks that a delta reads, in order: a piece of them, for a product with memory bandwidth to spare to prefetch.
 class LoraStream {
  public:
   LoraStream() = default;  // of nothing

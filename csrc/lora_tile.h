@@ -30,8 +30,7 @@ constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows g
 constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
 
 // Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on
-// from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower). After a change look at the
-// disassembly.
+// from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower): look at the disassembly.
 template <class Math, int ROWS, int VECTORS>
 __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride,
                                          long depth, float* y, long y_stride, long columns, bool resumes, bool adds,

@@ -1,5 +1,4 @@
-// Rotary positions of q and k, and the new keys and values into their KV blocks (attention.h), in one go over the fused
-// qkv output.
+// Rotary positions of q and k, new keys and values into their KV blocks (attention.h): in one go over the fused qkv.
 //
 // For the halves a, b of a head: a' = a cos - b sin, b' = b cos + a sin. The product with cos is rounded, the other one
 // is fused with the sum, in every instruction set: fma(-b, sin, a cos), fma(a, sin, b cos).

@@ -65,7 +65,7 @@ uint64_t rank_key(float value, long id) {
 }
 long id_of(uint64_t key) { return (uint32_t)~key; }
 
-// A value that at least k tokens reach: the k-th largest of the maxima of groups. 16 groups, one a lane, share a run of
+// A value that at least k tokens reach: the k-th largest of groups' maxima. 16 groups, one a lane, share a run of
 // tokens.
 float reached_by(const float* x, long size, long k, std::vector<float>& maxima) {
   const long runs = std::max(16L, (k + 15) / 16 * 4), vectors = size / 16;
@@ -192,8 +192,7 @@ float last_value(const float* x, const float* w, long size, double wanted, doubl
   return float_of(lo);
 }
 
-// Zeroes the weights behind the shortest prefix of the order that has the mass `wanted`, in 0 < wanted <= the sum of
-// the weights.
+// Zeroes the weights behind the shortest prefix of the order with the mass `wanted`, 0 < wanted <= the weights' sum.
 void keep_prefix(const float* x, float* w, long size, double wanted) {
   double mass;
   const float last = last_value(x, w, size, wanted, mass);

@@ -243,8 +243,7 @@ class Team {
   Sleep sleep_[kMaxShares];
 };
 
-// Never destroyed: its threads outlive static destructors. A forked child has none of them, so it begins with a team of
-// its own.
+// Never destroyed: its threads outlive static destructors. A forked child has none of them, so it makes its own team.
 std::atomic<Team*>& team() {
   static std::atomic<Team*> current = [] {
     pthread_atfork(nullptr, nullptr, [] { team().store(new Team); });

@@ -6,8 +6,7 @@
 
 namespace loraplex {
 
-// Rows of a tile: as many as leave room for a weight and an input beside the sums of one panel, or of two panels where
-// registers allow.
+// Rows of a tile: as many as leave room for a weight and an input beside one panel's sums (two, if registers allow).
 constexpr int kMaxRows = kAccumulators <= 6 ? kAccumulators : kAccumulators / 2;
 constexpr int kMaxPanels = 8;
 

@@ -22,8 +22,7 @@
 
 namespace loraplex {
 
-// e^x. |error| < 2e-7 relative for x in [-87, 88]; 0 for x < -87 (also -inf), e^88 for x > 88, NaN for NaN. Cephes'
-// polynomial.
+// e^x by Cephes' polynomial. |error| < 2e-7 relative in [-87, 88]; 0 below (also -inf), e^88 above, NaN for NaN.
 inline Vec16 exp(Vec16 x) {
   // min and max give their second argument for a NaN: it goes through
   const Vec16 clamped = max(set1(-87.f), min(set1(88.f), x));

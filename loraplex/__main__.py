@@ -14,8 +14,7 @@ BROKEN_PIPE_CODE = 141
 
 
 def run() -> NoReturn:
-    """Run the command and end at once: a thread that still waits for a hub that does not answer must not keep the
-    process."""
+    """Run the command and end at once: a thread that still waits for a silent hub must not keep the process."""
     interrupt.end_at_once()
     _open_closed_streams()
     from loraplex.cli import main  # half a second of imports
@@ -40,8 +39,7 @@ def run() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """The parent process may have closed some: a socket or a pipe would get their numbers, and libuv ends the process
-    over that."""
+    """The parent process may have closed some: a socket or pipe would get their numbers, and libuv aborts then."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -1,5 +1,4 @@
-"""A fixed workload, and how fast the offline engine runs it: `loraplex bench`, and `benchmarks/throughput.py` beside
-its peers.
+"""A fixed workload, and how fast the offline engine runs it: `loraplex bench`, `benchmarks/throughput.py`.
 
 A closed batch of greedy requests with random prompts; which adapter each one uses follows a popularity pattern (Punica,
 MLSys'24, section 7): base (none), identical (one), distinct (one each), uniform (about sqrt(n) of them), skewed (Zipf,
@@ -34,8 +33,7 @@ IDENTICAL_ADAPTER = 3  # of the fixtures' first four ranks the largest
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_requests` prompts of `prompt_len` random tokens, `output_len` tokens each; the same seed gives the same
-    prompts."""
+    """`num_requests` prompts of `prompt_len` random tokens, `output_len` tokens each; a seed gives the same prompts."""
 
     num_requests: int = 16
     prompt_len: int = 64
@@ -113,8 +111,7 @@ def _alpha(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One run: output tokens per second over the whole of it, seconds to the first tokens, milliseconds of a decode
-    step."""
+    """One run: output tokens per second over all of it, seconds to the first tokens, milliseconds of a decode step."""
 
     pattern: str
     num_adapters: int
@@ -126,8 +123,7 @@ class Measurement:
 def measure(
     llm: LLM, adapter_paths: Sequence[Path], workload: Workload, pattern: str, num_runs: int
 ) -> list[Measurement]:
-    """Run the workload `num_runs` times after a warm-up that loads the adapters. Prompts are token ids; nothing is
-    sampled."""
+    """Run the workload `num_runs` times after a warm-up, adapters loaded. Prompts are token ids, decoding is greedy."""
     prompts = workload.prompts(llm.engine.info.vocab_size)
     requests = lora_requests(adapter_paths, workload, pattern)
     num_adapters = len(set(requests) - {None})

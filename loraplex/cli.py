@@ -1,5 +1,4 @@
-"""The command line: `loraplex serve | generate | demo | bench | profile | top | adapter inspect | state check |
-doctor`.
+"""The command `loraplex`: serve | generate | demo | bench | profile | top | adapter inspect | state check | doctor.
 
 Flags, defaults and help come from the fields of the config dataclasses. Sizes may be written 512MiB, 2GiB or 4GB. What
 a command needs is imported when it runs, so that `--help` is quick.
@@ -463,8 +462,7 @@ def _in_options_of(*command: str) -> Callable[[LoraplexError], str]:
 
 
 def main() -> None:
-    """Entry point: the exit code of the command. An error is said on stderr, without a traceback, and is exit code
-    1."""
+    """Entry point: the exit code of the command. An error is a line on stderr, without a traceback, and exit code 1."""
     try:
         sys.exit(app(parse_sizes(sys.argv[1:]), exit_on_error=False, print_error=False))
     except CycloptsError as error:

@@ -43,8 +43,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def num_bytes(name: str, size: Size, whole: int | None) -> int:
-    """A size in bytes; a share is of `whole`. Raises ConfigError, naming the setting, when it is no size or the whole
-    is unknown."""
+    """A size in bytes; a share is of `whole`. ConfigError names a setting that is no size, or has no whole."""
     text = str(size).strip()
     share = _SHARE.fullmatch(text)
     parsed = int(text) if text.isdecimal() else parse_bytes(text)
@@ -90,8 +89,7 @@ def _require_one(name: str, size: Size | None, size_bytes: int, default: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
-    """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional bounds under vLLM's
-    names."""
+    """Limits and policies of adapters. The limits that count are bytes; `max_*` are optional, under vLLM's names."""
 
     adapter_memory_bytes: int = setting(DEFAULT_ADAPTER_BYTES, "device bytes for adapters")
     host_memory_bytes: int = setting(
@@ -374,8 +372,7 @@ class EngineConfig(EngineSettings):
         _require(bool(self.model), "model is empty; give a directory or a hub id")
 
     def with_real_roots(self) -> EngineConfig:
-        """Links in `adapter_roots` resolved, once for the front and each engine process: what becomes a link later is
-        not followed."""
+        """Links in `adapter_roots` resolved, once for front and engine processes: a later link is not followed."""
         if self.adapter_roots is None:
             return self
         return replace(self, adapter_roots=tuple(str(Path(root).resolve()) for root in self.adapter_roots))

@@ -29,8 +29,7 @@ AdapterId = NewType("AdapterId", int)
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """Which adapter a prompt goes through: a name, a number >= 1 of the caller's, and where it is (a directory or a hub
-    id).
+    """Which adapter a prompt goes through: a name, a number >= 1 of the caller's, and a directory or hub id.
 
     `adapter_id`, `name` and `path` are the same fields under their other names. `lora_local_path` is the old name of
     `lora_path`.
@@ -252,8 +251,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What `LLM.generate` returns per prompt, `LLM.step` per request and `AsyncEngine.generate` yields: cumulative text
-    and tokens.
+    """What `LLM.generate` returns per prompt, `LLM.step` per request, and `AsyncEngine.generate` yields; cumulative.
 
     `error` is why a request failed, from `LLM.step` alone: the others raise it.
     """
@@ -285,8 +283,7 @@ class Shard:
 
 
 class ShardKind(enum.StrEnum):
-    """How a linear is split: `column` shards B's rows, `qkv` by heads (k, v replicated when scarce), `row` shards A's
-    columns."""
+    """How a linear is split: `column`: B's rows; `qkv`: by heads (k, v replicated when scarce); `row`: A's columns."""
 
     REPLICATED = "replicated"
     COLUMN = "column"
@@ -296,8 +293,7 @@ class ShardKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoraSlice:
-    """One module of the checkpoint inside a (fused) linear: its PEFT name and its output columns [out_offset,
-    +out_features).
+    """One module of the checkpoint inside a (fused) linear: PEFT name and output columns [out_offset, +out_features).
 
     Sizes are this shard's; `full_out_features` is the checkpoint's.
     """
@@ -383,8 +379,7 @@ class AddOutcome:
 
 
 class AdapterStore(Protocol):
-    """An engine as the registry sees it. Each call may block until done and is made under no lock; each raises
-    AdapterError.
+    """An engine as the registry sees it. Calls may block and are made under no lock; each raises AdapterError.
 
     attach_adapters: as `add_adapter` of each, but nothing is read: the first request or verb that needs the weights
     loads them. list_adapters: those of `adapter_ids` that it has; None: all.
@@ -455,8 +450,7 @@ class ResidencyView(Protocol):
     def prefetch(self, adapter_id: int) -> None: ...
 
     def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
-        """The first unpinned ones of the adapters `in_use` whose release would make room for `adapter_id`; () if none
-        would."""
+        """The first unpinned ones of the adapters `in_use` whose release makes room for `adapter_id`, or ()."""
         ...
 
 
@@ -473,16 +467,14 @@ class BlockAllocator(Protocol):
     def num_free_blocks(self) -> int: ...
 
     def start(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Open a block table for the request, share cached full blocks of its prefix; returns the number of cached
-        tokens.
+        """Open a block table for the request, share cached full blocks of its prefix; returns the number of its tokens.
 
         At least the last token is never counted as cached, so that the step has logits to sample from.
         """
         ...
 
     def reserve(self, request_id: str, num_tokens: int) -> bool:
-        """Make the request's table cover `num_tokens` tokens in all; False (and nothing changed) when blocks run
-        out."""
+        """Make the request's table cover `num_tokens` tokens in all; False, and no change, when blocks run out."""
         ...
 
     def block_table(self, request_id: str) -> Sequence[int]: ...

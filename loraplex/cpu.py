@@ -1,5 +1,4 @@
-"""How much of the machine's processor this process may have, and how much of it its threads got. Standard library
-only."""
+"""The share of the processor that this process may have, and what its threads got. Standard library only."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:
 
 
 def _quotas_of(root: Path, path: str, name: str) -> Iterator[float]:
-    """Of the group and those that it lies in. Inside a container the path may be the host's: the root alone is there
-    then."""
+    """Of the group and those that it lies in. Inside a container the path may be the host's: only the root is there."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):

@@ -45,8 +45,7 @@ def shard_columns(full: torch.Tensor, num_columns: int, shard: Shard) -> torch.T
 
 
 def shard_lora_a(target: LoraTarget, slice_index: int, a: torch.Tensor) -> torch.Tensor:
-    """This shard's A [rank, in_features] of the checkpoint's A [rank, full_in_features]. ValueError names both
-    shapes."""
+    """This shard's A [rank, in_features] of the checkpoint's A [rank, full_in_features]. ValueError has both shapes."""
     _expect(target, slice_index, "lora_a", a.size(1), target.full_in_features)
     return shard_columns(a, target.in_features, target.shard)
 
@@ -58,8 +57,7 @@ def shard_lora_b(target: LoraTarget, slice_index: int, b: torch.Tensor) -> torch
 
 
 def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torch.Tensor | None:
-    """This shard's additive bias [out_features]; None on the ranks of a row-parallel layer that must not add it
-    again."""
+    """This shard's additive bias [out_features]; None on ranks of a row-parallel layer that must not add it."""
     _expect(target, slice_index, "bias", bias.size(0), target.slices[slice_index].full_out_features)
     if target.kind is ShardKind.ROW and target.shard.rank > 0:
         return None

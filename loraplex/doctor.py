@@ -33,8 +33,7 @@ OPTIONAL = ("huggingface-hub", "transformers", "peft", "triton")
 
 
 def report_on(path: str, base: str | None, lora_config: LoRAConfig) -> AdapterReport:
-    """What would be honoured or refused of an adapter, by the base model if one is named. Raises AdapterError,
-    ModelError."""
+    """What an adapter has that is honoured or refused, by a base model if named. Raises AdapterError, ModelError."""
     directory = AdapterSource().fetch(path)
     return inspect_adapter(directory, None if base is None else targets_of(base), lora_config)
 

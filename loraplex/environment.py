@@ -1,5 +1,4 @@
-"""The environment of child processes: without what could be a secret. They run on what clients and adapters send, and
-need none."""
+"""The environment of child processes: without what could be a secret. They read what clients send, and need none."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ _SECRET_VALUE = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 
 
 def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Every variable whose name and value look harmless. A name is judged by its words: TOKENIZERS_PARALLELISM
-    stays."""
+    """Every variable whose name and value look harmless. Names are judged by words: TOKENIZERS_PARALLELISM stays."""
     return {
         name: value
         for name, value in environment.items()

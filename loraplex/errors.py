@@ -32,7 +32,7 @@
     |   |-- AdapterContentChangedError   409  the source no longer has the content that was loaded
     |   |-- AdapterBusyError             429  checking it takes much work, and others are being checked: come again
     |   |-- AdapterUnavailableError      503  the last copy is gone and the source too
-    |   `-- AdapterFaultError            503  its weights or results were found damaged, being restored; has `retry_after_s`
+    |   `-- AdapterFaultError            503  its weights or results were damaged, being restored; has `retry_after_s`
     |-- JournalError                     500  done, but not written to the state directory
     |-- EngineError                      500
     |   |-- EngineDeadError              503  the engine process is being restarted; has `retry_after_s`
@@ -62,8 +62,7 @@ MAX_TEXT_BYTES = 64 * 2**10
 
 
 def shown(value: object, limit: int = MAX_SHOWN_CHARS) -> str:
-    """A value for a message, in at most `limit` characters and little work, however large it is; of a long text both
-    ends."""
+    """A value for a message, in at most `limit` characters and little work; of a long text both ends."""
     if isinstance(value, str):
         text = repr(shortened(value, limit - 2))
     else:

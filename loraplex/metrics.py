@@ -60,8 +60,7 @@ class MemoryMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, max_adapters bounds
-    them.
+    """One tier of adapters: `device`, `host`, `compressed` or `disk`. num_adapters counts contents, up to max_adapters.
 
     pressure: the share of the budget that cannot be freed now (in use, pinned, on its way), 0 to 1; what is idle is no
     pressure.

@@ -106,8 +106,7 @@ def run_profile(
     pattern: str,
     settings: ProfileSettings | None = None,
 ) -> int:
-    """Print a table: milliseconds and share of each part, the largest one named; or a report of the same run, where one
-    is wished."""
+    """Print a table: milliseconds and share of each part, the largest one named; or, if wished, a report of the run."""
     settings = settings or ProfileSettings()
     if workload.output_len < 2:
         raise ConfigError(f"output_len must be >= 2 to have a decode step, got {workload.output_len}")
@@ -132,10 +131,8 @@ def run_profile(
 
 
 def _table(config: EngineConfig, workload: Workload, pattern: str, profiles: Sequence[Profile]) -> Table:
-    table = Table(
-        title=f"{config.model}, {pattern}: {workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens",
-        title_justify="left",
-    )
+    requests = f"{workload.num_requests} requests of {workload.prompt_len}+{workload.output_len} tokens"
+    table = Table(title=f"{config.model}, {pattern}: {requests}", title_justify="left")
     table.add_column("part")
     for name, one in zip(("prefill", "decode"), profiles, strict=True):
         table.add_column(f"{name}\nms/step ({one.num_steps} steps)", justify="right")

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 STEP_PARTS = ("schedule", "build", "forward", "sample", "wait", "commit")
-"""What a step is made of, in order. wait: for a device that runs beside the host; `forward` and `sample` then only
-launch."""
+"""What a step is made of, in order. wait: for a device beside the host; `forward` and `sample` then only launch."""
 
 KERNEL_PARTS = ("gemm", "lora", "attention", "glue")
 """What `forward` is made of, beside the Python between the kernels. glue: norms, rotary with the KV write, SiLU."""

@@ -1,5 +1,4 @@
-"""The start of a server while it lasts: on a terminal a bar for each thing that is loaded, elsewhere lines of the
-log."""
+"""The start of a server: on a terminal a bar for each thing that is loaded, elsewhere lines of the log."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ MAX_PROMPT_LOGPROBS = 2**18
 """Of all tokens of a request's prompts: each has the `prompt_logprobs` best tokens and its own."""
 
 MAX_OUTPUT_LOGPROBS = 2**18
-"""Of all tokens of a request's completions, where there are several: each has the `logprobs` best tokens and its
-own."""
+"""Of all tokens of a request's completions, where there are several: each has its own and the `logprobs` best."""
 UNBOUNDED_OUTPUT = 1024
 """Tokens that a completion without `max_tokens` counts for in that sum."""
 

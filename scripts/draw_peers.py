@@ -41,7 +41,8 @@ def _bar(name: str, value: float, scale: float, y: int, index: int) -> list[str]
     width, middle = value * scale, y + BAR_HEIGHT - 5
     weight = "600" if index == 0 else "400"
     return [
-        f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end" fill="#37474f" font-weight="{weight}">{escape(name)}</text>',
+        f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end" fill="#37474f" font-weight="{weight}">'
+        f"{escape(name)}</text>",
         f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}" rx="2" fill="{COLOURS[index]}"/>',
         f'<text x="{LEFT + width + 6:.1f}" y="{middle}" fill="#37474f" font-weight="{weight}">{value}</text>',
     ]

@@ -32,8 +32,7 @@ if (
 
 
 def pytest_configure() -> None:
-    """An editable install of another checkout goes before this one, even before PYTHONPATH: its code would be
-    tested."""
+    """An editable install of another checkout goes before this one, even before PYTHONPATH: it would be tested."""
     found = Path(loraplex.__file__).resolve()
     if ROOT not in found.parents:
         raise pytest.UsageError(

@@ -1,9 +1,10 @@
 """Tiny models, PEFT adapters and their oracles, for every test that needs real files.
 
-    base = zoo.base("qwen3")                                        a directory in Hugging Face's format, with a tokenizer
-    adapter = zoo.adapter(base, LoraConfig(r=8, target_modules=["q_proj"]))      a directory as PEFT saves it, B not zero
-    oracle = zoo.oracle(base, adapter)                              transformers + peft, merged where that is possible
-    case = zoo.fit_case(base, adapter)                              a prompt and the oracle's 64 greedy tokens
+    base = zoo.base("qwen3")                   a directory in Hugging Face's format, with a tokenizer
+    adapter = zoo.adapter(base, LoraConfig(r=8, target_modules=["q_proj"]))
+                                               a directory as PEFT saves it, B not zero
+    oracle = zoo.oracle(base, adapter)         transformers + peft, merged where that is possible
+    case = zoo.fit_case(base, adapter)         a prompt and the oracle's 64 greedy tokens
 
 `zoo` is a session fixture; the same arguments give the same directory, so never write into one. A parity test proves
 something only if the oracle does not repeat itself and is fair only if no two logits are near a tie: `fit_case`
@@ -98,8 +99,7 @@ _FAMILY_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GreedyCase:
-    """A prompt and what the oracle says to it. `min_gap` is the least distance of the two best logits over all
-    steps."""
+    """A prompt and what the oracle says to it. `min_gap`: the least distance of the two best logits in all steps."""
 
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
@@ -320,8 +320,7 @@ def write_adapter(
 
 @torch.no_grad()
 def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
-    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (of LoRA or replaced ones) ~ N(0,
-    0.1^2)."""
+    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (LoRA's or not) ~ N(0, 0.1^2)."""
     for name, parameter in model.named_parameters():
         if "lora_A" in name:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,13 @@ LARGER_FOLDERS = {
 }
 """Folders with more files, how many they may have, and why. A number may only fall."""
 
+MAX_LINE_WIDTH = 120
+OWN_SUFFIXES = (".py", ".cpp", ".h", ".html", ".js", ".css", ".md")
+PEOPLES_WORDS = re.compile(
+    r"\b((no|some)body|who(ever|m)|(un)asked|(a)new|for (ever)|in (vain)|(fare)well|(make|give)s? way)\b", re.IGNORECASE
+)
+"""In groups, so that this line is none of them."""
+
 MAX_FILE_LINES, MAX_FUNCTION_LINES, SMALL_FILE_LINES = 600, 55, 60
 SMALL_FILES = {
     "loraplex.adapters.digest": "what identity is; no file of tensors decides that",
@@ -96,7 +104,7 @@ SMALL_FILES = {
     "loraplex.memory.space.pages": "being merged",
     "loraplex.memory.space.pinning": "being merged",
     "loraplex.progress": "draws on a terminal; cli.py is at its size",
-    "loraplex.server.verb_turns": "a bound of the protocol with tests of its own; its route does not decide which verb waits",
+    "loraplex.server.verb_turns": "a bound of the protocol, tested alone; its route does not decide which verb waits",
 }
 """Files under SMALL_FILE_LINES that one module imports, and why they are not a part of it."""
 
@@ -207,7 +215,8 @@ def test_the_offline_engine_needs_five_packages_only(tmp_path: Path) -> None:
         "from loraplex import LLM, LoRARequest, SamplingParams\n"
         f"with LLM({str(assets_path() / 'base')!r}) as llm:\n"
         f"    adapter = LoRARequest('upper', 1, {str(adapter_path('upper'))!r})\n"
-        "    outputs = llm.generate(['banana bread='] * 2, SamplingParams(temperature=0, max_tokens=20), lora_request=[adapter, None])\n"
+        "    params, prompts = SamplingParams(temperature=0, max_tokens=20), ['banana bread='] * 2\n"
+        "    outputs = llm.generate(prompts, params, lora_request=[adapter, None])\n"
         "assert outputs[0].outputs[0].text == 'BANANA BREAD', outputs[0].outputs[0].text\n"
     )
 
@@ -240,6 +249,27 @@ def test_folders_are_small() -> None:
         assert num_files <= most, f"{name} has {num_files} files, and may have {most}"
 
 
+def texts() -> Iterator[tuple[str, str]]:
+    """Name and text of every file in loraplex/ and csrc/ that is written here, and of README.md."""
+    files = [path for folder in (PACKAGE, ROOT / "csrc") for path in folder.rglob("*") if path.suffix in OWN_SUFFIXES]
+    for path in [*files, ROOT / "README.md"]:
+        if not {"swagger-ui", "assets"} & set(path.parts):
+            yield str(path.relative_to(ROOT)), path.read_text()
+
+
+def test_no_line_is_wider_than_120_columns() -> None:
+    for name, text in texts():
+        for number, line in enumerate(text.splitlines(), 1):
+            assert len(line) <= MAX_LINE_WIDTH, f"{name}:{number} has {len(line)} columns"
+
+
+def test_the_subject_of_a_sentence_is_a_thing_in_the_code() -> None:
+    """Also where such words are at the end of one line and the start of the next."""
+    for name, text in texts():
+        found = PEOPLES_WORDS.search(re.sub(r"\s+(?:#|//)?\s*", " ", text))
+        assert not found, f"{name} says {found and found[0]!r}: name the thing that acts"
+
+
 def test_files_and_functions_stay_readable() -> None:
     """Kernels may have longer functions; nothing else has."""
     for name, path in modules():
@@ -255,8 +285,8 @@ def test_files_and_functions_stay_readable() -> None:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """Every module and those that it imports at any depth, for the type checker too; `from package import module` is
-    the module."""
+    """Every module and those that it imports at any depth, for types too; `from package import module` is the
+    module."""
     paths = dict(modules())
     graph: dict[str, set[str]] = {name: set() for name in paths}
     for name, path in paths.items():
@@ -380,8 +410,7 @@ def written_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
 
 
 def test_residency_has_one_writer() -> None:
-    """`StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure` are written in residency/store.py
-    alone."""
+    """`StoredWeights.state`, `host`, `device`, `job`, `layout` `failure`: residency/store.py alone writes them."""
     for name, tree in memory_files():
         written = {each.attr for each in written_attributes(tree)} & STATE_OF_WEIGHTS
         assert name == "residency/store.py" or not written, f"memory/{name} writes {sorted(written)}"

@@ -416,8 +416,7 @@ def test_a_name_without_a_path_is_refused_where_a_path_alone_is_not() -> None:
 
 
 class Served:
-    """What `serve` would have started: the settings of the server, of the engine, and the adapters loaded at the
-    start."""
+    """What `serve` would have started: the settings of server and engine, and the adapters loaded at the start."""
 
     def __init__(self) -> None:
         self.server: ServerConfig

@@ -1,5 +1,4 @@
-"""The container files: what the linter would ask for, that their metrics exist, and, behind the marker `container`,
-their commands.
+"""The container files: what a linter would ask, that metrics exist; their commands, behind the marker `container`.
 
 No container tool is needed: the RUN lines of the build stage run in a copy of the tree, and then the start command and
 the health check.

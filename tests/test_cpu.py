@@ -1,5 +1,5 @@
-"""How many threads may run at the same time, from affinity and the quotas of both versions of control groups; and what
-threads got."""
+"""How many threads may run at the same time, from affinity and both versions of control groups; and what threads
+got."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The fixtures are what parity tests need: fit oracles for every family and every PEFT field, and adapters that
-matter."""
+"""The fixtures are what parity tests need: fit oracles for every family and PEFT field, and adapters that matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snapshot that crosses processes: frozen, complete, and free of third parties. The page is in
+"""The snapshot that crosses processes: frozen, complete, free of third parties. The page:
 tests/server/test_metrics.py."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`loraplex serve` as a user starts it, with the demo's model and its eight adapters, spoken to by the real `openai`
-client."""
+"""`loraplex serve` as a user starts it, with the demo's model and its eight adapters, for the real `openai` client."""
 
 from __future__ import annotations
 
@@ -434,8 +433,8 @@ def status_of(server: Server) -> int:
 
 
 def test_a_dead_engine_and_the_end_of_a_server(tmp_path: Path) -> None:
-    """The engine is killed under a stream and comes back; then Ctrl-C, while a stream runs, waits for it; then the port
-    is free."""
+    """The engine is killed under a stream and comes back; then Ctrl-C waits for a stream that runs; then the port is
+    free."""
     with Server(tmp_path, *WITH_ADAPTERS) as server, server.sdk() as sdk:
         check_that_a_dead_engine_comes_back(server, sdk)
         stream = long_stream(sdk, "upper", 300)

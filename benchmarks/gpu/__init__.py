@@ -1,2 +1,1 @@
-"""Checks and figures on an NVIDIA GPU; each script tries itself out in Triton's interpreter on a CPU with
---interpret."""
+"""Checks and figures on an NVIDIA GPU; with --interpret, each script runs in Triton's interpreter on a CPU."""

@@ -1,8 +1,8 @@
 """Check, kernels and engine in one go on a GPU, within so many seconds; installs nothing and needs no network.
 
-    python -m benchmarks.gpu                                   everything in nine and a half minutes, into $OUT or results/gpu/
+    python -m benchmarks.gpu                  everything in nine and a half minutes, into $OUT or results/gpu/
     python -m benchmarks.gpu --only check,kernels --budget 300
-    python -m benchmarks.gpu --interpret                       on a CPU, in Triton's interpreter: only whether it runs
+    python -m benchmarks.gpu --interpret      on a CPU, in Triton's interpreter: only whether it runs
 Leaves check.json, kernels.json, engine.json, what each printed (.log), and gpu.md with their tables, and removes what
 an earlier run left of the same; a short summary comes last. Exit code 1 when a check failed or was left out, or
 something did not run; 130 after Ctrl-C, with what was measured until then.
@@ -47,8 +47,8 @@ def run_part(name: str, budget_s: float, limit_s: float, folder: Path, is_interp
 
 
 def run_until(command: Sequence[str], log: IO[str], limit_s: float) -> str:
-    """Empty, or why it did not succeed. A session of its own: Ctrl-C comes to it as SIGTERM, once, and nothing of it is
-    left."""
+    """Empty, or why it did not succeed. A session of its own: Ctrl-C comes to it as SIGTERM, once, and it leaves
+    nothing."""
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         code = process.wait(limit_s)

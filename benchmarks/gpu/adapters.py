@@ -1,4 +1,4 @@
-"""Random adapters in PEFT's format, written to memory-backed files in a fraction of a second each; no two have the same
+"""Random adapters in PEFT's format, in memory-backed files, a fraction of a second each; no two have the same
 content."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _prefix(pid: int) -> str:
 
 
 def write_adapters(shape: Shape, count: int, rank: int, folder: Path) -> list[LoRARequest]:
-    """On every linear, numbered from 1. Their numbers are pieces of one random table, from another place for each
-    tensor."""
+    """On every linear, numbered from 1. Their numbers are pieces of one random table, each tensor's from another
+    place."""
     generator = torch.Generator().manual_seed(11)
     table = (torch.randn(TABLE_NUMBERS, generator=generator) * 0.02).to(torch.bfloat16)
     return [_write(shape, rank, number, table, folder / f"adapter-{number:03d}") for number in range(1, count + 1)]

@@ -1,5 +1,5 @@
-"""Problems of paged attention (kernel_checks.py): decode, prompts, chunks and both in one step, Triton's kernels and
-FlashAttention 3."""
+"""Problems of paged attention (kernel_checks.py): decode, prompts, chunks, both in one step; Triton and FlashAttention
+3."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def attention_problem(
     num_heads, kv_heads, dim = heads
     kind = "decode" if set(query_lens) == {1} else "prefill"
     suffix = "" if window is None else f" window {window}"
-    name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} {dtype_name(dtype)}"
-    name += ", flash_attn" if is_flash else ""
+    name = f"{kind} B={len(query_lens)} context {max(context_lens)} heads {num_heads}/{kv_heads}x{dim}{suffix} "
+    name += dtype_name(dtype) + (", flash_attn" if is_flash else "")
     build = partial(_attention_problem, name, place, heads, dtype, query_lens, context_lens, window, seed, is_flash)
     return Planned(name, build)
 
@@ -126,8 +126,7 @@ def expected_attention(
     scale: float,
     window: int | None,
 ) -> Tensors:
-    """(q with positions, what is written to the cache, attention over the cache as it was rounded), 0 in padded
-    rows."""
+    """(q with positions, what is written to the cache, attention over the rounded cache), 0 in padded rows."""
     real = (plan.kv_slot_mapping >= 0).nonzero()[:, 0]
     slots = plan.kv_slot_mapping[real]
     wide = layer.double()

@@ -1,8 +1,8 @@
 """Whether all of it is right on this GPU.
 
-    python -m benchmarks.gpu.check                                         a few minutes; the table comes last
+    python -m benchmarks.gpu.check                 a few minutes; the table comes last
     python -m benchmarks.gpu.check --only lora,attention --match bf16
-    python -m benchmarks.gpu.check --interpret                             on a CPU, in Triton's interpreter, at tiny sizes
+    python -m benchmarks.gpu.check --interpret     on a CPU, in Triton's interpreter, at tiny sizes
 Kernels against their formulas in float64, on random inputs, with poisoned memory: a row's relative error, the same bits
 in two runs, a CUDA graph's replay after its inputs changed equal to eager, no row dependent on its neighbours. The
 sampler's tokens against the CPU's. Tiny models in float32 against transformers + peft: several adapters in one batch,

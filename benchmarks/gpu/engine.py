@@ -1,9 +1,10 @@
 """The engine on a GPU with random weights in the shapes of Llama-3-8B and Llama-3.2-1B: what adapters cost.
 
-    python -m benchmarks.gpu.engine                                    under 8 minutes; the table comes last
+    python -m benchmarks.gpu.engine     under 8 minutes; the table comes last
     python -m benchmarks.gpu.engine --models Llama-3.2-1B --variants default,eager --json results/gpu-engine.json
-    python -m benchmarks.gpu.engine --interpret --variants default --lora-backend torch    on a CPU: only whether it runs (in seconds;
-                                                                       minutes without --lora-backend, in Triton's interpreter)
+    python -m benchmarks.gpu.engine --interpret --variants default --lora-backend torch
+                                        on a CPU, in seconds: only whether it runs; minutes without --lora-backend,
+                                        in Triton's interpreter
 of limit: tokens/s beside batch * copy bandwidth / bytes of the base weights. of floor: the time in which a copy moves
 what a step reads (weights, the step's adapters, keys and values) beside the step's. / base: tokens/s beside the same
 batch without adapters. replayed: the share of decode steps that were a CUDA graph's. A load that had others where

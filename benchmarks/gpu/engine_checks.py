@@ -30,8 +30,9 @@ from tests.fixtures import ADAPTER_OPTIONS, NUM_TOKENS, GreedyCase, ModelZoo
 
 PARAMS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_k": 40},
-    {"temperature": 1.3, "top_k": 500, "top_p": 0.8}, {"temperature": 1.0, "top_p": 0.5}, {"temperature": 1.0, "top_p": 0.99},
-    {"temperature": 2.0, "min_p": 0.02}, {"temperature": 0.9, "top_p": 0.9, "min_p": 0.1}, {"temperature": 1.0, "logprobs": 3},
+    {"temperature": 1.3, "top_k": 500, "top_p": 0.8}, {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 1.0, "top_p": 0.99}, {"temperature": 2.0, "min_p": 0.02},
+    {"temperature": 0.9, "top_p": 0.9, "min_p": 0.1}, {"temperature": 1.0, "logprobs": 3},
 )  # fmt: skip
 
 

@@ -20,8 +20,7 @@ FIRST_TOKEN_ID = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the loads. prompt: tokens of a decode load's prompts; steps: of a measurement, which is done `rounds`
-    times."""
+    """Of the loads. prompt: tokens of a decode load's prompts; steps: of each of `rounds` measurements."""
 
     prompt: int
     steps: int
@@ -57,8 +56,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class Cold:
-    """Medians: a request's first token with its adapter on the device and on the host, and the others' gaps beside
-    each."""
+    """Medians: first tokens of adapters on the device and on the host, and the others' gaps beside each."""
 
     warm_first_ms: float
     cold_first_ms: float

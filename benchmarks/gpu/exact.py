@@ -20,8 +20,7 @@ tf32 gives 3e-4."""
 
 
 def row_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """max over rows of |out - expected| / |expected|; infinite where a number is not finite. Rows are the first
-    dimension."""
+    """max over rows of |out - expected| / |expected|; infinite where a number is not finite. Rows come first."""
     out, expected = out.double().flatten(1), expected.double().flatten(1)
     if out.numel() == 0:
         return 0.0
@@ -62,8 +61,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Every tensor that is allocated and not filled holds NaN or the largest integer: what a kernel does not write
-    shows."""
+    """Tensors that are allocated and not filled hold NaN or the largest integer: what no kernel writes shows."""
     was_on, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

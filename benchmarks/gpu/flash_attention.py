@@ -1,5 +1,4 @@
-"""FlashAttention 3 in place of Triton's prefill kernel, where it is installed: however fast it is, unlike an engine's
-choice."""
+"""FlashAttention 3 in place of Triton's prefill kernel, where it is installed, whatever an engine would choose."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def pack(
 def make_table(
     targets: Sequence[LoraTarget], blocks: Sequence[Sequence[Packed]], device: torch.device, capacity: int | None = None
 ) -> SlotTable:
-    """A poisoned arena with adapter `slot`'s block of target i, blocks[slot][i], in it; equal blocks are there once for
-    each."""
+    """A poisoned arena with adapter `slot`'s block of target i, blocks[slot][i], in it; equal blocks are not shared."""
     size = sum(align(packed.block.numel()) + 64 for of_slot in blocks for packed in of_slot)
     buffer = torch.full((size + 64,), POISON, dtype=torch.uint8, device=device)
     table = SlotTable(targets, capacity or len(blocks), buffer)
@@ -135,7 +134,7 @@ def segments_of(slots: Sequence[int]) -> list[LoraSegment]:
 
 
 def make_plan(slots: Sequence[int], device: torch.device, is_decode: bool = False) -> LoraPlan:
-    """Of one row per entry of `slots`. is_decode: each row is a sequence of its own, and the plan has room for as many
+    """Of one row per entry of `slots`. is_decode: each row is a sequence, and the plan has room for as many
     segments."""
     segments = segments_of(slots)
     capacity = len(slots) if is_decode else max(1, len(segments))
@@ -152,8 +151,7 @@ def make_attention(
     block_size: int = BLOCK_SIZE,
     rng: np.random.Generator | None = None,
 ) -> tuple[AttentionPlan, int]:
-    """(the plan, number of blocks it needs); with `rng` a sequence's blocks lie anywhere. A context of 0 is a padded
-    row."""
+    """(the plan, number of blocks it needs); with `rng` a sequence's blocks lie anywhere. Context 0: a padded row."""
     counts = [-(-max(1, length) // block_size) for length in context_lens]
     order = np.arange(sum(counts)) if rng is None else rng.permutation(sum(counts))
     tables = np.zeros((len(counts), max(counts)), np.int32)

@@ -35,8 +35,7 @@ Build = Callable[[], list[Call]]
 
 @dataclass(frozen=True)
 class Case:
-    """build(): calls that do the same on different memory. num_bytes, operations: the least that one call moves and
-    computes.
+    """build(): calls that do the same on different memory. num_bytes, operations: the least of one call.
 
     target: a name of TARGETS. backend: whose kernels are to run; None: the place's. missing: peers that are not here,
     and why.
@@ -239,8 +238,7 @@ def lora_variant_cases(place: Place) -> Iterator[Case]:
 
 
 def attention_case(place: Place, shape: Shape, query_lens: Sequence[int], context_lens: Sequence[int]) -> Case:
-    """All sequences alike for torch, which has keys and values side by side and no pages; FlashAttention 3 reads the
-    same pages."""
+    """All sequences alike for torch, which has keys and values side by side; FlashAttention 3 reads the same pages."""
     heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
     dtype, rows = dtype_of(place), sum(query_lens)
     kv_bytes = 2.0 * sum(context_lens) * kv_heads * dim * dtype.itemsize
@@ -303,7 +301,9 @@ def glue_cases(place: Place) -> Iterator[Case]:
         yield Case(
             "glue", f"silu_mul {rows}x{shape.inner}", 3.0 * rows * shape.inner * itemsize, 0,
             lambda g=gate_ups: [lambda one=one: place.backend.silu_mul(one) for one in g],
-            {"torch": lambda g=gate_ups: [lambda one=one: F.silu(one.chunk(2, -1)[0]) * one.chunk(2, -1)[1] for one in g]},
+            {"torch": lambda g=gate_ups: [
+                lambda one=one: F.silu(one.chunk(2, -1)[0]) * one.chunk(2, -1)[1] for one in g
+            ]},
         )  # fmt: skip
         yield _rotary_case(place, shape, rows)
 

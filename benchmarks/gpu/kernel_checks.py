@@ -1,5 +1,4 @@
-"""Every kernel against its formula in float64: fresh random inputs, poisoned memory, twice the same bits, graph
-replays, neighbours.
+"""Every kernel against its formula in float64: random inputs, poisoned memory, equal bits, graph replays, neighbours.
 
 A problem is one operator at one shape. `run` is what a captured graph may hold: it reads tensors that stay where they
 are and returns new ones. `redraw` gives all rows but the first other inputs and fewer rows, as the next step of a
@@ -101,8 +100,10 @@ def _same(a: Tensors, b: Tensors) -> bool:
 
 
 OPTION_NAMES = {
-    ("block_dtype", torch.int8): "int8 blocks", ("is_lora_fused", True): "one launch", ("is_lora_fused", False): "two launches",
-}  # fmt: skip
+    ("block_dtype", torch.int8): "int8 blocks",
+    ("is_lora_fused", True): "one launch",
+    ("is_lora_fused", False): "two launches",
+}
 
 
 def lora_problem(

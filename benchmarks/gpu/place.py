@@ -1,5 +1,4 @@
-"""Where a script runs: on a GPU, or tried out in Triton's interpreter on a CPU; how it ends, and what it leaves
-behind."""
+"""Where a script runs: on a GPU, or in Triton's interpreter on a CPU; how it ends, and what it leaves behind."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ class Shape:
         return self.layers * sum(rank * (num_in + out) for num_in, outs in self.linears().values() for out in outs)
 
     def weight_numbers(self) -> int:
-        """Numbers that a decode step reads of the base model: every linear and the head, of the embedding next to
-        nothing."""
+        """Numbers that a decode step reads of the base model: every linear and the head, hardly any embedding."""
         linears = sum(num_in * sum(outs) for num_in, outs in self.linears().values())
         return self.layers * linears + self.vocab * self.hidden
 

@@ -1,5 +1,4 @@
-"""How the GPU scripts time: calls captured in a CUDA graph, replays between events, the median; and the two ceilings of
-a GPU.
+"""How the GPU scripts time: calls captured in a CUDA graph, replays between events, the median; and both ceilings.
 
 Calls that are timed together read different memory, more than twice the L2 holds, so that each finds it cold.
 """
@@ -38,8 +37,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bandwidth: bytes/s read and written by a large copy; matrix_rate: bf16 operations/s of a large product of random
-    numbers."""
+    """bandwidth: bytes/s read and written by a large copy; matrix_rate: bf16 operations/s of a large random product."""
 
     bandwidth: float
     matrix_rate: float

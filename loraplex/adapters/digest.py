@@ -1,9 +1,9 @@
 """Identity of an adapter: what it computes, whatever it is called and however it is filed.
 
-    adapter_digest = blake2b-256( "loraplex-adapter-1" | len(canonical) | canonical | for each tensor, sorted by
-    canonical name:
-                                  len(line) | line = JSON [canonical name, dtype, shape] | bytes, row-major,
-                                  little-endian )
+    adapter_digest = blake2b-256( "loraplex-adapter-1" | len(canonical) | canonical
+                                  | for each tensor, sorted by canonical name: len(line) | line | bytes )
+    line           = JSON [canonical name, dtype, shape]
+    bytes          = the tensor's elements, row-major, little-endian
 
 Lengths are 8 bytes, little-endian. `canonical` is PEFTHelper.canonical(): rank, alpha, rsLoRA, patterns, biases. Not in
 it: file names, shards, prefixes of tensor names, peft_version, the base's path, target_modules (the tensors say it).

@@ -1,8 +1,7 @@
 """Whether the tensors of a file are exactly what the configuration and the base model call for.
 
-    wanted: lora_A.weight [rank, in] and lora_B.weight [out, rank] of every module that the configuration names and the
-    base has,
-            lora_B.bias [out] of the same with lora_bias,
+    wanted: lora_A.weight [rank, in], lora_B.weight [out, rank] of each module that the configuration names and the base
+            has, and with lora_bias their lora_B.bias [out],
             bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all")
 
 Every difference is a reason. When all differences are those between two base models (widths, number of layers), the

@@ -69,8 +69,7 @@ class BatchLoRADataMapper:
     def map_sequence_to_adapters(
         sequences: Sequence[SequenceWithLoRA], lora_requests: Mapping[int, LoRARequest]
     ) -> LoRAMapping:
-        """Slots in the order in which adapters first occur, from 0; base rows have -1, where the field gives them slot
-        0.
+        """Slots in the order in which adapters first occur, from 0; base rows have -1 (the field: slot 0).
 
         lora_requests: by LoRA id. Raises InvalidRequestError for an id that is not in it.
         """

@@ -51,8 +51,7 @@ def base_path() -> str:
 
 
 def questions(each: int, seed: int) -> list[Question]:
-    """`each` held-out phrases of two words for the base and every adapter, interleaved so that neighbours never share
-    an adapter."""
+    """`each` held-out phrases of two words for the base and every adapter; neighbours never share an adapter."""
     models: list[Task | None] = [None, *TASKS]
     drawn = word_phrases(each * len(models), seed)
     return [Question(task, phrase) for task, phrase in zip(models * each, drawn, strict=True)]

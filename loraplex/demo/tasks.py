@@ -105,8 +105,7 @@ def phrases(split: Split, count: int, seed: int) -> Iterator[str]:
 
 
 def word_phrases(count: int, seed: int) -> list[str]:
-    """`count` different held-out phrases of two English words, for a person to read; the same seed yields the same
-    ones."""
+    """`count` different held-out phrases of two English words, to be read; a seed always yields the same ones."""
     return random.Random(f"words {seed}").sample(checkable_word_phrases(), count)
 
 

@@ -39,8 +39,7 @@ class LoRAMapping:
 
     @classmethod
     def from_prompts(cls, lora_slots: Sequence[int], query_lens: Sequence[int]) -> LoRAMapping:
-        """Prompt i has `query_lens[i]` tokens, one prompt after the other. Raises InvalidRequestError when lengths
-        differ."""
+        """Prompt i has `query_lens[i]` tokens, one after the other. Raises InvalidRequestError when lengths differ."""
         if len(lora_slots) != len(query_lens):
             raise InvalidRequestError(f"{len(lora_slots)} lora slots for {len(query_lens)} prompts")
         prompts = np.asarray(lora_slots, dtype=np.int32)
@@ -78,8 +77,7 @@ class LoRAMapping:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogitRows:
-    """Logits rows [start, start + len(next_ids)) of a step are for prompt positions; each predicts the token in
-    `next_ids`."""
+    """Logits rows [start, start + len(next_ids)) of a step are for prompt positions, to predict `next_ids`."""
 
     state: RequestState
     start: int
@@ -126,8 +124,7 @@ class BatchBuilder:
         self._checked_table = table if os.environ.get(DEBUG_VARIABLE) else None
 
     def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
-        """With `padded_size`, which only steps of sampled sequences with one token each may have, rows of padding
-        follow.
+        """With `padded_size` (only where each sequence is sampled and has one token), rows of padding follow.
 
         A row of padding is a sequence of its own with one token 0 at position 0, no context, and a KV slot of -1:
         nothing is written for it. Its logits mean nothing.
@@ -162,8 +159,7 @@ class BatchBuilder:
         return BuiltStep(batch, sampled, sampled_rows, prompt_rows, _pending(sequences), padded_size)
 
     def blank(self, size: int, has_adapters: bool) -> StepBatch:
-        """A decode step of `size` rows of padding, for a capture: its tensors are those of every later step of that
-        size.
+        """A decode step of `size` rows of padding, for a capture; its tensors are those of later steps of that size.
 
         It has no lengths on the host, which would be those of the capture in every replay: a kernel that reads them
         fails here.
@@ -235,8 +231,7 @@ class BatchBuilder:
 
 
 def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:
-    """The plan as a graph of so many rows has it: its buffers, all of their segments, and nothing of a step on the
-    host.
+    """The plan as a graph of so many rows has it: its buffers, all their segments, and nothing of a step on the host.
 
     It stays as it is when the plan is rewritten: a replay reads the buffers, and nothing else.
     """
@@ -281,8 +276,7 @@ def _pending(sequences: Sequence[ScheduledSequence]) -> tuple[tuple[int, Request
 def _logits_rows(
     sequences: Sequence[ScheduledSequence], query_lens: Sequence[int]
 ) -> tuple[tuple[ScheduledSequence, ...], tuple[int, ...], tuple[PromptLogitRows, ...], list[int]]:
-    """Which token rows need logits: the last one of each sampled sequence, and those whose prompt logprobs were
-    asked."""
+    """Which token rows need logits: the last of each sampled sequence, and those with prompt logprobs."""
     sampled, sampled_rows, prompt_rows = [], [], []
     token_rows: list[int] = []
     first = 0

@@ -110,8 +110,7 @@ def _make_ready(
     num_slots: int,
     progress: Progress | None,
 ) -> None:
-    """What a GPU does at first use. Graphs come last: they hold addresses of scratch memory, the arena and the slot
-    table."""
+    """What a GPU does at first use. Graphs come last: they hold addresses of scratch memory, arena and slot table."""
 
     def told(what: str) -> Callable[[int, int], None] | None:
         return None if progress is None else lambda done, total: progress(what, done, total)
@@ -223,8 +222,7 @@ def build_manager(
     blocks: KVBlockAllocator,
     events: EventLog,
 ) -> LoRAModelManager:
-    """On a CPU the arena is host and device memory in one; another device has host memory of its own, pinned for a
-    GPU."""
+    """On a CPU the arena is host and device memory in one; another device has its own beside it, pinned for a GPU."""
     targets = model.lora_targets()
     lora = _with_one_dtype(lora, backend, model)
     host_arena, copies = host_side(lora, arena)
@@ -249,8 +247,7 @@ def build_manager(
 
 
 def _with_one_dtype(lora: LoRAConfig, backend: KernelBackend, model: Decoder) -> LoRAConfig:
-    """Where a backend packs all adapters in one dtype they are read in it: a value that does not fit is a reason to
-    refuse."""
+    """Where a backend packs all adapters in one dtype they are read in it: a value that does not fit is refused."""
     dtype = backend.adapter_dtype(model.activation_dtype) if lora.lora_dtype == "auto" else None
     return lora if dtype is None else replace(lora, lora_dtype=str(dtype).removeprefix("torch."))
 

@@ -144,8 +144,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, on_progress: OnProgress | None = None) -> None:
-        """Capture all graphs, once and before the first step. When one cannot be, there are none: a warning says
-        why."""
+        """Capture all graphs, once and before the first step. When one fails, there are none: a warning says why."""
         kinds = (False,) if self._table is None else (True, False)
         keys = [_Key(size, has_adapters) for size in reversed(self._sizes) for has_adapters in kinds]
         began_s = time.monotonic()
@@ -160,7 +159,7 @@ class DecodeGraphs:
         logger.info("captured %d CUDA graphs in %.1f s", len(keys), time.monotonic() - began_s)
 
     def _try_capture(self, key: _Key) -> bool:
-        """False, and no such graph, when it cannot be captured. One that was there, and may be running, is kept until
+        """False, and no such graph, when it cannot be captured. An older one, which may be running, stays until
         then."""
         try:
             if not len(self._logits):
@@ -213,8 +212,8 @@ class DecodeGraphs:
         return None
 
     def _is_there(self, key: _Key, slots: set[int]) -> bool:
-        """Whether there is such a graph, for the ranks in these slots; it is captured again when they are larger than
-        it covers."""
+        """Whether there is such a graph, for the ranks in these slots; it is captured again when they exceed its
+        own."""
         captured = self._graphs.get(key)
         if captured is None:
             return False
@@ -284,12 +283,10 @@ class CapturedGraph(Protocol):
 
 
 class GraphDevice(Protocol):
-    """Captures functions that read and write tensors of fixed addresses. Scratch tensors of all its graphs share one
-    memory pool."""
+    """Captures functions over tensors at fixed addresses. Scratch tensors of all its graphs share one memory pool."""
 
     def capture(self, run: Callable[[], None]) -> CapturedGraph:
-        """`run` is called twice: to warm up, and to be captured. Raises what it raises; nothing of a failed capture
-        stays."""
+        """`run` is called twice: to warm up, and to be captured. Raises its errors; a failed capture leaves nothing."""
         ...
 
     def release(self) -> None:
@@ -328,8 +325,7 @@ class CudaGraphDevice:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture in which something went wrong: that may have ended it, and then torch's allocator is not told
-        so."""
+        """End a capture in which something went wrong: that may have ended it, without a word to torch's allocator."""
         with suppress(RuntimeError):
             graph.capture_end()
         with suppress(RuntimeError):  # it was told

@@ -1,5 +1,4 @@
-"""The heart: one engine, synchronous. A step is schedule, launch, commit; with look-ahead the commit is that of the
-step before.
+"""The heart: one engine, synchronous. A step is schedule, launch, commit; with async scheduling, of the step before.
 
 Nothing here knows of names, files or sockets: requests are token ids, adapters are ids with a digest.
 """
@@ -35,8 +34,7 @@ MAX_VACATED_CHUNKS = 8
 
 
 class EngineCore:
-    """One model with its memory, its queue and its adapters. Not thread-safe but for `adapters`, whose verbs any thread
-    may call.
+    """One model with its memory, its queue and its adapters. Any thread may call verbs of `adapters`, and nothing else.
 
     `is_stalled` says that the last step had nothing to run although requests wait (for an adapter's load, say).
     """
@@ -69,8 +67,7 @@ class EngineCore:
         self._flights = StepsInFlight(scheduler, runner, adapters, caretaker, profiler, look_ahead)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step; returns what it added to which request. With look-ahead: launch one, return what the one before
-        it added."""
+        """Run one step; returns what it added to requests. With async scheduling: what the one before it added."""
         with self._runner.threads():
             return self._step()
 
@@ -89,8 +86,7 @@ class EngineCore:
         return self._flights.commit_all()
 
     def _is_commit_due(self) -> bool:
-        """Whether the step in flight has to be committed before the next is scheduled: for care, or the scheduler's
-        sake."""
+        """Whether the step in flight has to be committed before the next is scheduled: for care, or the scheduler."""
         try:
             is_quiet_wanted = self._caretaker.is_due or self._blocks.num_chunks_owed > 0
             return is_quiet_wanted or not self._scheduler.has_unfinished or self._scheduler.needs_commit()
@@ -221,8 +217,7 @@ class EngineCore:
         )
 
     def start_profile(self) -> None:
-        """Record every step from now on; the kernels one by one where the backend can tell. What was recorded before is
-        forgotten."""
+        """Record steps from now on; the kernels one by one where the backend can tell. Earlier records are dropped."""
         self._runner.measure_operators(True)
         self._flights.recorder = StepRecorder()
         self._flights.recorder.begin(self._profiler.seconds)
@@ -240,8 +235,7 @@ class EngineCore:
         return StepTimes(self._num_steps, {part: seconds.get(part, 0.0) for part in STEP_PARTS})
 
     def check_integrity(self) -> None:
-        """Assert that queues, KV blocks and adapter memory are consistent; when idle, that every reference has
-        returned."""
+        """Assert that queues, KV blocks and adapter memory are consistent; when idle, that all references are back."""
         self._scheduler.check_integrity()
         self._blocks.check_integrity()
         if self._adapters is not None:
@@ -271,10 +265,10 @@ class _Flight:
 
 
 class StepsInFlight:
-    """Steps between their launch and their commit: one, or with look-ahead one while the next is scheduled and
-    launched.
+    """Steps between launch and commit: one, or with async scheduling one while the next is scheduled and launched.
 
-        step k     schedule k, launch k, then wait for k - 1 and commit it: the device runs k while the host ends k - 1 and schedules k + 1
+        step k     schedule k, launch k, then wait for k - 1 and commit it:
+                   the device runs k while the host ends k - 1 and schedules k + 1
 
     Commits are in the order of launches. A launch that fails says so at its commit, after those of the steps before it.
     `adapters` is None in an engine without LoRA; `recorder` is there while a profile runs.
@@ -358,8 +352,7 @@ class StepsInFlight:
         return self._fail(flight.plan, tokens) if isinstance(tokens, Exception) else self._commit(flight.plan, tokens)
 
     def _result(self, flight: _Flight) -> Mapping[str, SampledToken]:
-        """Once more in low-memory mode when memory ran out: a step that failed has changed nothing but KV that it
-        writes again.
+        """Once more in low-memory mode when memory ran out: a failed step has changed only KV that it writes again.
 
         So does the step after it, which read what this one did not draw.
         """

@@ -1,5 +1,4 @@
-"""Between steps: the monitor's look at the memory, a scrub of weights, and what follows when an adapter's results are
-wrong.
+"""Between steps: a look at the memory, a scrub of weights, and what follows when an adapter's results are wrong.
 
 logits not finite -> the request ends (503), all others go on; the adapter is in doubt, the base too
                   -> the base answers the diagnostic prompt: wrong, and the engine starts again
@@ -125,8 +124,7 @@ class Caretaker:
             self._forecast.arrived(request)
 
     def before_step(self) -> list[TokenOutput]:
-        """Care that is due; returns the requests that it ended. Raises BaseModelFaultError when the base itself is
-        wrong.
+        """Care that is due; returns the requests that it ended. Raises BaseModelFaultError when the base is wrong.
 
         Only while no step is in flight.
         """
@@ -167,8 +165,7 @@ class Caretaker:
     # ------------------------------------------------------------------------------------------------- wrong results
 
     def _examine(self, adapters: LoRAModelManager) -> list[TokenOutput]:
-        """Look at adapters in doubt where they lie, while they are served; returns the requests of wrong ones,
-        ended."""
+        """Look at adapters in doubt where they lie, while they are served; returns the ended requests of wrong ones."""
         ended: list[TokenOutput] = []
         for adapter_id in adapters.health.doubted():
             damaged = adapters.health.scrub_one(adapter_id)

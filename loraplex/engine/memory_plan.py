@@ -1,11 +1,13 @@
 """How much memory the KV cache and adapters may have, and the arena that they share.
 
-    device_memory unset    arena = the KV cache's ceiling + the adapters': nobody contends, the KV cache has its chunks from the start
-    device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
+    device_memory unset    arena = the KV cache's ceiling + the adapters': nothing contends, and the KV cache has its
+                           chunks from the start
+    device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the
+                           other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
-The KV cache's floor holds one request of max_model_len, or that request could wait without end for adapters that are in
-use.
+The KV cache's floor holds one request of max_model_len; less, and that request could wait without end for adapters that
+are in use.
 
 What a GPU has left once the model is on it:
 
@@ -54,8 +56,7 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, for any owner of its
-    chunk.
+    """The arena, and all of it as KV blocks: block i is bytes [i, i + 1) * block bytes, for any owner of its chunk.
 
     num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes.
     """
@@ -91,8 +92,7 @@ def plan_memory(
     device: torch.device,
     gpu: DeviceMemory | None = None,
 ) -> MemoryPlan:
-    """gpu: its memory with the model on it, None elsewhere. Raises ConfigError, with both numbers, when the sizes
-    cannot be."""
+    """gpu: its memory with the model on it, None elsewhere. ConfigError has both numbers of sizes that cannot be."""
     sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
     num_blocks = sizes.kv_ceiling // block_bytes
@@ -180,8 +180,7 @@ def _size(name: str, size: Size | None, whole: int | None) -> int | None:
 
 
 def _in_bytes(lora: LoRAConfig, whole: int | None, device: torch.device) -> LoRAConfig:
-    """`adapter_memory` as bytes. With device_memory, what is not said is all of it; the host budget of a CPU follows
-    the device's."""
+    """`adapter_memory` as bytes. With device_memory, the default is all of it; a CPU's host budget is the device's."""
     adapters, host = _size("adapter_memory", lora.adapter_memory, whole), lora.host_memory_bytes
     if adapters is None:
         is_unset = whole is not None and lora.adapter_memory_bytes == DEFAULT_ADAPTER_BYTES

@@ -62,8 +62,7 @@ class StepHandle:
         self._arriving = arriving
 
     def result(self) -> Mapping[str, SampledToken]:
-        """One token per sampled sequence, by request_id; prompt logprobs are added to their requests. Waits for this
-        step alone.
+        """One token per sampled sequence, by request_id; prompt logprobs go to their requests. Waits for this step.
 
         Tokens through adapters that did not arrive are errors instead.
         """
@@ -135,8 +134,7 @@ class ModelRunner:
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Within the block torch has one thread where kernels have their own: torch's spin for milliseconds after each
-        operation."""
+        """Within the block torch has one thread where kernels have their own: torch's spin after each operation."""
         before = torch.get_num_threads()
         torch.set_num_threads(1 if self._has_own_threads else before)  # half a microsecond
         try:
@@ -153,8 +151,7 @@ class ModelRunner:
         return 0 if self.graphs is not None and self.graphs.num_graphs else self._model.release_workspace()
 
     def recover(self) -> None:
-        """After a step that failed, on its way perhaps: wait for all that was launched, and make the next step
-        possible."""
+        """After a step that failed, on its way perhaps: wait for all that was launched; the next step may come."""
         self.wait()
         self._model.reset_workspace()
 
@@ -220,8 +217,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
-        """The likeliest next token after each token of a prompt whose KV blocks are reserved; None when logits are not
-        finite."""
+        """The likeliest next token after each token of a prompt with KV blocks; None: logits are not finite."""
         token_ids = list(request.prompt_token_ids)
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))

@@ -134,8 +134,7 @@ class Sampler:
         return self.launch(logits, rows).result()
 
     def launch(self, logits: Tensor, rows: SamplingBatch | Sequence[SamplingRow]) -> DrawnTokens:
-        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and as before on
-        return."""
+        """logits [n, vocab_size] float32 on any device; contiguous ones are edited in place, and restored."""
         batch = rows if isinstance(rows, SamplingBatch) else SamplingBatch.build(rows)
         assert logits.shape == (len(batch.rows), self.vocab_size), (
             f"logits {tuple(logits.shape)}, {len(batch.rows)} rows"
@@ -146,8 +145,7 @@ class Sampler:
             return draw(logits, batch)
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
-        """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; the k best tokens
-        besides."""
+        """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; and the k best."""
         with torch.inference_mode():
             chosen = torch.as_tensor(next_ids, dtype=torch.int64, device=logits.device)
             result: list[TokenLogprobs] = []
@@ -375,8 +373,7 @@ def _take(tensor: Tensor, rows: Sequence[int] | Int64s) -> Tensor:
 
 
 def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
-    """A token of the shortest prefix of mass `wanted` [m, 1]: weights float64 [m, k] in descending order, of tokens
-    `ids`."""
+    """A token of the shortest prefix of mass `wanted` [m, 1]: weights float64 [m, k], descending, of tokens `ids`."""
     mass_before = weights.cumsum(-1) - weights
     weights = weights * (mass_before < wanted)
     if draw.least is not None:
@@ -390,8 +387,7 @@ def _draw_prefix(draw: _Draw, weights: Tensor, ids: Tensor, wanted: Tensor) -> T
 def token_logprobs(
     ops: SamplingOps, logits: Tensor, token_ids: Tensor, num_best: Sequence[int]
 ) -> list[dict[int, Logprob]]:
-    """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and of `token_ids` [m] in any
-    case.
+    """log softmax(logits [m, V]) of the `num_best[i]` best tokens of each row, by rank, and always of `token_ids` [m].
 
     Rank: 1 + the number of tokens before this one in the order (value, descending; id, ascending).
     """

@@ -187,8 +187,7 @@ def _flat_index(per_row: Sequence[tuple[int, Int64s]], vocab_size: int) -> tuple
 
 
 def _penalties(batch: SamplingBatch, vocab_size: int) -> _Edit:
-    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence * (count >
-    0).
+    """repetition r over prompt and output: l / r if l > 0 else l * r; then l - frequency * count - presence where seen.
 
     Nothing becomes Inf by it.
     """

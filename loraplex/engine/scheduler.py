@@ -145,8 +145,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- schedule
 
     def needs_commit(self) -> bool:
-        """Whether the step in flight has to be committed before the next is scheduled: one place says when looking
-        ahead stops.
+        """Whether the step in flight has to be committed before the next is scheduled: the one place for this rule.
 
         So when the next step of a running request depends on more of it than a token's id; and when a running request
         has to be paused, for lack of KV or for an adapter that waited too long: a request in a step in flight keeps its
@@ -275,8 +274,7 @@ class Scheduler:
         return False
 
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
-        """Move a request to the running ones with KV for all its tokens; returns how many it runs now, 0 when KV is
-        short."""
+        """Move a request to the running ones with KV for all its tokens; returns how many run, 0 when KV is short."""
         has_table, is_reserved = state.keeps_kv, False
         try:
             if not has_table:
@@ -398,8 +396,7 @@ class Scheduler:
         return token_output(state, token, reason, error)
 
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
-        """Adapter reference and KV, unless it keeps that, return now, or when the last step in flight that runs it is
-        committed."""
+        """Adapter reference and KV, unless it keeps that, return now, or when the last step that runs it commits."""
         self._running.remove(state)
         adapter_id = state.request.adapter_id
         if adapter_id is not None and all(other.request.adapter_id != adapter_id for other in self._running):
@@ -513,8 +510,7 @@ class AdapterTurns:
         return state in self._called
 
     def queue(self, waiting: Sequence[RequestState]) -> list[RequestState]:
-        """The order of admission: those that others were paused for, or the room would be taken from them, then by
-        arrival."""
+        """The order of admission: those that others were paused for, so that they get the room, then by arrival."""
         self._called = [state for state in self._called if state in waiting]
         return self._called + [state for state in waiting if state not in self._called]
 

@@ -1,7 +1,8 @@
 """The arrays of a step: where the host writes them, and how they get to the device.
 
     HostBuffers     on a CPU: new arrays for each step, and its tensors are over them; nothing is copied
-    StagedBuffers   elsewhere: all arrays lie in one block of page-locked memory and go to one block of the device in one copy
+    StagedBuffers   elsewhere: all arrays lie in one block of page-locked memory and go to one block of the device in
+                    one copy
 
 The LoRA plan lies before them. What is where in a block depends on the `StepShape` alone. So all steps of one shape
 have their tensors at the same addresses, which is what a captured graph needs: it is captured once and reads what the
@@ -38,8 +39,7 @@ class StepShape(NamedTuple):
 
 
 class StepArrays(NamedTuple):
-    """A step on the host, as AttentionPlan and StepBatch name them; what is in them is the writer's to set, all of
-    it."""
+    """A step on the host, as AttentionPlan and StepBatch name them; the writer sets all that is in them."""
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -70,8 +70,7 @@ class StepBuffers(Protocol):
         ...
 
     def upload(self, shape: StepShape, lora: LoraPlan | None) -> StepTensors:
-        """What was written to the arrays of the last `begin`, which was of this shape. They may not be written any
-        more.
+        """What was written to the arrays of the last `begin`, which was of this shape. No write may follow.
 
         lora: the step's plan, written and not uploaded; None for a step without adapters.
         """
@@ -95,8 +94,7 @@ class HostBuffers:
 
 
 class StagedBuffers:
-    """StepBuffers of another device. `largest` bounds each size of a step; what a step needs of the block is all that
-    is copied.
+    """StepBuffers of another device. `largest` bounds each size of a step; a copy has what its step needs.
 
     `lora_plan` is the one that all steps have; it is moved to the block.
 

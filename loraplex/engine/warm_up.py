@@ -1,5 +1,4 @@
-"""Steps before the first request, on a GPU: what compiles, loads or allocates when it is first used has done so when
-requests come.
+"""Steps before the first request, on a GPU: what compiles, loads or allocates at first use has done so.
 
 Triton compiles a kernel for seconds at its first launch (and keeps it on disk for the next start); cuBLAS and torch
 load theirs then. The steps are those that serving will have: prompts of all sizes, alone and beside a decode, many
@@ -35,8 +34,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A step: tokens [start, end) of each sequence. Through adapters, sequence i has lora_slot i of `num_slots`; 0: the
-    base alone."""
+    """A step: tokens [start, end) of each sequence. Through adapters, sequence i has lora_slot i of `num_slots`; 0:
+    only the base."""
 
     ranges: tuple[tuple[int, int], ...]
     num_slots: int = 0

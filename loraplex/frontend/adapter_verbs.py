@@ -24,8 +24,7 @@ def _method(verb: Callable[Concatenate[LoRARegistry, P], T]) -> Callable[Concate
 
 
 class AdapterVerbs(ABC):
-    """What an engine's clients do with adapters: `await engine.pin_adapter("sql")` is `LoRARegistry.pin`, run by
-    `on_registry`."""
+    """Verbs of an engine's clients: `await engine.pin_adapter("sql")` is `LoRARegistry.pin`, run by `on_registry`."""
 
     @property
     @abstractmethod

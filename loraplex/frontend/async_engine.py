@@ -219,8 +219,7 @@ class AsyncEngine(AdapterVerbs):
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises LoraplexError of any
-        kind."""
+        """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises any LoraplexError."""
         self.check_can_serve()
         if lora_request is not None:
             model = await self._load_requested(lora_request)
@@ -273,8 +272,7 @@ class AsyncEngine(AdapterVerbs):
         return request.lora_name
 
     async def abort(self, request_id: str) -> None:
-        """End a request; unknown and finished ones are passed over. Its iterator ends with its last output or an
-        error."""
+        """End a request; unknown and finished ones are passed over. Its iterator ends, with an output or an error."""
         stream = self._streams.pop(request_id, None)
         self._forget(request_id)
         if stream is not None:
@@ -357,8 +355,7 @@ class AsyncEngine(AdapterVerbs):
         return self._front.outputs.recorder is not None
 
     async def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
-        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a
-        profile runs."""
+        """Record requests, steps, events until `generate_lora_performance_report`. InvalidRequestError: one runs."""
         check_not_profiling(self._profile)
         profile = self._profile = LoraProfile(partial(address_of, self.registry), targets)
         try:
@@ -381,8 +378,7 @@ class AsyncEngine(AdapterVerbs):
         return await asyncio.get_running_loop().run_in_executor(self._views, report)
 
     async def check_integrity(self) -> None:
-        """Raise AssertionError or EngineError when names, references or memory do not add up. For tests and
-        `loraplex doctor`."""
+        """AssertionError or EngineError when names, references or memory are inconsistent. For tests, the doctor."""
         if self.registry is not None:
             self.registry.check_integrity()
         await self.call(msg.CheckIntegrity)
@@ -475,8 +471,7 @@ def _open_journal(config: EngineConfig, state_dir: str | Path) -> SqliteJournal:
 
 
 class OutputStream:
-    """The latest output of one request. Outputs are cumulative, so a slow reader skips some and memory stays
-    bounded."""
+    """The latest output of one request. Outputs are cumulative: a slow reader skips some, and memory is bounded."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._latest: RequestOutput | None = None

@@ -159,8 +159,7 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._count_silence(self._heartbeat)))
 
     def send(self, message: Any) -> None:
-        """Send without waiting. Raises EngineDeadError when the process has ended, UnknownMessageError for what cannot
-        be sent."""
+        """Send without waiting. Raises EngineDeadError after the process's end, UnknownMessageError: not to be sent."""
         if self.death is not None or self._is_stopping:
             raise EngineDeadError(str(self.death or "the engine is shutting down"))
         # The socket has no high-water mark: a send completes at once and the future can be dropped.
@@ -195,8 +194,7 @@ class EngineClient:
         return 0.0 if self._heartbeat is None else self._heartbeat.silence_s
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """End the process: ask, then kill after `grace_s`. One that still loads its model does not listen and is killed
-        at once.
+        """End the process: ask, then kill after `grace_s`; at once if it still loads its model.
 
         Called off in the middle, nothing stays either: not the process, nor the socket's folder.
         """

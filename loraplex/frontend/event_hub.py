@@ -1,5 +1,4 @@
-"""All events of a server in one numbered row: the engine process's and the server's own, for logs and for those who
-follow them."""
+"""All events of a server in one numbered row: the engine process's and its own, for logs and followers."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ class EventHub:
     of its own."""
 
     def __init__(self, max_kept: int = MAX_NUMBERED_EVENTS, first_id: int = 0) -> None:
-        """first_id: larger than any id of a server before this one, so that its followers miss nothing when they come
-        back."""
+        """first_id: larger than any id of a server before this one, so that returning followers miss nothing."""
         self._events: deque[NumberedEvent] = deque(maxlen=max_kept)
         self._lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()

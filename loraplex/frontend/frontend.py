@@ -1,5 +1,4 @@
-"""What stands in front of an engine, in the offline `LLM` and in the server alike: tokenizer, request checks, names of
-adapters."""
+"""What stands in front of an engine, in the offline `LLM` and the server alike: tokenizer, checks, adapter names."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Front:
         return self.registry
 
     def check_lora_request(self, request: LoRARequest) -> None:
-        """Raises LoraDisabledError without LoRA, InvalidRequestError when the adapter was made for a base of another
-        name."""
+        """Raises LoraDisabledError without LoRA, InvalidRequestError when the adapter was made for another base."""
         self.registry_or_refuse()
         name = request.base_model_name
         if name is not None and name != self.served_model_name:
@@ -96,8 +94,7 @@ def make_front(
 
 
 def open_tokenizer(path: str | Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """The tokenizer of a model directory and its end-of-sequence tokens. Without tokenizer.json, prompts must be token
-    ids."""
+    """The tokenizer of a model directory and its end tokens. Without tokenizer.json, prompts must be token ids."""
     if not (Path(path) / "tokenizer.json").exists():
         logger.warning("%s has no tokenizer.json: prompts must be token ids and outputs are token ids", path)
         return None, read_eos_token_ids(path)

@@ -20,8 +20,7 @@ LONGEST_TICK_S = 1.0
 
 
 class Heartbeat:
-    """Counts silence in ticks of the watching loop, so that a stall or a stop of the watcher is no silence of the
-    engine.
+    """Counts silence in ticks of the watching loop, so that a stall of the watcher is no silence of the engine.
 
     `is_working(seconds)`: whether the process did something in the seconds since it was asked last.
     """

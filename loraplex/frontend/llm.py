@@ -115,8 +115,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the loader threads; wait until packed weights are on disk. The model's memory goes with the object.
-        Again: nothing."""
+        """End the loader threads, wait for packed weights on disk; again: nothing. The model's memory goes with the
+        object."""
         with self._turn:
             if not self._is_closed:
                 self._is_closed = True
@@ -197,8 +197,7 @@ class LLM:
         cache_salt: str = "",
         request_id: str | None = None,
     ) -> str:
-        """Queue one prompt for `step`; returns its id, a made one if none is given. Raises what `generate` raises for
-        it.
+        """Queue one prompt for `step`; returns its id, a made one if none is given. Raises what `generate` raises.
 
         With `max_waiting_requests` in the queue it raises EngineOverloadedError. An adapter of an unknown name is
         loaded here and now: `add_lora` it before where no request should wait for that.
@@ -218,8 +217,7 @@ class LLM:
 
     @in_turn
     def step(self, stalled_wait_s: float = STALLED_WAIT_S) -> list[RequestOutput]:
-        """Run one step of what was submitted; returns the outputs that it added to, cumulative, `finished` with the
-        last one.
+        """Run one step of what was submitted; returns the outputs that it added to, cumulative; the last is `finished`.
 
         A request that fails ends with `error` set and no completions, and the others go on. Where all of them wait for
         adapters, this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls:
@@ -335,8 +333,7 @@ class LLM:
     def _advance(
         self, is_final_only: bool, stalled_wait_s: float, is_settled: bool = False
     ) -> tuple[int, list[ProcessedOutput]]:
-        """(requests that left the engine, what there is for clients) of one step; `is_settled` leaves none in
-        flight."""
+        """(requests that left the engine, what there is for clients) of one step; `is_settled`: none in flight."""
         num_ended, outputs = 0, []
         for token_output in self._step(is_settled):
             num_ended += token_output.finish_reason is not None
@@ -392,8 +389,7 @@ class LLM:
 
     @in_turn
     def pin_lora(self, lora_int_id: int) -> bool:
-        """Promote an adapter and keep it on the device until it is unloaded. Raises AdapterNotFoundError,
-        AdapterMemoryError."""
+        """Keep an adapter on the device until it is unloaded. Raises AdapterNotFoundError, AdapterMemoryError."""
         registry = self._front.registry_or_refuse()
         return registry.pin(registry.name_of(lora_int_id))
 
@@ -419,8 +415,7 @@ class LLM:
 
     @in_turn
     def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
-        """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a
-        profile runs."""
+        """Record requests, steps, events until `generate_lora_performance_report`. InvalidRequestError: one runs."""
         check_not_profiling(self._lora_profile)
         self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
         profile.begin(self.engine.stats())

@@ -206,8 +206,7 @@ def _end_with_parent(address: str) -> None:
 
 
 def _remove(address: str) -> None:
-    """The socket's file and its folder: not needed once the one connection is there, whichever process is killed
-    then."""
+    """The socket's file and its folder: not needed once the one connection is there: a kill leaves none."""
     path = Path(address.removeprefix("ipc://"))
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

@@ -204,8 +204,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Row:
-    """Deaths with no calm between them, and the pause before the next start; None after more than `max_restarts`
-    failures."""
+    """Deaths with no calm between them, and the pause before the next start; None: more than `max_restarts`."""
 
     def __init__(self, max_restarts: int | None) -> None:
         self._max_restarts = max_restarts

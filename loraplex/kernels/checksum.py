@@ -1,5 +1,4 @@
-"""A number that tells whether the bytes of an extent are still those that were packed, at about the speed of reading
-them.
+"""A number that tells whether the bytes of an extent are still those that were packed, at the speed of reading them.
 
     words    := the bytes as int64, in rows of 512 (the words that do not fill a row: the rest)
     columns  := the sum of each column, rows := the sum of each row, both modulo 2^64
@@ -50,8 +49,7 @@ def checksum(data: torch.Tensor, *, is_summed_by_torch: bool | None = None) -> i
 
 
 def checksums(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """`checksum` of each; on another device than the host all of them are summed there before anything is brought
-    here."""
+    """`checksum` of each; on another device all are summed there before anything is brought here."""
     if pieces and pieces[0].device.type != "cpu":
         return _checksums_by_torch(pieces)
     return tuple(checksum(piece) for piece in pieces)

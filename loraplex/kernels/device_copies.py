@@ -20,8 +20,7 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class Download:
-    """Tensors of one device on their way to the host. `result` waits until they are there, and for nothing launched
-    after them."""
+    """Tensors of one device on their way to the host. `result` waits for them, and for nothing launched after them."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [_download(tensor) for tensor in tensors]

@@ -17,8 +17,8 @@ def runs_beside_host(x: Tensor) -> bool:
 
 
 def row_argmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row of x [n, V]: the first id of the largest value, int64 [n], and that value [n]; NaN counts as largest. One
-    reduction."""
+    """Per row of x [n, V]: first id of the largest value, int64 [n], and that value [n], NaN being largest. One
+    pass."""
     values, ids = x.max(-1)
     return ids, values
 
@@ -52,7 +52,6 @@ def _first_by_key(x: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
-    """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both
-    [m, 1])."""
+    """Zeroes, in place, weights [m, V] of tokens of x [m, V] behind the `num_last`-th of value `last` (both [m, 1])."""
     is_last = x == last
     return weights.masked_fill_((x < last) | (is_last & (is_last.cumsum(-1) > num_last)), 0)

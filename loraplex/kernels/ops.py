@@ -22,8 +22,7 @@ BACKENDS = ("auto", "native", "triton", "torch", "reference")
 
 
 def get_backend(name: str, device: torch.device, lora_dtype: str = "auto", attention: str = "auto") -> KernelBackend:
-    """The backend of that name for a device; `auto` is the fastest one that covers it: native on a CPU where it is
-    built.
+    """The backend of that name for a device; `auto`: the fastest that covers it, native on a CPU where it is built.
 
     lora_dtype; attention: lora_dtype and attention_backend of the settings. CPU kernels run on torch's number of
     threads at this moment. Raises ConfigError: no such backend, not here, or it has no blocks of that dtype, or no such
@@ -62,8 +61,7 @@ def _find_backend(name: str, device: torch.device, lora_dtype: str, attention: s
 
 
 def _triton_backend(device: torch.device, lora_dtype: str, attention: str, is_wanted: bool) -> KernelBackend:
-    """Triton comes with torch where that is built for CUDA; without it stock torch runs, unless Triton is asked for by
-    name."""
+    """Triton comes with torch for CUDA; without it stock torch runs, unless Triton is asked for by name."""
     try:
         from loraplex.kernels.triton.backend import TritonBackend
     except ImportError as error:

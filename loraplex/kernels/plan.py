@@ -44,8 +44,7 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Token rows [start, end) go through the adapter in `lora_slot`, times `weight`. A row may be in several
-    segments."""
+    """Token rows [start, end) go through the adapter in `lora_slot`, times `weight`. Segments may share rows."""
 
     start: int
     end: int
@@ -161,8 +160,7 @@ class LoraPlan:
         self.move_to(self.host if self.device.type == "cpu" else torch.zeros_like(self.host, device=self.device))
 
     def move_to(self, buffer: torch.Tensor) -> None:
-        """Read the device's half from `buffer`, int32 and as large as `host`, from now on; it is as it was at the next
-        upload."""
+        """Read the device's half from `buffer`, int32 and as large as `host`, from now on; the next upload fills it."""
         assert (buffer.dtype, buffer.shape) == (self.host.dtype, self.host.shape)
         self.buffer, capacity = buffer, self.capacity
         ranges, tiles = buffer[: 4 * capacity].view(4, capacity), buffer[4 * capacity :]
@@ -208,8 +206,7 @@ class SliceWeights:
 
 @dataclass(frozen=True, slots=True)
 class SliceLayout:
-    """Where a backend put one slice inside its packed block: byte offsets from the block's start, ABSENT for no such
-    part."""
+    """Where a backend put one slice inside its packed block: byte offsets from the block's start, or ABSENT."""
 
     a_offset: int
     b_offset: int
@@ -238,8 +235,7 @@ class _Placed:
 
 @dataclass(frozen=True)
 class SlotImage:
-    """What the rows of an adapter hold but for where it lies: made once for all that are packed alike
-    (`SlotTable.image`).
+    """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
 
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [3,
     n] of A, B and bias inside the block (ABSENT: no such part), and rank, scale, dtype [n]. first_rows, layouts: one
@@ -289,8 +285,7 @@ class SlotTable:
         self._allocate_columns()
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
-        """Per lora_slot: first row of a target -> what a backend made of that block. Forgotten when the block
-        changes."""
+        """Per lora_slot: first row of a target -> what a backend made of that block, until it changes."""
         self.max_rank = 0
         """The largest rank that any block here ever had; it never becomes less."""
         self.block_dtypes: set[torch.dtype] = set()
@@ -344,8 +339,7 @@ class SlotTable:
         self.derived[lora_slot].pop(first_row, None)
 
     def image(self, blocks: Sequence[tuple[str, Sequence[SliceLayout | None]]]) -> SlotImage:
-        """The image of an adapter with these blocks: (name of the target, layouts of its slices). KeyError for an
-        unknown target."""
+        """The image of an adapter with these blocks: (target's name, layouts of slices). KeyError: unknown target."""
         first_rows = tuple(self._first_rows[name] for name, _ in blocks)
         found = [
             (row, index, layout)
@@ -401,8 +395,7 @@ class SlotTable:
         return int(ranks.max()) if ranks.size else 0
 
     def views(self, row: int, lora_slot: int) -> SliceView | None:
-        """The parts of one slice as tensors, for blocks of the stock layout; None when the adapter has nothing
-        there."""
+        """The parts of one slice as tensors, in the stock layout; None when the adapter has nothing there."""
         first_row, slice_index = self._rows[row]
         placed = self._placed[lora_slot].get(first_row)
         layout = None if placed is None else placed.layouts[slice_index]
@@ -446,8 +439,7 @@ class SlotTable:
         return bool(self._changed)
 
     def flush(self) -> None:
-        """Bring the columns that were written since to the device, on the current stream: one copy and two kernels,
-        whatever changed.
+        """Bring the columns that were written since to the device, on the current stream, by one copy and two kernels.
 
         For the thread that launches steps, before each; no thread may write meanwhile. Nothing is launched when nothing
         changed.
@@ -531,8 +523,7 @@ class LayerGate(Protocol):
     """Where a step waits for adapters whose weights are still on their way to the device, layer by layer."""
 
     def wait_for_layer(self, layer: int) -> None:
-        """Kernels launched from now on begin when what the step reads of this decoder layer is there. The host does not
-        wait."""
+        """Kernels launched from now on begin when what the step reads of this layer is there; the host goes on."""
         ...
 
     def wait_for_all(self) -> None:
@@ -542,8 +533,7 @@ class LayerGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (rows to sample
-    from).
+    """What a model's forward gets: token_ids int64 [T], positions int64 [T], logits_indices int64 [n] (sampled rows).
 
     lora is None when no row goes through an adapter. gate is None when all adapters of the step are there: always on a
     CPU.

@@ -189,8 +189,7 @@ class SamplingOps(Protocol):
         ...
 
     def invert_cdf(self, weights: torch.Tensor, least: torch.Tensor | None, uniform: torch.Tensor) -> torch.Tensor:
-        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] count
-        as 0.
+        """First id whose inclusive prefix sum exceeds floor(u * total), int64 [m]; weights below `least` [m, 1] are 0.
 
         weights [m, V] are whole numbers and may be overwritten; u float64 [m, 1].
         """
@@ -199,8 +198,7 @@ class SamplingOps(Protocol):
     def keep_nucleus(
         self, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, rule: WeightRule
     ) -> torch.Tensor:
-        """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in
-        place.
+        """`weights` with 0 behind the shortest prefix of the order of mass `wanted` float64 [m, 1] or more; in place.
 
         Rows where `wanted` is 0 are not read.
         """
@@ -238,8 +236,7 @@ class StepCapture(Protocol):
         ...
 
     def release_workspace(self) -> int:
-        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns the bytes. Between
-        steps only.
+        """Give that memory back, for low-memory mode; the next step makes what it needs. Returns bytes. Between steps.
 
         Never while CUDA graphs are held: they have its addresses.
         """

@@ -1,8 +1,8 @@
 """Base weights in 8 and 4 bits for a GPU: how they lie in memory, and the products that stock torch computes.
 
-    int8   q int8 [out, in']                 scale float32 [out]                     in' = in rounded up to 128
-    int4   q uint8 [out, in' / 2]            scale [in' / 128, out], the weight's dtype
-    fp8    q float8 e4m3 [out', in']         scale float32 [out']                    out', in' rounded up to 16, as cuBLAS asks
+    int8   q int8 [out, in']             scale float32 [out]                        in' = in rounded up to 128
+    int4   q uint8 [out, in' / 2]        scale [in' / 128, out], the weight's dtype
+    fp8    q float8 e4m3 [out', in']     scale float32 [out']                       out', in' rounded up to 16 (cuBLAS)
 
 Which numbers these are, reference.py says; what is added is 0. A byte j of the 64 of an int4 group holds number j of
 the group in its low half and number j + 64 in its high half, so that a kernel unpacks two runs of columns and
@@ -129,8 +129,7 @@ Dequantize = Callable[[QuantizedWeight, int, torch.Tensor], None]
 def linear_of_many_rows(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, dequantize: Dequantize
 ) -> torch.Tensor:
-    """x W^T + bias with the weight dequantised piece by piece: for rows enough that this costs little beside the
-    product."""
+    """x W^T + bias with the weight dequantised piece by piece: for so many rows that this costs little."""
     depth = weight.in_features
     y = x.new_empty(len(x), weight.out_features)
     padded_depth = _round_up(depth, INT4_GROUP)

@@ -44,8 +44,7 @@ def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dty
 def layout_block(
     slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, is_forced: bool = False
 ) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it) for the stock layout; forced: in `compute_dtype`, whatever the
-    tensors are."""
+    """(bytes of the block, where each slice lies in it) for the stock layout; forced: all in `compute_dtype`."""
     dtype, cursor = compute_dtype if is_forced else packed_dtype(slices, compute_dtype), 0
     layouts: list[SliceLayout | None] = []
     for s in slices:
@@ -228,8 +227,7 @@ INT4_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """W4A16: weight[n, k] = scale[n, k // 128] * (q[n, k] - 8), q uint8 [out, in] of 0..15, scale in the weight's
-    dtype.
+    """W4A16: weight[n, k] = scale[n, k // 128] * (q[n, k] - 8), q uint8 [out, in] of 0..15, scale in its dtype.
 
     The number of a group that is furthest from 0 is -8 * scale, whatever its sign: a scale may be negative, and all 16
     values are used.
@@ -418,8 +416,7 @@ def _gather_kv(kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -
 def _attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, sliding_window: int | None
 ) -> torch.Tensor:
-    """Causal attention of the last len(q) positions: q [Q, H, D], keys and values [C, KH, D] -> [Q, H, D] in
-    float32."""
+    """Causal attention of the last len(q) positions: q [Q, H, D]; keys, values [C, KH, D] -> [Q, H, D] in float32."""
     wide = _accumulator(q.dtype)
     group = q.shape[1] // keys.shape[1]
     keys, values = (t.to(wide).repeat_interleave(group, dim=1) for t in (keys, values))

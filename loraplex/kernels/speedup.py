@@ -61,8 +61,7 @@ class _Case:
 def measure_speedups(
     backend: KernelBackend, shapes: KernelShapes, max_s: float = 0.5, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[KernelSpeedup, ...]:
-    """One entry for each operator that has a kernel in `backend`; none for what stock torch runs, or would for these
-    shapes.
+    """One entry for each operator that has a kernel in `backend`; none for what stock torch runs at these shapes.
 
     Takes about `max_s` beside one call of each operator. Between steps only, on the thread that launches them:
     operators share memory.

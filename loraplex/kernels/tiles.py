@@ -96,8 +96,7 @@ def _cut(
     is_wanted: NDArray[np.bool_],
     most_rows: int,
 ) -> NDArray[np.int32]:
-    """Tiles of the wanted intervals. slots, weights: of the members of all intervals, chains[i] of them for interval
-    i."""
+    """Tiles of the wanted intervals. slots, weights: of all members, chains[i] of them for interval i."""
     wanted = np.flatnonzero(is_wanted)
     if not len(wanted):
         return NO_TILES.small

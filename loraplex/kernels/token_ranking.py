@@ -20,8 +20,8 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """How logits of rows [m, V] become weights: their maxima `top` [m, 1], `temperature` [m, 1], and the best token's
-    weight `scale`."""
+    """From logits of rows [m, V] to weights: maxima `top` [m, 1], `temperature` [m, 1], the best token's weight
+    `scale`."""
 
     top: Tensor
     temperature: Tensor
@@ -112,8 +112,7 @@ def ordered_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_k_any_order(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """torch.topk; for a small k among the k blocks of the largest maxima, which hold an answer and are far less to
-    search."""
+    """torch.topk; for a small k among the k blocks of the largest maxima, which hold an answer and are far fewer."""
     block = 128 if k <= 64 else 32
     if k > 256 or x.shape[1] < 4 * k * block:
         return torch.topk(x, k, dim=-1)
@@ -132,8 +131,7 @@ def sort_descending(x: Tensor) -> Tensor:
 
 
 def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
-    """Zeroes, in place, the weights [m, V] of all tokens of x [m, V] behind the `num_last`-th one of value `last` (both
-    [m, 1])."""
+    """Zeroes, in place, weights [m, V] of tokens of x [m, V] behind the `num_last`-th of value `last` (both [m, 1])."""
     if device_ranking.runs_beside_host(x):
         return device_ranking.keep_prefix(x, weights, last, num_last)
     weights.masked_fill_(x < last, 0)
@@ -144,8 +142,7 @@ def keep_prefix(x: Tensor, weights: Tensor, last: Tensor, num_last: Tensor) -> T
 
 
 def keep_nucleus(logits: Tensor, weights: Tensor, wanted: Tensor, rule: WeightRule) -> Tensor:
-    """`weights` [m, V] with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1];
-    in place."""
+    """`weights` [m, V] with 0 behind the shortest prefix of mass `wanted` float64 [m, 1] or more; in place."""
     values = sort_descending(logits)
     sorted_weights = rule.of(values).double()
     size = (sorted_weights.cumsum(-1) - sorted_weights < wanted).sum(-1, keepdim=True)

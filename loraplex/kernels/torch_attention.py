@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from loraplex.kernels.plan import AttentionPlan
 
 MIN_PADDING = 1024
-"""Padded key positions that cost less than one more gather and SDPA (0.25 us each on a 3-head model against about 100
-us)."""
+"""Padded key positions that cost less than one more gather and SDPA (0.25 us each on a 3-head model against 100 us)."""
 
 
 @dataclass(frozen=True, slots=True)

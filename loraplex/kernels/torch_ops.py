@@ -55,8 +55,7 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor:
-        """oneDNN's own layout on a CPU in float32: 1.6 times as fast for 16 rows, and not slower for one or many
-        (docs/performance.md)."""
+        """oneDNN's own layout for float32 on a CPU: 16 rows 1.6 times as fast, none slower (docs/performance.md)."""
         is_packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
         if not is_packable or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
             return weight

@@ -147,8 +147,7 @@ class KVBlockAllocator:
             self._pool.release(reversed(self._tables.pop(request_id).blocks))
 
     def drop_digest(self, adapter_digest: str) -> None:
-        """Forget the KV of an adapter's content; its blocks are reused first. Running requests keep their own
-        blocks."""
+        """Forget the KV of an adapter's content; its blocks are reused first. Running requests keep theirs."""
         if self._cache is not None:
             with self._lock:
                 for kv_block in self._cache.drop_digest(adapter_digest):
@@ -180,8 +179,7 @@ class KVBlockAllocator:
         return self._num_owed
 
     def vacate(self, num_chunks: int, move: Callable[[Sequence[int], Sequence[int]], None]) -> int:
-        """Move the blocks of sparsely used chunks into free blocks of others, and give the chunks back; returns how
-        many.
+        """Move the blocks of sparsely used chunks into free blocks of others, and give chunks back; returns how many.
 
         If those are too few, chunks move to the front of the arena, so that what is free behind is adjacent.
         move(sources, targets) copies the memory of blocks. Engine's thread only, while no step is in flight.

@@ -221,8 +221,7 @@ class BlockPool:
                 self._free_closed(kv_block)
 
     def sparsest(self, num_chunks: int) -> list[int]:
-        """Chunks to be vacated: fenced ones, and of the others as many as the floor allows, those with fewest
-        references first."""
+        """Chunks to be vacated: fenced ones, and as many others as the floor allows, fewest references first."""
         fenced = [chunk for chunk in self._closed if self._num_used[chunk]]
         most = min(num_chunks, self.num_above_floor)
         others = [chunk for chunk in self._num_used if chunk not in self._closed]
@@ -246,8 +245,7 @@ class BlockPool:
         return kv_blocks
 
     def hand_over(self, source: int, target: int) -> None:
-        """`target`, which was taken for it, has the content of `source` now, and all its references and its place in
-        the cache."""
+        """`target`, which was taken for it, has the content, the references and the cache's place of `source` now."""
         assert self._num_refs[target] == 1, f"KV block {target} is shared"
         self._num_refs[target] = self._num_refs[source]
         if self._cache is not None:

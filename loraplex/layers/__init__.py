@@ -1,2 +1,1 @@
-"""Layers of a decoder: `common` (norm, rotary embedding, attention), `linear` (sharded linears), `lora` (their LoRA
-kin)."""
+"""Layers of a decoder: `common` (norm, rotary embedding, attention), `linear` (sharded linears), `lora` (with LoRA)."""

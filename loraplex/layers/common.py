@@ -67,15 +67,13 @@ class WeightPart:
 
 
 class WeightedLayer(Protocol):
-    """A layer that a checkpoint fills: `allocate`, its parts, then `prepare`. Or `restore` alone, from what `prepared`
-    gave."""
+    """A layer that a checkpoint fills: `allocate`, its parts, then `prepare`; or `restore` what `prepared` gave."""
 
     @property
     def name(self) -> str: ...
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        """Every tensor of the checkpoint that this layer needs. Before `allocate` they may be shapes on the meta
-        device."""
+        """Every tensor of the checkpoint that this layer needs. Before `allocate` they may be on the meta device."""
         ...
 
     def allocate(self) -> None:
@@ -83,8 +81,7 @@ class WeightedLayer(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Once all parts are loaded: weights in the form that the kernels read fastest. Parts cannot be loaded any
-        more."""
+        """Once all parts are loaded: weights in the form that kernels read fastest. No part can be loaded then."""
         ...
 
     def prepared(self) -> dict[str, Tensor]:
@@ -199,8 +196,7 @@ def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def rope_attention_factor(rope: RopeParameters) -> float:
-    """What cos and sin are multiplied by: 1 but for yarn, where it is the softmax temperature of the paper's section
-    3.4."""
+    """What cos and sin are multiplied by: 1 but for yarn: there the softmax temperature of the paper's section 3.4."""
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -219,7 +215,7 @@ class RotaryEmbedding:
         self.dtype = setup.activation_dtype
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the dtype of the activations; the halves are equal
+        """positions int64 [T] -> (cos, sin), each [T, head_dim] in the activations' dtype; halves are equal
         (`rotate_half`)."""
         angles = positions[:, None].float() * self.inv_freq
         return self._both_halves(angles.cos()), self._both_halves(angles.sin())
@@ -267,16 +263,14 @@ Rope = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal attention of one layer over its part of the paged KV cache; grouped queries; `sliding_window` tokens or
-    all."""
+    """Causal attention of one layer over its part of the paged KV cache; grouped queries; a `sliding_window` or all."""
 
     head_dim: int
     sliding_window: int | None
     ops: LayerOps
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan) -> Tensor:
-        """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Gives q and k their positions; k and v go to the
-        cache.
+        """q [T, heads, D], k and v [T, kv_heads, D] -> [T, heads * D]. Gives q, k positions; k, v go to the cache.
 
         kv_layer [num_blocks, 2, kv_heads, block_size, D] is this layer's view of the cache; only blocks of the plan are
         read.

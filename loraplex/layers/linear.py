@@ -6,8 +6,9 @@ shapes on the meta device until `allocate`, when it is the layer's turn to be lo
 tensors are cut is loraplex/distributed.py, the same rule as for adapters; the sum over ranks after a row-parallel layer
 is not here (one rank today).
 
-    column, merged, qkv    y_i = x W_i^T + b_i         parts side by side = y       (k, v replicated when heads are fewer than ranks)
-    row                    y_i = x_i W_i^T (+ b on rank 0)                          sum over ranks = y
+    column, merged, qkv    y_i = x W_i^T + b_i                   parts side by side = y
+                           (k, v replicated when heads are fewer than ranks)
+    row                    y_i = x_i W_i^T (+ b on rank 0)       sum over ranks = y
 """
 
 from __future__ import annotations
@@ -132,8 +133,7 @@ class MergedColumnParallelLinear(ParallelLinear):
 
 
 class QKVParallelLinear(ParallelLinear):
-    """q, k and v in one GEMM, cut by heads; a k or v head is held by several ranks when there are fewer heads than
-    ranks.
+    """q, k and v in one GEMM, cut by heads; several ranks hold a k or v head when heads are fewer than ranks.
 
     modules: the names of q, k and v in the checkpoint. Output columns: num_heads, num_kv_heads, num_kv_heads heads of
     head_dim.
@@ -190,8 +190,7 @@ def _share(full: int, shard: Shard) -> int:
 
 
 def kv_heads_of_shard(num_kv_heads: int, shard: Shard) -> int:
-    """Key and value heads of one rank: an even share, or one that `shard.size / num_kv_heads` neighbours hold
-    together."""
+    """Key and value heads of one rank: an even share, or one for `shard.size / num_kv_heads` neighbours."""
     if num_kv_heads < shard.size and shard.size % num_kv_heads == 0:
         return 1
     return _share(num_kv_heads, shard)
@@ -285,8 +284,7 @@ class ParallelLMHead:
         return self._shared is None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the dtype of the activations, then
-        widened."""
+        """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the activations' dtype, then widened."""
         return self.ops.linear(hidden, self.weight, None).float()
 
     def allocate(self) -> None:
@@ -326,6 +324,5 @@ def _vocab_part(name: str, full_shape: tuple[int, int], weight: Tensor, shard: S
 
 
 def _allocated(weight: Tensor, device: torch.device) -> Tensor:
-    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy, for a fifth of a
-    second."""
+    """Memory for a weight that is a shape so far. `empty_like` of a shape would import sympy (0.2 s)."""
     return torch.empty(weight.shape, dtype=weight.dtype, device=device)

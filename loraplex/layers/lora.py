@@ -58,8 +58,7 @@ class BaseLayerWithLoRA:
         return self._table is not None
 
     def set_lora_info(self, table: SlotTable, backend: LayerOps) -> None:
-        """Read adapters from `table` with the kernels of `backend` from now on. KeyError: the table lacks this
-        target."""
+        """Read adapters from `table` with the kernels of `backend` from now on. KeyError: it lacks this target."""
         self._first_row = table.first_row(self.target.name)
         self._table, self.lora_backend = table, backend
 

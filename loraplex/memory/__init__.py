@@ -1,2 +1,1 @@
-"""Where adapters' weights are: `space/` (bytes), `weights/` (copies), `residency/` (states), `eviction/`, `care/`;
-`manager.py` above."""
+"""Adapters' weights: `space/` (bytes), `weights/` (copies), `residency/` (states), `eviction/`, `care/`, manager."""

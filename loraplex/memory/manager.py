@@ -56,8 +56,7 @@ MAX_SLOTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class SwitchOutcome:
-    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves when its last request
-    ends.
+    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves with its last request.
 
     load_s: until `new` was in host memory; promote_s: from there to the device; evicted: what left for it, `old`
     included.
@@ -71,8 +70,7 @@ class SwitchOutcome:
 
 
 class LoRAModelManager:
-    """The residency of adapters: core.ResidencyView for the scheduler, and core.AdapterStore but for `abort_adapter`
-    (the engine's).
+    """The residency of adapters: core.ResidencyView for the scheduler, core.AdapterStore but for `abort_adapter`.
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine
     (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
@@ -135,8 +133,7 @@ class LoRAModelManager:
             return AcquireResult(residency.acquire_locked(adapter))
 
     def release(self, adapter_id: int) -> None:
-        """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees
-        it."""
+        """Return a reference, once no launched step reads the adapter. The last one of a removed adapter frees it."""
         with self._residency.held():
             self._residency.release_locked(self._residency.in_use_locked(adapter_id))
 
@@ -159,13 +156,11 @@ class LoRAModelManager:
                 self.on_digest_dropped(digest)
 
     def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict idle adapters that no request waits for, until that many chunks of the arena came free; returns how
-        many did."""
+        """Evict idle adapters that no request waits for, until so many of the arena's chunks are free; how many."""
         return self.housekeeping.reclaim_chunks(num_chunks)
 
     def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from
-        any thread."""
+        """Move extents out of sparse chunks, at most `max_bytes` and until it is `deadline_s`; from any thread."""
         return self._compactor.run(max_bytes, deadline_s)
 
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
@@ -199,8 +194,7 @@ class LoRAModelManager:
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
     def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
-        """Know adapters without reading them: what needs their weights first loads them, and gets the error if that
-        fails.
+        """Know adapters without reading them: what needs their weights first loads them, and gets its error.
 
         Known ids with the same content are passed over. Raises AdapterConflictError for another content.
         """
@@ -244,8 +238,7 @@ class LoRAModelManager:
         return self._residency.begin_load_locked(weights, Demand("add"), may_wait=True), True
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
-        """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error
-        otherwise."""
+        """Run or await a load; False when it failed without the source of `adapter`. Raises its error otherwise."""
         if is_mine:
             self._transfers.run_load(job)
         with self._residency.held():
@@ -253,8 +246,7 @@ class LoRAModelManager:
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory
-        is freed."""
+        """Forget the adapter, pinned or not; False: it is unknown. Its memory is freed after its running requests."""
         with self._residency.held():
             adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
@@ -281,8 +273,7 @@ class LoRAModelManager:
         return self.promote_adapter(adapter_id).is_new
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is
-        pinned."""
+        """Drop the pin and leave the device, unless requests run on it or another of its content is pinned."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             was_pinned = adapter.set_pinned(False)
@@ -301,8 +292,7 @@ class LoRAModelManager:
             return True
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the
-        device."""
+        """Promote, and keep there. AdapterNoRoomError, with both numbers: the pinned ones would exceed the device."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             if adapter.is_pinned:
@@ -317,8 +307,7 @@ class LoRAModelManager:
             return self._residency.adapter_locked(adapter_id).set_pinned(False)
 
     def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
-        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request
-        ends.
+        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or with its last request.
 
         An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises.
         `old` need not be active, nor known. Requests are sent to `new` by the registry of names (adapters/registry/);
@@ -433,8 +422,7 @@ def build_tiers(
 
 
 def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
-    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the
-    log."""
+    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is logged."""
     least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
     for cache in caches:
         size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"

@@ -52,8 +52,7 @@ class MemoryCounters:
 
 
 class MemoryLog:
-    """Counts and tells what happens to weights; `ledger` counts what came of prefetches. Called with the residency's
-    lock held."""
+    """Counts and tells what happens to weights; `ledger` counts what came of prefetches. The residency lock is held."""
 
     def __init__(self, events: EventLog) -> None:
         self.events = events
@@ -158,8 +157,7 @@ _TIERS = {
 
 
 def residency_of(adapter: StoredAdapter, resting_tier: Tier, fault: str | None) -> AdapterResidency:
-    """resting_tier: what has its content when no memory that kernels could read has it. fault: why it is
-    quarantined."""
+    """resting_tier: what has a content that no kernel could read. fault: why it is quarantined."""
     weights = adapter.weights
     error = None if weights.failed_job is None else weights.failed_job.error_of(adapter)
     is_out = weights.state in (WeightState.SOURCE, WeightState.LOADING)

@@ -145,8 +145,7 @@ ROPE_KEYS: Mapping[str, RopeKeys] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One model, under Hugging Face's names. `sliding_windows[i]` is layer i's window in tokens, or None for all of the
-    context.
+    """One model, under Hugging Face's names. `sliding_windows[i]`: layer i's window in tokens, None for all.
 
     `dtype` is the checkpoint's, "" when config.json does not say.
     """

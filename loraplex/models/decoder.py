@@ -1,5 +1,4 @@
-"""The one decoder of all families: embedding, layers of attention and MLP, norm, head. What differs is in
-`ModelConfig`.
+"""The one decoder of all families: embedding, layers of attention and MLP, norm, head. `ModelConfig` has what differs.
 
     h = embed(token_ids)
     h = h + attention(norm(h));  h = h + mlp(norm(h))         for each layer
@@ -124,8 +123,7 @@ class DecoderLayer:
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Rope, kv_layer: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
-        """(last block's output, residual before it) -> the same of this layer, each [T, hidden]; None before the first
-        layer."""
+        """(last block's output, residual before it) -> those of this layer, each [T, hidden]; None before the first."""
         if residual is None:
             x, residual = self.input_layernorm.forward(x), x
         else:
@@ -233,7 +231,7 @@ class Decoder:
         self._run_layers = self._ops.captured(self._forward_layers)
 
     def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:
-        """Tell `on_seconds(operator, seconds)` from now on; None: no longer. A backend that runs forward as it is tells
+        """Tell `on_seconds(operator, seconds)` from now on; None: no longer. A backend with its own forward tells
         nothing."""
         self._run_layers = self._ops.captured(self._forward_layers, on_seconds)
 

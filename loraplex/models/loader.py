@@ -1,5 +1,4 @@
-"""From a directory of safetensors to a `Decoder`: every weight is read from the memory map and copied once, into its
-place.
+"""From a directory of safetensors to a `Decoder`: every weight is copied once from the memory map into its place.
 
 A weight that the model needs and the checkpoint lacks, or the other way round, is a `ModelWeightError` that names it.
 """
@@ -37,8 +36,7 @@ class WeightSource(Protocol):
     """Where weights come from: a checkpoint, or a seed."""
 
     def load_into(self, layers: Sequence[WeightedLayer], progress: Progress) -> None:
-        """Allocate, fill and prepare layer after layer: at most one is in memory twice, as it came and as it is
-        kept."""
+        """Allocate, fill and prepare layer after layer: at most one is in memory twice, as read and as kept."""
         ...
 
 

@@ -1,5 +1,4 @@
-"""Where a base model is: a directory, or a repository of the Hugging Face hub that is fetched first. Imports no
-torch."""
+"""Where a base model is: a directory, or a repository of the Hugging Face hub, to be fetched. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights in other formats
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """A local directory as it is, or a hub id (`org/name`) fetched with huggingface_hub. ModelNotFoundError says why
-    not."""
+    """A local directory as it is, or a hub id (`org/name`), fetched. Raises ModelNotFoundError, which says why."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

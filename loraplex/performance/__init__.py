@@ -1,2 +1,1 @@
-"""How adapters fare: what a profile of a running engine records, and the report with findings that it becomes. Standard
-library only."""
+"""How adapters fare: what a profile of a running engine records, and its report. Standard library only."""

@@ -137,7 +137,7 @@ def _memory(report: LoraPerformanceReport) -> Iterator[Finding]:
         yield Finding("fragmentation", "advice", text, "Compaction does it when the monitor runs; see GET /v1/memory.")
     share = report.num_preemptions / max(1, report.requests.num_requests)
     if share > NOTABLE_PREEMPTIONS:
-        text = f"{report.num_preemptions} requests gave way to others and were computed again ({_percent(share)} of requests)."
+        text = f"{report.num_preemptions} requests were preempted and computed again ({_percent(share)} of requests)."
         yield Finding("preemptions", "advice", text, "Raise kv_cache_memory_bytes, or lower max_num_seqs.")
 
 
@@ -176,7 +176,8 @@ def _steps(report: LoraPerformanceReport) -> Iterator[Finding]:
         yield Finding("build", "advice", text, "It is a cost for each step: larger batches (max_num_seqs) spread it.")
     between = report.requests.inter_token
     if between.p50_s and between.p99_s > NOTABLE_TAIL * between.p50_s and report.num_prefill_tokens:
-        text = f"The slowest 1 % of tokens came after {_ms(between.p99_s)}, {between.p99_s / between.p50_s:.0f} times the median."
+        times = between.p99_s / between.p50_s
+        text = f"The slowest 1 % of tokens came after {_ms(between.p99_s)}, {times:.0f} times the median."
         prompts, cores = (
             "Prompts run between them: lower max_num_batched_tokens.",
             "Threads wait for cores: see cpu_contention.",
@@ -193,7 +194,8 @@ def _slow_adapters(report: LoraPerformanceReport) -> Iterator[Finding]:
     if slow:
         worst = max(slow, key=lambda each: each.first_token.p50_s)
         others = f" ({len(slow) - 1} others are slow too)" if len(slow) > 1 else ""
-        text = f"Adapter {worst.name!r} has a median first token after {_ms(worst.first_token.p50_s)}, all requests {_ms(usual)}{others}."
+        median = _ms(worst.first_token.p50_s)
+        text = f"Adapter {worst.name!r} has a median first token after {median}, all requests {_ms(usual)}{others}."
         yield Finding(
             "slow_adapter", "advice", text, f"It is {worst.tier or 'unknown'} at the end: pin it if that matters."
         )

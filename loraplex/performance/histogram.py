@@ -23,8 +23,7 @@ class Quantiles:
 
 @dataclass(slots=True)
 class Histogram:
-    """counts: by bucket i, which holds LEAST_S * GROWTH^i up to the next; about 600 buckets span a microsecond to
-    years."""
+    """counts: by bucket i, which holds LEAST_S * GROWTH^i up to the next; about 600 span a microsecond to years."""
 
     counts: dict[int, int] = field(default_factory=dict)
     count: int = 0
@@ -52,8 +51,7 @@ class Histogram:
         self.total_s += other.total_s
 
     def quantile(self, share: float) -> float:
-        """The smallest duration that at least `share` of all do not exceed (the middle of its bucket); 0 without
-        any."""
+        """The smallest duration that at least `share` of all do not exceed (its bucket's middle), or 0."""
         left = max(1, math.ceil(share * self.count))
         for bucket in sorted(self.counts):
             left -= self.counts[bucket]

@@ -1,5 +1,4 @@
-"""One profile of a running engine, seen from the front: the state before, what happens, the state after, and the report
-of it."""
+"""One profile of a running engine, seen from the front: the state before, what happens, the state after, the report."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class AdapterPerformance:
-    """The requests of one adapter; name None: of the base model, `(all)`: of everything. tier, nbytes, rank: at the
-    end.
+    """The requests of one adapter; name None: of the base model, `(all)`: of all. tier, nbytes, rank: at the end.
 
     share_*: of the finished requests, those that kept the targets.
     """

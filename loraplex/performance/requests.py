@@ -63,8 +63,7 @@ class _Open:
 
 
 class RequestRecorder:
-    """Follows requests from `begin` to their last output; those that began before it are passed over. One thread calls
-    it.
+    """Follows requests from `begin` to their last output; those that began before are passed over. One thread calls it.
 
     name_of: asked once a request, so that a version is counted under what it is called then.
     """

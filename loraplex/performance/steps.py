@@ -17,8 +17,7 @@ def size_class(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """num_adapters, num_rows: distinct adapters and sequences, as `size_class`; has_prefill: some of the rows are of a
-    prompt."""
+    """num_adapters, num_rows: distinct adapters and sequences, as `size_class`; has_prefill: prompts are among them."""
 
     num_adapters: int
     num_rows: int
@@ -41,8 +40,7 @@ class StepSums:
 
 @dataclass(slots=True)
 class Timeline:
-    """Tokens drawn in each stretch of `stretch_s` seconds. At most MAX_MOMENTS stretches: then each becomes twice as
-    long."""
+    """Tokens drawn in each stretch of `stretch_s` seconds. At most MAX_MOMENTS stretches: then each doubles."""
 
     stretch_s: float = 0.25
     num_tokens: list[int] = field(default_factory=list)

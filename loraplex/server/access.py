@@ -1,5 +1,4 @@
-"""Which key a route needs, declared at the route: `@requires(Access.VERB)`. A route that declares nothing needs an
-admin key."""
+"""Which key a route needs, declared at the route: `@requires(Access.VERB)`. Without it a route needs an admin key."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def declared_access(endpoint: Callable[..., Any]) -> Access | None:
 
 
 class GuardedRoute(APIRoute):
-    """Answers 403 to a key that may not use the route, before anything of the request is read, and records every
-    verb."""
+    """Answers 403 to a key that may not use the route, before the request is read, and records every verb."""
 
     def get_route_handler(self) -> Handler:
         handle = self.unguarded_handler()

@@ -58,8 +58,7 @@ assert MAX_LOADS + MAX_VERBS <= NUM_VERB_THREADS
 
 
 class UnloadQuery(BaseModel):
-    """Query of `DELETE /v1/adapters/{name}`: wait up to `deadline_s` for its requests; with `force`, abort what still
-    runs."""
+    """Query of `DELETE /v1/adapters/{name}`: wait up to `deadline_s` for its requests; `force`: abort the rest."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -165,8 +164,7 @@ class AdapterRoutes:
 
     @requires(Access.KEY)
     async def list_all(self, request: Request, query: Annotated[AdapterQuery, Query()]) -> Response:
-        """Every adapter, or those that are asked for: where it is, its bytes, rank, references, version and last
-        use."""
+        """Every adapter, or those that are asked for: place, bytes, rank, references, version and last use."""
         card, registry = _card_for(request), self._engine.registry
         if query.operators_field is not None and not caller_of(request).is_admin:
             raise ApiError(

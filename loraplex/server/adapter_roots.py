@@ -51,8 +51,7 @@ class AdapterRoots:
         return None if has_root else ""
 
     def _outside(self, path: str) -> str | None:
-        """None when the directory and all files of it that a load reads are inside the roots; "" or the name of what is
-        not.
+        """None when the directory and all files that a load reads are inside the roots; "" or the name of what is not.
 
         What else is in the directory does not matter: a root may be an adapter, too.
         """

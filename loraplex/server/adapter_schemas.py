@@ -102,8 +102,8 @@ class SwitchAdapterRequest(RequestModel):
 
 
 class VersionCard(msgspec.Struct, frozen=True):
-    """One version that `name@version` addresses. `state`: current, kept (for a rollback) or draining (goes with its
-    last request)."""
+    """The version that `name@version` addresses. `state`: current, kept (for rollback) or draining (to its last
+    request)."""
 
     version: int
     digest: str
@@ -252,8 +252,7 @@ class LoadReply(msgspec.Struct, frozen=True):
 
 
 class UnloadReply(msgspec.Struct, frozen=True):
-    """The name no longer resolves. `is_drained` false: `references` requests still run; the weights go with the
-    last."""
+    """The name no longer resolves. `is_drained` false: `references` requests still run; weights go with the last."""
 
     name: str
     version: int | None

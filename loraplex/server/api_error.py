@@ -45,8 +45,7 @@ _log = logging.getLogger("loraplex.server")
 
 
 class ApiError(LoraplexError):
-    """An answer that is HTTP's own business: 401, 413, 415, the 404 of a model's name, the 400 of one field
-    (`param`)."""
+    """An answer that is HTTP's own business: 401, 413, 415, 404 for a model's name, 400 for a field (`param`)."""
 
     def __init__(
         self,
@@ -152,8 +151,7 @@ def unknown_parameter(name: str) -> ApiError:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found, in one line: `temperature: Input should be a valid number; n: ...`. `param` is the first
-    field."""
+    """What pydantic found, in a line: `temperature: Input should be a valid number; n: ...`. `param`: the first one."""
     found = [(_place(item["loc"]), item["msg"]) for item in errors[:MAX_REASONS]]
     text = "; ".join(f"{where}: {what}" if where else what for where, what in found)
     if len(errors) > MAX_REASONS:
@@ -167,6 +165,5 @@ def _place(parts: Sequence[object]) -> str:
 
 
 def _is_tag(part: object) -> bool:
-    """Whether a part of a place is no field but one of a union's shapes (`<texts>`), which are named so in
-    schemas.py."""
+    """Whether a part of a place is no field but one of a union's shapes (`<texts>`, named so in schemas.py)."""
     return isinstance(part, str) and part.startswith("<") and part.endswith(">")

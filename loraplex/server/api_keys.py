@@ -31,8 +31,7 @@ def _keys(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySettings:
-    """Where the keys come from. Those of the environment are in LORAPLEX_API_KEY and LORAPLEX_ADMIN_API_KEY, with
-    commas between."""
+    """Where keys come from. Of the environment: LORAPLEX_API_KEY and LORAPLEX_ADMIN_API_KEY, separated by commas."""
 
     api_key: tuple[str, ...] = _keys(
         "key that clients must send (several times: several); other users see it in the list of processes, a file is "

@@ -1,5 +1,4 @@
-"""Who called which verb: a line of the log `loraplex.audit` and an event for each, with the key's fingerprint, never
-the key."""
+"""Verbs and their callers: a line of the log `loraplex.audit` and an event each, with the key's fingerprint alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time and never logged; a fingerprint stands for
-them."""
+"""API keys: `Authorization: Bearer KEY`. Keys are compared in constant time; logs have fingerprints."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from loraplex.server.config import ServerConfig
 
 METRICS_PATH = "/metrics"
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", METRICS_PATH})
-"""What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away). Everything else needs a key."""
+"""What probes and scrapers read without a key, as in vLLM (`--guard-metrics` takes one away); all else needs one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,7 @@ class KeyRing:
     def __init__(
         self, api_keys: Sequence[str], admin_keys: Sequence[str] = (), *, is_cache_shared: bool = False
     ) -> None:
-        """Without admin keys every key may do everything. is_cache_shared: requests of all keys share cached
-        prefixes."""
+        """Without admin keys every key may do everything. is_cache_shared: all keys share cached prefixes."""
         secret = secrets.token_bytes(32)
         self._callers = tuple(
             (
@@ -72,13 +70,11 @@ class KeyRing:
         return bool(self._callers)
 
     def admits(self, headers: Headers) -> bool:
-        """Whether a request's head has a valid key, where there are keys. What another one sends as its body is never
-        read."""
+        """Whether a request's head has a valid key, where there are keys. Another one's body is never read."""
         return not self._callers or self.caller_of(headers.get("authorization")) is not None
 
     def caller_of(self, authorization: str | None) -> Caller | None:
-        """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, whichever
-        matches."""
+        """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, always."""
         scheme, _, key = (authorization or "").partition(" ")
         given = key_digest(key.strip())
         found = [caller for digest, caller in self._callers if hmac.compare_digest(given, digest)]

@@ -26,12 +26,11 @@ SHORT_BODY_BYTES = 16 * 2**10
 """A body up to this is read in the event loop: the worst takes some milliseconds."""
 
 _HALF_AT_END = re.compile(rb'(\\u[dD][89abAB][0-9a-fA-F]{2})[^\\"]{0,3}"[^"]+$')
-"""The first half of a surrogate pair in the last text of a body, where the decoder misses the other half as if the body
-were cut."""
+"""The first half of a surrogate pair in a body's last text: the decoder misses the other half, as in a cut body."""
 MAX_LONG_NUMBERS = 1024
 LONG_NUMBER_CHARS = 20
-"""Those up to this and without an exponent are read in nanoseconds; others take 11 us each (measured), and long integers
-the square of their digits."""
+"""Those up to this and without an exponent are read in nanoseconds; others take 11 us each (measured), and long
+integers the square of their digits."""
 _KINDS = bytes(ord("0" if chr(i) in "0123456789." else "e" if chr(i) in "eE" else " ") for i in range(256))
 """What a byte outside a string is part of: a number, its exponent, something else."""
 _NO_VALUE_BEGINS = bytes(set(range(256)) - set(b",:[{"))
@@ -110,8 +109,9 @@ def check_num_values(body: bytes, max_values: int) -> None:
         if num_quotes > 2 * max_values or num_begun >= max_values:
             raise ApiError(f"the body has more than {max_values} values: send several requests", code="too_many_values")
         if num_long > MAX_LONG_NUMBERS:
-            text = f"the body has more than {MAX_LONG_NUMBERS} numbers of over {LONG_NUMBER_CHARS} digits or with exponents"
-            raise ApiError(f"{text}: round them", code="too_many_long_numbers")
+            kind = f"numbers of over {LONG_NUMBER_CHARS} digits or with exponents"
+            text = f"the body has more than {MAX_LONG_NUMBERS} {kind}: round them"
+            raise ApiError(text, code="too_many_long_numbers")
 
 
 def slices(body: bytes) -> Iterator[bytes]:
@@ -136,8 +136,7 @@ def _num_begun(outside: bytes) -> int:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. NaN, Infinity, lone surrogates, bytes that are not UTF-8 and endless nesting are refused, not
-    read."""
+    """A JSON object. NaN, Infinity, lone surrogates, bytes that are not UTF-8 and endless nesting are refused."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -168,8 +167,7 @@ def _too_long(max_body_bytes: int) -> ApiError:
 
 
 def check_media_type(headers: Headers) -> None:
-    """Other types are refused: a web page may post those to a server on this machine without being asked. So are packed
-    bodies."""
+    """Other types are refused: web pages may post those to a server on this machine. So are packed bodies."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(

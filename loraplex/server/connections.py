@@ -1,5 +1,4 @@
-"""How many connections are open, what their bodies hold, and what was refused: bounds that all connections of a server
-share.
+"""How many connections are open, what their bodies hold, what was refused: bounds that all connections share.
 
 Each refusal is counted by its reason (`loraplex:http_connections_refused`); a reason has at most one log line every
 LOG_EVERY_S.
@@ -25,8 +24,7 @@ IDLE_AT_LEAST_S = 1.0
 is not on its way."""
 
 SMALL_BODY_BYTES = 64 * 2**10
-"""The last eighth of the memory for bodies is kept for bodies up to this size, so that a few long ones do not stop all
-others."""
+"""The last eighth of the memory for bodies is kept for bodies up to this size: long ones do not stop all others."""
 
 MAX_WAITING_BYTES = 32 * 2**20
 """Heads and bodies of requests behind unanswered ones on their connections: apart from the bodies of those that run."""
@@ -157,8 +155,7 @@ class Connections:
     # ----------------------------------------------------------------------------------------------------------- bodies
 
     def hold_body(self, num_bytes: int, num_held: int) -> bool:
-        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies together would be too
-        large."""
+        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies would be too large."""
         is_small = num_held + num_bytes <= SMALL_BODY_BYTES
         limit = self._max_body_bytes if is_small else self._max_body_bytes - self._max_body_bytes // 8
         if self._body_bytes + num_bytes > limit:

@@ -106,15 +106,13 @@ class EngineSurface(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request; unknown and finished ones are passed over. Its iterator ends, with or without
-        RequestAbortedError."""
+        """End a request; unknown and finished ones are passed over. Its iterator ends (or RequestAbortedError)."""
         ...
 
     async def on_registry(
         self, verb: Callable[Concatenate[LoRARegistry, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a verb of the registry in a thread: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises what it
-        raises."""
+        """Run a registry's verb in a thread: `await engine.on_registry(LoRARegistry.pin, "sql")`. Raises its errors."""
         ...
 
     async def stats(self) -> EngineStats: ...

@@ -64,8 +64,7 @@ class EventPage(msgspec.Struct, frozen=True):
 
 
 class EventsQuery(BaseModel):
-    """Query of `GET /v1/events`: only these kinds (repeatable), after this id. Without `stream`: one page of what is
-    kept now."""
+    """Query of `GET /v1/events`: only these kinds (repeatable), after this id. Without `stream`: a page of them."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -29,8 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationItem:
-    """One prompt for one adapter (None: the base). `engine_request_id` is the server's own, so clients' ids never
-    collide."""
+    """A prompt for one adapter (None: the base). `engine_request_id` is the server's: clients' ids never collide."""
 
     prompt: Prompt
     adapter_name: str | None

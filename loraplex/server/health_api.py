@@ -36,8 +36,7 @@ STEP_POLL_S = 0.05
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`status`: ok; busy for a probe that had no turn while the engine worked for others. probe_ms: how long its token
-    took."""
+    """`status`: ok; busy for a probe that had no turn beside others. probe_ms: how long its token took."""
 
     status: str
     probe_ms: float | None = None
@@ -82,8 +81,7 @@ class GenerateProbe:
         self._numbers = itertools.count(1)
 
     async def run(self) -> float | None:
-        """Milliseconds that the token took, None when the engine stepped for others instead. Raises LoraplexError, or
-        TimeoutError."""
+        """Milliseconds of the token, None when the engine stepped for others. Raises LoraplexError, TimeoutError."""
         first = asyncio.ensure_future(self._num_steps())
         try:
             async with asyncio.timeout(self._timeout_s):

@@ -52,8 +52,7 @@ PIECE_BYTES = 64 * 2**10
 """Of an answer: what is written at a time."""
 
 LINGER_S = 1.0
-"""What a refused client still sends is read and dropped until it is silent for so long: a reset would overtake the
-answer."""
+"""What a refused client still sends is dropped until it is silent so long: a reset would overtake the answer."""
 
 MAX_LINGERS = 5
 MAX_LINGER_BYTES = 32 * 2**20
@@ -354,8 +353,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._note_idle()
 
     def _note_idle(self) -> None:
-        """All is answered and sent, and no body comes. A connection without admitted requests is idle from its
-        begin."""
+        """All is answered and sent, and no body comes. Without admitted requests it is idle from its begin."""
         is_answered = self.cycle.response_complete and not self.pipeline
         is_sent = not (self.flow.write_paused or self.transport.is_closing())
         if self._is_busy and is_answered and self._is_in_head and is_sent:
@@ -408,8 +406,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.server_connections.refuse(reason, text, self.client[0] if self.client else "")
 
     def _close_softly(self) -> None:
-        """Close, but first read for a moment what the client still sends. Another connection may have the place at
-        once."""
+        """Close, but first read for a moment what the client still sends. Another connection may have its place."""
         self._is_refused = True
         self._stop_waiting()
         self._unset_keepalive_if_required()
@@ -431,8 +428,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _disconnect(self, incoming: _Incoming | None) -> None:
-        """Tell a running request that its client is gone. uvicorn tells the one that came last, which may still wait
-        its turn."""
+        """Tell a running request that its client is gone. uvicorn tells the latest one, which may not run yet."""
         if incoming is not None and incoming.cycle is not None and not incoming.cycle.response_complete:
             incoming.cycle.disconnected = True
             incoming.cycle.message_event.set()
@@ -528,7 +524,6 @@ def closing_answer(error: ApiError) -> bytes:
 def bounded_http_protocol(
     config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
 ) -> type[BoundedHttpProtocol]:
-    """The protocol with a server's limits: uvicorn makes one of it for each connection. `admits`: whose bodies are
-    read."""
+    """The protocol with a server's limits: uvicorn makes one for each connection. `admits`: whose bodies are read."""
     members = {"server_settings": config, "server_connections": connections, "server_admits": staticmethod(admits)}
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

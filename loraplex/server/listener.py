@@ -49,8 +49,7 @@ _REMEDIES = {
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket on the configured address that does not listen yet. Raises ConfigError when the address cannot be
-    had."""
+    """A socket on the configured address that does not listen yet. ConfigError: the address cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,8 +75,7 @@ def raise_descriptor_limit() -> None:
 
 
 def max_connections(config: ServerConfig) -> int:
-    """As configured, or what the descriptors are enough for. Raises ConfigError when they are too few for what is
-    configured."""
+    """As configured, or what the descriptors allow. Raises ConfigError when they are too few for what is configured."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DEFAULT_MAX_CONNECTIONS
     if limit != resource.RLIM_INFINITY:
@@ -93,8 +91,7 @@ def max_connections(config: ServerConfig) -> int:
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or later with the configured certificate; None without one. Raises ConfigError for files that cannot be
-    used."""
+    """TLS 1.2 or later with the configured certificate; None without one. ConfigError: files that cannot be used."""
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -125,8 +122,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 class Listener:
-    """Accepts connections on a bound socket until `close`. `make_protocol` makes the protocol of one, which releases
-    its slot."""
+    """Accepts connections on a bound socket until `close`. `make_protocol` makes its protocol, which frees its slot."""
 
     def __init__(
         self,
@@ -235,8 +231,7 @@ class Listener:
             sock.close()
 
     def _refuse_without_descriptor(self, error: OSError) -> None:
-        """The connection would wait in the queue without an answer, and the loop would be woken for it again and
-        again."""
+        """The connection would wait in the queue without an answer, and the loop would wake for it again and again."""
         if error.errno not in _EXHAUSTED:
             _log.error("a connection could not be accepted: %s", error)
         elif error.errno == errno.EMFILE and self._spare is not None:

@@ -1,5 +1,4 @@
-"""Lists of names and pages of them, as OpenAI's: `limit`, `after`, and `has_more` in the answer. Made in threads, card
-by card.
+"""Lists of names and pages of them, as OpenAI's: `limit`, `after`, `has_more` in the answer. Threads make them by card.
 
 With any parameter a list is in the order of names, so that `after` is a place in it whether its name is still there or
 not.
@@ -20,8 +19,7 @@ Text = Annotated[str, Field(max_length=4096)]
 
 
 class PageQuery(BaseModel):
-    """Query of a list: at most `limit` names that come after `after`, begin with `prefix` and have `contains` in
-    them."""
+    """Query of a list: at most `limit` names that come after `after`, begin with `prefix` and contain `contains`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,8 +38,7 @@ class PageQuery(BaseModel):
 
 
 class AdapterQuery(PageQuery):
-    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), and those that are pinned or
-    are not."""
+    """Query of `GET /v1/adapters`: also those in a `state` (a tier, `loading`, `failed`), those pinned or not."""
 
     state: Literal["device", "host", "disk", "source", "loading", "failed"] | None = None
     pinned: bool | None = None
@@ -62,8 +59,7 @@ class AdapterQuery(PageQuery):
 
 
 def encode_list(cards: Iterable[tuple[str, Any]], query: PageQuery) -> bytes:
-    """The answer: what `cards` yields by name, up to the query's limit. One card at a time, so that the event loop has
-    its turns."""
+    """The answer: what `cards` yields by name, up to the query's limit. One at a time, for the event loop's turns."""
     names: list[str] = []
     written: list[bytes] = []
     has_more = False

@@ -42,8 +42,7 @@ class TokenTexts:
 def completion_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], texts: TokenTexts, offset: int
 ) -> CompletionLogprobs:
-    """The legacy form. `logprobs` is parallel to `token_ids`; its entry is None for a prompt's first token, which
-    follows nothing."""
+    """The legacy form. `logprobs` is parallel to `token_ids`; its entry is None for a prompt's first token."""
     tokens, chosen, tops, offsets = [], [], [], []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         logprob = None if candidates is None else candidates.get(token_id)
@@ -57,8 +56,7 @@ def completion_logprobs(
 
 
 def _top_by_text(candidates: TokenLogprobs, texts: TokenTexts) -> dict[str, float]:
-    """Two tokens may have one text (pieces of a character): the likelier one is kept, so the largest value is always
-    there."""
+    """Two tokens may have one text (pieces of a character): the likelier is kept, so the largest value is there."""
     top: dict[str, float] = {}
     for token_id, logprob in _by_rank(candidates):
         top.setdefault(texts(token_id, logprob), finite(logprob.logprob))
@@ -68,8 +66,7 @@ def _top_by_text(candidates: TokenLogprobs, texts: TokenTexts) -> dict[str, floa
 def chat_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], num_top: int, texts: TokenTexts
 ) -> ChatLogprobs:
-    """The chat form: each token, then the `num_top` likeliest at its position (without the token itself if it is none
-    of them)."""
+    """The chat form: each token, then the `num_top` likeliest at its position (the token itself only if among them)."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         tops = [_top(key, value, texts) for key, value in _by_rank(candidates)[:num_top]]

@@ -84,8 +84,7 @@ class SampleCard(msgspec.Struct, frozen=True):
 
 
 class MemoryReply(msgspec.Struct, frozen=True):
-    """Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` in the order of addresses, `history` oldest
-    first."""
+    """Sizes are bytes, times Unix seconds, shares 0 to 1; `chunks` by address, `history` oldest first."""
 
     mode: str
     tiers: list[TierCard]

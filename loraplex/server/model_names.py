@@ -28,8 +28,7 @@ class ModelNames:
         self.served = tuple(served_model_names) or (engine.model_info.served_model_name,)
 
     def adapter_of(self, model: str | None, lora_path: str | None = None) -> str | None:
-        """The adapter's name, None for the base model. Raises ApiError (400 no model, 404 unknown) and
-        LoraDisabledError."""
+        """The adapter's name, None for the base. Raises ApiError (400 no model, 404 unknown) and LoraDisabledError."""
         if model is None and lora_path is None:
             raise ApiError(
                 "model is missing: name the base model or an adapter (GET /v1/models lists them)", param="model"

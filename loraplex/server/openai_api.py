@@ -172,8 +172,7 @@ class OpenAIRoutes:
         )
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
-        """The answer, or its stream. A stream begins with the first output, so that errors before it have their
-        status."""
+        """The answer, or its stream. A stream begins with the first output, so earlier errors have their status."""
         generator = self._context.generator
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))

@@ -52,8 +52,7 @@ def operation(
     statuses: tuple[int, ...] = (200,),
     errors: tuple[int, ...] = (),
 ) -> Schema:
-    """`openapi_extra` of a route: its body is one of `bodies`, its answer one of `replies`, or a text of
-    `text_type`."""
+    """`openapi_extra` of a route: its body is one of `bodies`, its answer one of `replies` or a text of `text_type`."""
     content: Schema = {}
     if replies:
         content["application/json"] = {"schema": _one_of([_inlined(msgspec.json.schema(each)) for each in replies])}

@@ -36,8 +36,7 @@ class StartProfileRequest(RequestModel):
 
 
 class ProfileState(msgspec.Struct, frozen=True):
-    """begun_time and elapsed_s: of the profile that runs; has_report: one has ended by itself, and stop gives its
-    report."""
+    """begun_time and elapsed_s: of the profile that runs; has_report: one ended by itself; stop gives its report."""
 
     is_running: bool
     begun_time: float | None

@@ -86,8 +86,7 @@ class PromptEncoder:
         return await self._encoded(text, add_special_tokens, "prompt", self.max_counted_ids, client)
 
     async def from_chat(self, chat: ChatFields, client: str, max_ids: int | None = None) -> Prompt:
-        """Messages through the model's chat template. Raises InvalidRequestError when there is none or it refuses
-        them."""
+        """Messages through the model's chat template. Raises InvalidRequestError if there is none or it refuses."""
         num_chars = sum(map(_num_chars, chat.messages))
         self._check_chars(num_chars, "messages")
         has_more = chat.tools or chat.documents or chat.chat_template_kwargs
@@ -159,8 +158,7 @@ class PromptEncoder:
     def check(
         self, prompt: Prompt, max_tokens: int | None, field: str = "prompt", limit_field: str = "max_tokens"
     ) -> None:
-        """Raises PromptTooLongError and ApiError with the value, the limit and the field: that of the prompt or of
-        `max_tokens`."""
+        """Raises PromptTooLongError and ApiError with the value, the limit and the field: prompt or `max_tokens`."""
         num_prompt, limit = len(prompt.token_ids), self._model_info.max_model_len
         if not num_prompt:
             raise ApiError("the prompt is empty: it must have at least one token", param=field)

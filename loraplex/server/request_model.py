@@ -1,5 +1,4 @@
-"""The rule of every request body: a field is honoured or answered with 400 by its name; nothing is accepted and
-ignored.
+"""The rule of every request body: a field is honoured, or answered with 400 by its name; none is ignored.
 
 `null` means "not set". Fields of other servers that mean nothing at one value (`best_of=1`) are listed in `neutral`:
 that value is accepted, any other refused. `hints` are fields that cannot change an answer: accepted, unless the server

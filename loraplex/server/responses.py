@@ -1,5 +1,4 @@
-"""What the OpenAI routes answer, as msgspec structs: OpenAI's fields, then vLLM's extras, which are left out when not
-asked for."""
+"""What the OpenAI routes answer, as msgspec structs: OpenAI's fields, then vLLM's extras where they are asked for."""
 
 from __future__ import annotations
 

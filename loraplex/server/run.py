@@ -112,8 +112,7 @@ def make_server(
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, whose requests end with an error of their own, not a broken connection, when the grace is
-    over."""
+    """uvicorn's server, whose requests end with an error, not a broken connection, when the grace is over."""
 
     def __init__(
         self, context: ServerContext, config: uvicorn.Config, on_ready: Callable[[ServerContext], None]

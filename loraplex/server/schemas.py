@@ -68,8 +68,7 @@ Label = Annotated[str, Field(max_length=512)]
 
 
 def _shape(value: Any) -> str | None:
-    """`<text>`, `<ids>`, `<texts>` or `<id_lists>`: told by the first item, so that an error names one place, not
-    four."""
+    """`<text>`, `<ids>`, `<texts>` or `<id_lists>`: told by the first item: an error names one place, not four."""
     if isinstance(value, str):
         return "<text>"
     if not isinstance(value, list):
@@ -108,8 +107,7 @@ StopField = Annotated[
 
 
 def _few_biases(value: Any) -> Any:
-    """Counted first: pydantic would check them all, and write a reason for each, before it looks at how many there
-    are."""
+    """Counted first: pydantic would check them all, with a reason for each, before it counts them."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise PydanticCustomError("too_long", "has more than {limit} entries", {"limit": MAX_LOGIT_BIAS})
     return value
@@ -277,8 +275,7 @@ def _token_id(key: str) -> int:
 
 
 class CompletionRequest(SamplingFields):
-    """`POST /v1/completions`. `lora_path` (SGLang) names an adapter for all prompts, or one (or null: the base) for
-    each."""
+    """`POST /v1/completions`. `lora_path` (SGLang) names an adapter for all prompts, or one (null: the base) each."""
 
     prompt: PromptField
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 16
@@ -419,8 +416,7 @@ class ChatFields(RequestModel):
 
 
 class ChatCompletionRequest(SamplingFields, ChatFields):
-    """`POST /v1/chat/completions`. Tools reach the template with `tool_choice="none"`; calls are not parsed from the
-    output."""
+    """`POST /v1/chat/completions`. Tools reach the template with `tool_choice="none"`; outputs are not parsed."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None

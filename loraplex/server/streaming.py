@@ -24,8 +24,7 @@ def sse(data: bytes) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they come. However it ends (all sent, client gone, server stopped), they and their source are
-    closed.
+    """Sends events as they come. At any end (all sent, client gone, server stopped) they and their source are closed.
 
     `source` is what `events` reads: closing events whose reading has not begun would not reach it.
     """
@@ -79,8 +78,7 @@ class _End:
 
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of all sources as they come, each with the index of its source. The first error ends and closes all of
-    them."""
+    """Items of all sources as they come, each with the index of its source. The first error ends and closes all."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:
             async for item in source:

@@ -1,5 +1,4 @@
-"""Verbs on adapters, so many at a time: one that hangs (a file system that does not answer) takes a place of its
-client's alone."""
+"""Verbs on adapters, so many at a time: one that hangs (on a file system, say) takes a place of its client alone."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from loraplex.errors import AdapterNotFoundError
 
 
 class FakeAdapterStore:
-    """An `AdapterStore` that only keeps count. `max_resident` adapters are on the device; the oldest unpinned one makes
-    room."""
+    """An `AdapterStore` that only counts. `max_resident` adapters are on the device; the oldest unpinned one leaves."""
 
     def __init__(self, max_resident: int | None = None) -> None:
         self._max_resident = max_resident

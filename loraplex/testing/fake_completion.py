@@ -80,8 +80,7 @@ def _values(logprobs: TokenLogprobs) -> list[Logprob]:
 
 
 def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
-    """The token is the likeliest (-0.25); those after it in the vocabulary follow, each half as likely as the one
-    before."""
+    """The token is the likeliest (-0.25); the next in the vocabulary follow, each half as likely as the one before."""
     candidates = [(token_id + offset) % FakeTokenizer.vocab_size for offset in range(max(count, 1))]
     text = FakeTokenizer().token_text
     return {each: Logprob(-0.25 - 0.5 * rank, rank + 1, text(each)) for rank, each in enumerate(candidates)}

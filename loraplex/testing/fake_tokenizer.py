@@ -10,8 +10,7 @@ from loraplex.errors import InvalidRequestError
 
 
 class FakeTokenizer:
-    """One token per UTF-8 byte; 1 begins a text, 2 ends it. `byte = token_id - 3`. Chats become `<|role|>content`
-    lines."""
+    """One token per UTF-8 byte; 1 begins a text, 2 ends it. `byte = token_id - 3`. Chats: `<|role|>content` lines."""
 
     BOS, EOS, FIRST_BYTE = 1, 2, 3
     vocab_size = FIRST_BYTE + 256

@@ -66,8 +66,7 @@ def _compile_template(source: str) -> jinja2.Template:
 
 
 def plain_json(value: Json, name: str) -> Json:
-    """A copy made of JSON's own types: no object of ours, and no subclass of a plain type, is within a template's
-    reach."""
+    """A copy made of JSON's own types: no object of ours, no subclass of a plain type is in a template's reach."""
     try:
         return _plain(value)
     except (TypeError, ValueError, RecursionError) as error:

@@ -171,8 +171,7 @@ class StopMatcher:
         return self._table.depth[self._node]
 
     def feed(self, text: str, is_enabled: bool = True) -> StopMatch | None:
-        """Take in more text; the first match in it (after which nothing may be fed). Disabled: matches are passed
-        over."""
+        """Take in more text; the first match in it (then nothing may be fed). Disabled: matches are passed over."""
         if not self._node and self._first_characters.isdisjoint(text):
             self._num_fed += len(text)
             return None
@@ -280,8 +279,7 @@ class IncrementalDetokenizer:
 
 
 def text_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-    """The text that follows the prompt; its last tokens are decoded too, so that a first space or a split character is
-    right."""
+    """The text that follows the prompt; its last tokens are decoded too, for a first space or a split character."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
     context: list[int] = []
     for token_id in reversed(prompt_ids):

@@ -247,8 +247,7 @@ class _Generation:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutput:
-    """What a token output led to: `output` for the client, `error` instead of it, and requests that the engine should
-    end."""
+    """What a token output led to: `output` for the client, `error` instead, and requests for the engine to end."""
 
     request_id: str
     output: RequestOutput | None = None

@@ -47,8 +47,7 @@ def _read_json(path: Path) -> dict[str, Json]:
 
 
 def read_eos_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids that the model states: of generation_config.json, else of config.json (there is no need of a
-    tokenizer)."""
+    """End-of-sequence ids that the model states, without a tokenizer: of generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
         stated = _read_json(Path(directory) / name).get("eos_token_id")
         if stated is None:
@@ -99,8 +98,7 @@ def _added_token(value: Json, *, is_special: bool) -> AddedToken | None:
 
 
 class _SpecialTokens:
-    """Special tokens of a tokenizer_config.json: the named ones, the other added ones, and those listed without a
-    name."""
+    """Special tokens of a tokenizer_config.json: the named ones, the other added ones, those without a name."""
 
     def __init__(self, config: Mapping[str, Json]) -> None:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -125,8 +123,7 @@ class _SpecialTokens:
             raise ModelConfigError(f"{path}: its special or added tokens cannot be read: {error}") from error
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Make the backend know them all. A token that it has keeps its id, and its flags unless it must become
-        special."""
+        """Make the backend know them all. A token that it has keeps its id, and its flags if it need not be special."""
         known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
         for token in (*self.others, *self.named.values()):
             if token.content not in known or (token.special and not known[token.content]):
@@ -141,8 +138,7 @@ def _own_token_names(config: Mapping[str, Json]) -> list[str]:
 
 
 def _read_chat_templates(directory: Path) -> dict[str, str]:
-    """Chat templates by name: the .jinja files, else tokenizer_config.json (one, or a list of named ones), else
-    chat_template.json."""
+    """Chat templates by name: .jinja files, else tokenizer_config.json (one, or a list), else chat_template.json."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (directory / "chat_template.jinja").is_file():
         files = {**files, "default": directory / "chat_template.jinja"}
@@ -350,8 +346,7 @@ def _byte_of(token: str) -> int | None:
 
 @lru_cache(maxsize=1)
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are shifted to U+0100 and up, in
-    order."""
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others are U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,5 +1,4 @@
-"""Small charts as inline SVG: bars, a line, a strip. Every text is escaped; colours are the page's (`report.py`,
-STYLE)."""
+"""Charts as inline SVG: bars, a line, a strip. Texts are escaped; colours are the page's (`html_report.py`, STYLE)."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def line(values: Sequence[float], length_shown: str, title: str) -> str:
 
 
 def strip(runs: Sequence[tuple[str, int]], title: str) -> str:
-    """Neighbours of one kind side by side, each as wide as its share. The kind is the CSS class, with `owner-` before
-    it."""
+    """Neighbours of one kind side by side, each as wide as its share. The CSS class is `owner-` and the kind."""
     total = sum(count for _, count in runs)
     if not total:
         return ""

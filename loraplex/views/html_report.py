@@ -21,7 +21,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 80rem; margin: 2rem auto; padding: 0 1rem; }
 p, li { max-width: 60rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; } p.soft, .soft { color: var(--soft); margin: 0; }
+h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+p.soft, .soft { color: var(--soft); margin: 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .8rem; } .wide { overflow-x: auto; }
 th, td { text-align: right; padding: .2rem .4rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { white-space: normal; vertical-align: bottom; }
@@ -29,13 +30,16 @@ th:first-child, td:first-child { text-align: left; max-width: 16rem; overflow: h
   position: sticky; left: 0; background: var(--paper); }
 @media (max-width: 40rem) { th:first-child, td:first-child { max-width: 8rem; } }
 @media print { .wide { overflow: visible; } }
-ul.findings { list-style: none; padding: 0; } ul.findings li { border-left: 4px solid; padding: .1rem .8rem; margin: .6rem 0; }
-li b { text-transform: uppercase; font-size: .75rem; letter-spacing: .05em; } li span { color: var(--ink); display: block; }
+ul.findings { list-style: none; padding: 0; }
+ul.findings li { border-left: 4px solid; padding: .1rem .8rem; margin: .6rem 0; }
+li b { text-transform: uppercase; font-size: .75rem; letter-spacing: .05em; }
+li span { color: var(--ink); display: block; }
 .warning { color: var(--warning); } .advice { color: var(--advice); } .info { color: var(--info); }
 svg { max-width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--ink); dominant-baseline: middle; }
 .label, .end { text-anchor: end; } .bar { fill: var(--bar); } .line { fill: none; stroke: var(--bar); stroke-width: 2; }
-.axis { stroke: var(--line); } .owner-kv { fill: var(--bar); } .owner-adapters { fill: var(--adapters); } .owner-free { fill: var(--free); }
-.owner-fenced { fill: var(--fenced); } .key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
+.axis { stroke: var(--line); } .owner-kv { fill: var(--bar); } .owner-adapters { fill: var(--adapters); }
+.owner-free { fill: var(--free); } .owner-fenced { fill: var(--fenced); }
+.key { display: inline-block; width: .8rem; height: .8rem; margin: 0 .3rem 0 1rem; }
 """
 
 

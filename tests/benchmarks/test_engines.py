@@ -1,5 +1,4 @@
-"""Which engines are run, with which jobs and in which turns. Nothing is timed; the processes here are a few lines of
-Python."""
+"""Which engines are run, with which jobs and in which turns. Nothing is timed; processes are a few lines of Python."""
 
 from __future__ import annotations
 

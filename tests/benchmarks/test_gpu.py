@@ -1,5 +1,4 @@
-"""The GPU scripts without a GPU: what they count and judge, and each once in Triton's interpreter. No figure is
-checked."""
+"""The GPU scripts without a GPU: what they count and judge, and each once in Triton's interpreter. No figures."""
 
 from __future__ import annotations
 
@@ -262,7 +261,7 @@ def test_without_a_gpu_it_is_said_in_a_line() -> None:
 
 def test_targets_are_of_the_large_shape() -> None:
     row = engine.Row("Llama-3-8B", "default", "decode")
-    bench = engine.Bench(None, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)  # type: ignore[arg-type]
+    bench = engine.Bench(None, LLAMA_8B, "default", [], Ceilings(1, 1), engine.ON_A_GPU, 2, 0.0)
     assert bench._judged(row, 0.85, 0.85).verdict == "ok"
     assert bench._judged(row, 0.84, 0.85).verdict == "MISSED"
     assert bench._judged(row, 0.06, 0.05, is_at_least=False).verdict == "MISSED"
@@ -376,8 +375,8 @@ def test_kernels_run(tmp_path: Path) -> None:
 def test_flash_attention_is_checked_and_timed_where_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against float64, with a fake; one that is wrong is found, by its trial. It takes no float32, in which the
-    interpreter times."""
+    """Against float64, with a fake; its trial finds a wrong one. It takes no float32, in which the interpreter
+    times."""
     pytest.importorskip("triton")
     place = find_place(is_interpreted=True)
     assert not list(flash_problems(place, ((4, 2, 64),)))

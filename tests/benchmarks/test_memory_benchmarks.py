@@ -128,7 +128,10 @@ def test_a_cell_is_judged_by_both_targets() -> None:
 
 
 def test_the_sweep_runs(made: Fixture, tmp_path: Path) -> None:
-    arguments = "--cells n12-a1-cv4 --seconds 0.1 --device-room 4 --host-room 6 --capacity-requests 20 --prompt-len 4-8 --output-len 2-4"
+    arguments = (
+        "--cells n12-a1-cv4 --seconds 0.1 --device-room 4 --host-room 6 --capacity-requests 20 --prompt-len 4-8 "
+        "--output-len 2-4"
+    )
     assert slora_sweep.main([*common(made, tmp_path), *arguments.split()]) == 0
     cells = figures(tmp_path / "out.json")["cells"]
     assert isinstance(cells, list)
@@ -157,7 +160,10 @@ def test_ratios_of_few_slots() -> None:
 
 
 def test_few_slots_runs(made: Fixture, tmp_path: Path) -> None:
-    arguments = "--adapters 8 --room 4 --seconds 0.1 --requests 20 --rounds 2 --capacity-requests 20 --prompt-len 4 --output-len 4"
+    arguments = (
+        "--adapters 8 --room 4 --seconds 0.1 --requests 20 --rounds 2 --capacity-requests 20 --prompt-len 4 "
+        "--output-len 4"
+    )
     assert few_slots.main([*common(made, tmp_path), *arguments.split()]) == 0
     rows = figures(tmp_path / "out.json")["rows"]
     assert isinstance(rows, list)

@@ -1,5 +1,4 @@
-"""Schedules are what they say, and an open loop notes when things came: with a clock of its own, nothing here is
-timed."""
+"""Schedules are what they say, and an open loop notes when things came: on its own clock, nothing is timed."""
 
 from __future__ import annotations
 

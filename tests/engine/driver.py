@@ -57,8 +57,7 @@ class Driver:
         return list(self._front.outputs._generations)
 
     def submit(self, prompt: Sequence[int], name: str | None = None, cache_salt: str = "", **params: Any) -> str:
-        """Greedy to `max_tokens`, past the end of sequence, unless `params` say otherwise. Raises what a client would
-        get."""
+        """Greedy to `max_tokens`, past the end of sequence, unless `params` say otherwise. Raises as to a client."""
         request_id = f"r{next(self._request_ids)}"
         ref = None if name is None else self.registry.acquire(name)
         try:

@@ -6,11 +6,11 @@ arguments are looked at. What comes to the host is 0: so are sampled tokens, and
 
 `host.waits` has where the host waited for the device:
 
-    synchronize                         of the device, of a stream, of an event that is not known to be done; empty_cache
-    copies between host and device      blocking ones, and all whose host side is not page-locked and contiguous
-    tensors made of Python's numbers    torch.tensor, as_tensor, new_tensor on the device; lists and host tensors as an index
-    looking at values                   item, tolist, bool, int, float, equal, ...
-    sizes that depend on values         nonzero, masks as an index, unique, repeat_interleave without output_size, ...
+    synchronize                       of the device, of a stream, of an event that is not known to be done; empty_cache
+    copies between host and device    blocking ones, and all whose host side is not page-locked and contiguous
+    tensors of Python's numbers       torch.tensor, as_tensor, new_tensor on the device; lists, host tensors as an index
+    looking at values                 item, tolist, bool, int, float, equal, ...
+    sizes that depend on values       nonzero, masks as an index, unique, repeat_interleave without output_size, ...
 
 An operator that needs a value and is not among these fails: FakeTensors have none.
 """

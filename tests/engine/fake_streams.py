@@ -1,5 +1,4 @@
-"""Streams, events and graphs of a GPU that is not there, its host's page-locked memory, and a record of where the host
-waited.
+"""Streams, events and graphs of a GPU that is not there, its host's page-locked memory, and where the host waited.
 
 What is launched is not seen. So a stream is taken to be busy with something new whenever it is looked at, and it is
 known to be done as far as the host has waited for it, no further: what it waited for on other streams is not followed.
@@ -21,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Wait:
-    """what: the call that waited. callers: the functions of the package around it, as `Class.function`, the innermost
+    """what: the call that waited. callers: the package's functions around it, as `Class.function`, the innermost
     first."""
 
     what: str
@@ -37,8 +36,7 @@ class Wait:
 
 
 class Host:
-    """The host's side of the device. `waits`: for all that it waited for, in order; a test clears it where its next
-    phase begins."""
+    """The host's side of the device. `waits`: all that it waited for, in order; a test clears it at its next phase."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []

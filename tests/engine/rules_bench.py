@@ -1,5 +1,4 @@
-"""A base model with adapters of one size, and what a client of a driven engine asks and checks (fixtures in
-conftest.py)."""
+"""A base model with adapters of one size, and what a driven engine's client asks and checks (fixtures: conftest.py)."""
 
 from __future__ import annotations
 

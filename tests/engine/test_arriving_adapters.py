@@ -1,5 +1,4 @@
-"""A whole engine whose adapters come to a device of its own memory while steps run on them (on a GPU; here one memory
-plays both)."""
+"""A whole engine whose adapters come to a device of its own memory (on a GPU; here one plays both) during steps."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def test_a_cold_adapter_runs_in_the_first_step_and_is_right(apart: Apart, bench:
 def test_a_replayed_step_waits_for_all_of_an_adapter(
     open_driver: OpenDriver, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of one token is a decode step. Loads that are ahead of a landing are no reason to run steps kernel by
-    kernel."""
+    """A prompt of one token is a decode step. Loads ahead of a landing are no reason to run steps by kernels."""
     monkeypatch.setattr(build_module, "get_backend", lambda *_: MaskedBackend())
     monkeypatch.setattr(decode_graphs, "graph_device_for", lambda *_: TapeDevice())
     apart = Apart(open_driver, bench, monkeypatch, num_device=2)

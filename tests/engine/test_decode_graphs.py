@@ -294,8 +294,7 @@ ROUNDS = st.lists(
 def test_replays_equal_eager_steps_whatever_happens(
     make: MakeDriver, bench: Bench, rank_64: tuple[Path, GreedyCase]
 ) -> None:
-    """Requests that come and go, of the base and of adapters that take each other's memory, on one engine for all
-    examples.
+    """Requests that come and go, of the base and of adapters that take each other's memory; one engine for all.
 
     Each answers as transformers + peft do, and each replay gives the bits of the step run kernel by kernel.
     """

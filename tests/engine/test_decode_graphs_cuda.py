@@ -1,5 +1,4 @@
-"""CUDA graphs on a GPU: each replay against the same step run kernel by kernel, bit for bit. Set TRITON_INTERPRET=0 for
-it."""
+"""CUDA graphs on a GPU: each replay against the same step by kernels, bit for bit. Needs TRITON_INTERPRET=0."""
 
 from __future__ import annotations
 

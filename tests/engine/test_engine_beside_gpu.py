@@ -1,5 +1,4 @@
-"""An engine on a GPU that is not there (fake_gpu.py): it starts, steps, mixes no devices, and no launch waits for the
-device.
+"""An engine on a GPU that is not there (fake_gpu.py): it starts, steps, mixes no devices; no launch waits for one.
 
 The host waits where it is to; `check_waits` says so of all that happened since the last `clear`.
 """

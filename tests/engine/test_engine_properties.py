@@ -60,8 +60,7 @@ SOURCE_ERRORS = (AdapterContentChangedError, AdapterUnavailableError)
 
 @dataclass(frozen=True)
 class World:
-    """What there is to play with. `expected[content][i]` is what the model alone says to prompt i (content None: the
-    base)."""
+    """What there is to play with. `expected[content][i]` is what the model alone says to prompt i (None: the base)."""
 
     base: Path
     contents: Mapping[str, Path]
@@ -144,8 +143,7 @@ class Names:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """`world` is set by the test. Rules never wait for requests; `teardown` runs everything to its end and counts what
-    is left.
+    """`world` is set by the test. Rules never wait for requests; `teardown` runs all to the end and counts the rest.
 
     Loads run in threads, so what is drawn must not depend on how far they are: rules take any name and know what to
     expect.

@@ -49,8 +49,7 @@ def little_room(request: pytest.FixtureRequest) -> list[np.ndarray]:
 
 
 def test_the_slowest_take_less_than_twice_as_long_as_the_median(little_room: list[np.ndarray]) -> None:
-    """Where a request waits until those in its way have ended it is 1.97 at half the capacity, and 2.4 at three
-    quarters."""
+    """Where a request waits until those in its way have ended: 1.97 at half the capacity, 2.4 at three quarters."""
     tails = [np.percentile(each, 99) / np.median(each) for each in little_room]
     assert np.mean(tails) < 1.9
     assert np.median(tails) < 1.9

@@ -1,5 +1,4 @@
-"""Prediction on the memory itself, with a fake clock: adapters that come again and again are there when they are asked
-for."""
+"""Prediction on the memory itself, with a fake clock: adapters that come again and again are there in time."""
 
 from __future__ import annotations
 

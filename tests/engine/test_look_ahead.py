@@ -1,5 +1,4 @@
-"""An engine that launches a step before it knows the tokens of the last one: what clients get is what they get
-without."""
+"""An engine that launches a step before it knows the tokens of the last one: clients get the same as without."""
 
 from __future__ import annotations
 
@@ -307,8 +306,8 @@ def test_an_alarm_makes_care_due(driver: Driver, bench: Bench) -> None:
 
 @pytest.mark.parametrize("is_beside_host", [False, True])
 def test_a_launch_looks_at_no_value(bench: Bench, monkeypatch: pytest.MonkeyPatch, is_beside_host: bool) -> None:
-    """Stock torch on CPU tensors, as if they were beside the host: prompts, chunks, adapters, pending tokens, all kinds
-    of draws."""
+    """Stock torch on CPU tensors, as if they were beside the host: prompts, chunks, adapters, pending tokens, all
+    draws."""
     driver = loaded(
         Driver(bench.base, look_ahead=True, lora_backend="torch", max_model_len=128, max_num_batched_tokens=64), bench
     )

@@ -80,8 +80,7 @@ def test_nan_suspends_one_adapter_whose_weights_are_read_anew(driver: Driver, be
 def test_an_adapter_that_is_removed_in_the_middle_of_its_diagnosis_takes_nobody_along(
     driver: Driver, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A verb's thread may drop it between any two calls: an engine process ended so, after eight minutes of the
-    soak."""
+    """A verb's thread may drop it between any two calls: an engine process ended so, eight minutes into a soak."""
     adapters, adapter_id = driver.engine.adapters, driver.registry.resolve("one").adapter_id
     acquire, removed = adapters.try_acquire, []
 

@@ -35,8 +35,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 @dataclass(frozen=True)
 class ParityCase:
-    """What the engine must say to one prompt through one adapter (None: the base model). `field` is what the adapter is
-    there for."""
+    """What the engine must say to one prompt through one adapter (None: the base model). `field`: what the adapter is
+    for."""
 
     field: str
     greedy: GreedyCase
@@ -50,8 +50,7 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class FamilyCases:
-    """One base model, and a case for each field; `kv_block_bytes` and `adapter_bytes` are for tests that are short of
-    memory."""
+    """One base model, and a case for each field; `kv_block_bytes` and `adapter_bytes` are for tests short of memory."""
 
     base: Path
     cases: tuple[ParityCase, ...]
@@ -153,7 +152,8 @@ def _difference(case: ParityCase, output: RequestOutput) -> str:
     same = next(
         (index for index, pair in enumerate(zip(said, expected, strict=False)) if pair[0] != pair[1]), len(said)
     )
-    return f"{case.field}: {len(said)} tokens, the first {same} are the oracle's, its least gap is {case.greedy.min_gap:.4f}"
+    gap = f"its least gap is {case.greedy.min_gap:.4f}"
+    return f"{case.field}: {len(said)} tokens, the first {same} are the oracle's, {gap}"
 
 
 def evictions(llm: LLM) -> Mapping[str, int]:
@@ -229,8 +229,7 @@ def test_more_adapters_than_device_room(family: FamilyCases) -> None:
 
 
 def test_everything_at_once(family: FamilyCases) -> None:
-    """Chunks, preemption, prefix cache, adapters that leave memory altogether and are read again; all free memory holds
-    NaN."""
+    """Chunks, preemption, prefix cache, adapters that leave memory and are read again; all free memory holds NaN."""
     room = max(family.adapter_bytes) + 128 * 1024
     with start(
         family,

@@ -75,8 +75,8 @@ def test_rule_1_an_adapter_in_use_is_never_evicted_or_overwritten(open_driver: O
 
 
 def test_rule_1_residue_of_a_victim_never_shows(open_driver: OpenDriver, bench: Bench, zoo: ModelZoo) -> None:
-    """High rank, biases and all targets leave; low rank, no bias and few targets come into the same lora_slot and
-    memory."""
+    """High rank, biases and all targets leave; low rank, no bias and few targets come to the same lora_slot and
+    bytes."""
     paths = {
         field: zoo.adapter(bench.base, LoraConfig(**ADAPTER_OPTIONS[field], task_type="CAUSAL_LM"))
         for field in ("lora_bias", "rank 64", "q and v", "one layer", "patterns")
@@ -103,8 +103,7 @@ def test_rule_1_residue_of_a_victim_never_shows(open_driver: OpenDriver, bench: 
 def test_rule_2_a_load_does_not_share_a_failure_that_is_not_its_own(
     driver: Driver, bench: Bench, own_copy: Path, tmp_path: Path
 ) -> None:
-    """The same content is loaded from a good source while a request's load from a vanished one is under way, and
-    fails."""
+    """The same content is loaded from a good source while a request's load from a vanished one fails."""
     manager = driver.engine.adapters
     store, transfers = manager._residency, manager._transfers
     evict_to_source(driver, "mine")
@@ -318,8 +317,8 @@ def base_prompts(count: int) -> list[list[int]]:
 def test_rule_5_base_rows_of_a_mixed_batch_are_bit_identical(
     open_driver: OpenDriver, bench: Bench, zoo: ModelZoo, backend: str
 ) -> None:
-    """Four base rows beside eight rows of adapters (one so strong that a single stray product would show), chunked
-    prefill included."""
+    """Four base rows beside eight rows of adapters (one so strong that one stray product would show), with chunked
+    prefill."""
     settings = {"lora_backend": backend, "max_num_batched_tokens": 100}
     strong = LoraConfig(r=16, lora_alpha=64, target_modules="all-linear", lora_bias=True, task_type="CAUSAL_LM")
     with_lora = loaded(open_driver(**settings), bench)
@@ -334,7 +333,7 @@ def test_rule_5_base_rows_of_a_mixed_batch_are_bit_identical(
 
 
 def logits_of_twelve(driver: Driver, names: Sequence[str | None]) -> list[torch.Tensor]:
-    """The base answers four prompts and ends last, so that its rows are the first four of every step; `names` answer
+    """The base answers four prompts and ends last, so that its rows are the first four of each step; `names` answer
     eight."""
     logits = LogitsOfSteps(driver)
     for row, prompt in enumerate(base_prompts(12)):
@@ -520,8 +519,7 @@ def test_rule_8_pins_beyond_the_budget_are_refused(open_driver: OpenDriver, benc
 def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_bound(
     open_driver: OpenDriver, bench: Bench, aging_steps: int
 ) -> None:
-    """Three wait behind two adapters whose requests run for long; the bound is counted in steps and for each of
-    them."""
+    """Three wait behind two adapters whose requests run for long; the bound is in steps and for each of them."""
     lora = {"adapter_memory_bytes": bench.nbytes, "aging_steps": aging_steps}
     driver = loaded(open_driver(lora=lora), bench)
     running = Asked(driver, bench, "one", num_tokens=60)
@@ -556,8 +554,7 @@ def test_rule_9_a_request_for_a_full_device_waits_and_gets_in_within_the_aging_b
 def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
     open_driver: OpenDriver, bench: Bench, num_device: int, aging_steps: int
 ) -> None:
-    """Host memory holds hardly more than the device, so that every turn reads a source; each request gets its turn all
-    the same."""
+    """Host memory holds hardly more than the device, so that every turn reads a source; each request gets its turn."""
     nbytes = bench.nbytes
     lora = {"adapter_memory_bytes": num_device * nbytes, "host_memory_bytes": num_device * nbytes + 4096}
     driver = loaded(open_driver(lora={**lora, "aging_steps": aging_steps}), bench)
@@ -569,8 +566,8 @@ def test_rule_9_waiting_requests_do_not_evict_each_others_loads_for_ever(
 
 @pytest.mark.parametrize("aging_steps", [1, 4, 16])
 def test_rule_9_a_turn_is_long_enough_for_a_prompt(open_driver: OpenDriver, bench: Bench, aging_steps: int) -> None:
-    """Four adapters take turns on a device with room for one. A prompt takes five steps: none is cut off before its
-    first token."""
+    """Four adapters take turns on a device with room for one. A prompt takes five steps: none ends before its first
+    token."""
     lora = {"adapter_memory_bytes": bench.nbytes, "aging_steps": aging_steps}
     driver = loaded(
         open_driver(lora=lora, max_num_batched_tokens=4, max_num_seqs=4, enable_prefix_caching=False), bench
@@ -605,8 +602,7 @@ def test_rule_10_a_known_number_with_another_name_or_path_is_refused(bench: Benc
 
 
 def test_rule_10_two_tenants_never_meet_through_a_number(bench: Bench) -> None:
-    """A number that was given back and taken by another leads to the other's weights and KV, for old and new requests
-    alike."""
+    """A number that was given back and taken by another leads to the other's weights and KV, for all requests."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(str(bench.base), max_model_len=MAX_MODEL_LEN) as llm:
         for name in ("one", "two", "one"):

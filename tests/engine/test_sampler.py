@@ -206,8 +206,7 @@ def test_same_distribution_as_hugging_face(options: dict[str, Any]) -> None:
 
 
 def chi_square(counts: np.ndarray, p: np.ndarray, num_draws: int) -> float:
-    """Statistic over its degrees of freedom in standard deviations of the latter (normal for many bins): about N(0,
-    1)."""
+    """Statistic over its degrees of freedom in standard deviations of the latter (normal: many bins), about N(0, 1)."""
     expected = p * num_draws
     assert counts[p == 0].sum() == 0
     is_common = expected >= 5

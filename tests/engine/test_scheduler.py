@@ -323,8 +323,7 @@ class TestAdapters:
         assert computed == 6 * (4 + 119) + (4 + 3)
 
     def test_who_is_furthest_behind_is_next(self) -> None:
-        """Two wait; the one that came first has run for long already, so that the other has waited more than its
-        share."""
+        """Two wait; the one that came first has run for long, so that the other has waited more than its share."""
         harness = Harness(room=1, aging_steps=64, num_blocks=512)
         harness.add("first", adapter=1, max_tokens=200)
         for _ in range(20):
@@ -395,7 +394,7 @@ class TestAdapters:
         assert max(after - before for before, after in itertools.pairwise(steps_of(harness, "old"))) < 30
 
     def test_paused_kv_goes_when_the_room_that_was_called_for_does_not_come(self) -> None:
-        """KV and adapters share one memory, and other requests run on: adapter 2 needs more of it than pausing alone
+        """KV and adapters share one memory, and other requests run on: adapter 2 needs more than pausing alone
         gives."""
         harness = Harness(num_blocks=64, room=1, aging_steps=8)
         try_acquire = harness.residency.try_acquire

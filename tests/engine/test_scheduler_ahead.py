@@ -1,5 +1,4 @@
-"""The scheduler with a plan in flight while the next is made, over fakes: the outputs are those of one plan at a
-time."""
+"""The scheduler with a plan in flight while the next is made, over fakes: outputs are those of one plan at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ STOP = 98
 
 
 class Ahead(Harness):
-    """`step` makes and "launches" the next plan before it commits the last one. Tokens are a function of request and
+    """`step` makes and "launches" the next plan before it commits the last one. Tokens depend on request and
     position."""
 
     def __init__(self, *, is_ahead: bool = True, **settings: Any) -> None:

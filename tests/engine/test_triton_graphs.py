@@ -1,5 +1,4 @@
-"""Decode steps of Triton kernels as graphs: in the interpreter, on the tape (graph_tape.py), to which launches are
-added."""
+"""Decode steps of Triton kernels as graphs: in the interpreter, on the tape (graph_tape.py) with launches."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ def truncate_file(path: Path, rng: Random) -> int:
 
 @contextlib.contextmanager
 def failing_allocations(manager: LoRAModelManager, error: BaseException | None = None) -> Iterator[None]:
-    """No pool of the adapters has an extent to give: `allocate_all` says None, or raises `error` (a MemoryError,
-    say)."""
+    """No pool of the adapters has an extent to give: `allocate_all` says None, or raises `error`."""
     store = manager._residency
     pools = {id(pool): pool for pool in (store.tiers.host.pool, store.tiers.device.pool) if pool is not None}.values()
     with contextlib.ExitStack() as stack:

@@ -27,8 +27,7 @@ MAX_MODEL_LEN = 4096
 
 
 def stretched_base(path: Path) -> str:
-    """The demo's base model with room for MAX_MODEL_LEN tokens: a stream that lasts while a test does something to
-    it."""
+    """The demo's base model with room for MAX_MODEL_LEN tokens: a stream that lasts while a test acts on it."""
     shutil.copytree(BASE, path)
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": MAX_MODEL_LEN}))
@@ -101,8 +100,8 @@ class Client:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """In this block no `long` stream of a `holding_process` ends: its request has its first tokens and waits for
-        the rest."""
+        """In this block no `long` stream of a `holding_process` ends: its request has first tokens and waits for the
+        rest."""
         self.engine._engine.send(msg.AbortRequests((HOLD_ID,)))
         try:
             yield

@@ -1,5 +1,5 @@
-"""Engine processes that die, are overloaded, cannot start, or lose their parent: every request is answered and nothing
-is left."""
+"""Engine processes that die, are overloaded, cannot start, or lose their parent: all requests are answered, nothing is
+left."""
 
 from __future__ import annotations
 

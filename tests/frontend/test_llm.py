@@ -289,8 +289,7 @@ def test_without_a_seed_draws_differ(llm: LLM) -> None:
 
 
 def test_sampling_follows_the_models_distribution(llm: LLM, zoo: ModelZoo, base: Path) -> None:
-    """The first token of 600 seeds against the oracle's probabilities of its ten likeliest tokens (within 5 standard
-    deviations)."""
+    """The first token of 600 seeds against the oracle's probabilities of its ten likeliest tokens (within 5 sigma)."""
     prompt = ids(6)
     probabilities = zoo.oracle(base).logits(prompt)[-1].double().mul(2).softmax(-1)
     count = 600
@@ -415,8 +414,8 @@ def log_softmax(oracle: Oracle, tokens: list[int]) -> torch.Tensor:
 def test_logprobs_are_hugging_faces(
     llm: LLM, zoo: ModelZoo, base: Path, adapters: tuple[Path, Path], one: LoRARequest, is_adapted: bool
 ) -> None:
-    """Of the raw logits, whatever the temperature: each token, its rank and the five best, for prompt and output,
-    within 1e-4."""
+    """Of the raw logits, whatever the temperature: each token, its rank, the five best, of prompt and output, within
+    1e-4."""
     prompt = ids(10)
     params = SamplingParams(seed=5, max_tokens=9, ignore_eos=True, logprobs=5, prompt_logprobs=5, temperature=1.3)
     output = llm.generate(prompt, params, lora_request=one if is_adapted else None)[0]
@@ -534,8 +533,7 @@ def test_switch_lora(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
 def test_a_forced_unload_ends_what_runs_and_what_is_not_in_the_engine_yet(
     base: Path, one: LoRARequest, two: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four prompts of one adapter, of which two are queued at a time: all end as aborted, and the others' answers are
-    whole."""
+    """Four prompts of one adapter, of which two are queued at a time: all end as aborted, others' answers are whole."""
     with LLM(str(base), max_model_len=MAX_MODEL_LEN, max_waiting_requests=2, max_num_seqs=2) as llm:
         alone = llm.generate(TEXT, GREEDY, lora_request=two)[0]
         registry, step = llm._front.registry_or_refuse(), llm.engine.step
@@ -791,8 +789,8 @@ def test_the_end_of_a_context_manager_ends_the_loaders(base: Path, one: LoRARequ
 
 
 def test_threads_take_turns(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
-    """Four that generate, with and without adapters, while two load, list and unload: the tokens are those of one after
-    the other."""
+    """Four that generate, with and without adapters, while two load, list and unload: tokens are those of one by
+    one."""
     adapters = (None, one, two, one)
     prompts = [[{"prompt_token_ids": ids(7 + turn, seed=thread)} for turn in range(5)] for thread in range(4)]
     alone = [

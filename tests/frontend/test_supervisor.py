@@ -1,5 +1,4 @@
-"""Deaths and restarts of engine processes, with processes that are only played: each order of events, and no
-waiting."""
+"""Deaths and restarts of engine processes, with processes that are played: each order of events, no waiting."""
 
 from __future__ import annotations
 
@@ -32,8 +31,8 @@ class KilledAtStartError(EngineDeadError):
 
 
 class PlayedClient:
-    """Starts at once, unless `failures` has an error for it. `was_killed` is as in EngineClient: a signal from outside
-    ended it."""
+    """Starts at once, unless `failures` has an error for it. `was_killed` as in EngineClient: by a signal from
+    outside."""
 
     def __init__(self, failures: list[Exception | None], on_death: Callable[[EngineDeadError], None]) -> None:
         self._failures = failures
@@ -71,7 +70,7 @@ class PlayedClient:
 
 
 class Stage:
-    """A supervisor over played processes. `failures`: what the next starts fail with; `at_restore` runs with each
+    """A supervisor over played processes. `failures`: what the next starts fail with; `at_restore` runs at each
     restore."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +248,7 @@ async def test_failures_before_a_calm_time_are_forgotten(stage: Stage) -> None:
 async def test_what_keeps_a_process_from_starting_may_pass(
     stage: Stage, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A network file system comes back, a limit is raised. Its text is for the log: clients are not told the operator's
-    paths."""
+    """A network file system comes back, a limit is raised. Its text is for the log: clients get no paths."""
     stage.failures = [error] * 3
     stage.clients[0].die()
     await stage.settle()
@@ -349,8 +347,8 @@ async def test_a_death_and_the_return_are_events(stage: Stage) -> None:
 async def test_a_process_that_cannot_even_be_made_is_a_failure_and_tried_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No room for the socket's folder, or no descriptor: the revival went away without a word, and nothing was served
-    ever again."""
+    """No room for the socket's folder, or no descriptor: the revival ended silently, and nothing was served any
+    more."""
     errors = [OSError(28, "No space left on device"), OSError(24, "Too many open files")]
 
     def make_client(*arguments: Any, **options: Any) -> PlayedClient:

@@ -1,5 +1,4 @@
-"""What the kernel tests share: pairwise cases, random adapters in a poisoned arena, and the float64 oracle of
-add_lora."""
+"""What the kernel tests share: pairwise cases, random adapters in a poisoned arena, add_lora's float64 oracle."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""add_lora of every backend against a float64 loop: ranks, batches, popularity, dtypes, uneven slices, poison
-around."""
+"""add_lora of every backend against a float64 loop: ranks, batches, popularity, dtypes, uneven slices, poison."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""rotary_write_kv and paged_attention of every backend: a float64 loop over a KV cache whose every other byte is
-NaN."""
+"""rotary_write_kv and paged_attention of every backend: a float64 loop over a KV cache, NaN elsewhere."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def poisoned_kv(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: i
 def fill(
     backend: KernelBackend, kv: torch.Tensor, plan: AttentionPlan, context: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Let the backend put keys and values [C, KH, D] of each sequence where its table says; the rotation is by no
-    angle."""
+    """Let the backend put keys and values [C, KH, D] of each sequence where its table says, without a rotation."""
     for row, (keys, values) in zip(plan.block_tables, context, strict=True):
         positions = torch.arange(len(keys))
         slots = row[positions // plan.block_size].long() * plan.block_size + positions % plan.block_size

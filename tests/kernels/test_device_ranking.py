@@ -1,5 +1,4 @@
-"""The operators for a device beside the host, on CPU tensors: the results of those of the host, bit for bit, with many
-ties."""
+"""The operators for a device beside the host, on CPU tensors: the host's results, bit for bit, with many ties."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A copy engine whose copies are done when a test, or a step that waits for them, says so. Until then their targets
-hold poison."""
+"""A copy engine whose copies are done when a test, or a step that waits for them, says so. Until then targets hold
+poison."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from loraplex.memory.space.arena import POISON
 
 
 class FakeArrival:
-    """Copies of one promote. `num_done` pieces are there; after `fail` no more come. `on_hold`: called when a step
-    waits."""
+    """Copies of one promote. `num_done` pieces are there; after `fail` no more come. `on_hold`: called at a step's
+    wait."""
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self.sources, self.targets = list(sources), list(targets)

@@ -1,5 +1,4 @@
-"""A manager over tiny layers and fake sources, and what tests need to look inside: fast, and with every thread under
-control."""
+"""A manager over tiny layers and fake sources, and what tests need to look inside: fast, every thread under control."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ def expected_delta(model: LoRAModel, target: LoraTarget, x: torch.Tensor) -> tor
 
 
 class FakeSource:
-    """Adapter files in a dict. `opens` counts reads by path; a path can fail, change, vanish, or be held up by a
-    gate."""
+    """Adapter files in a dict. `opens` counts reads by path; a path can fail, change, vanish, or wait at a gate."""
 
     def __init__(self) -> None:
         self.models: dict[str, LoRAModel] = {}
@@ -294,8 +292,7 @@ class Rig:
         return next(r.tier.value for r in self.manager.list_adapters() if r.adapter_id == adapter_id)
 
     def check_output(self, lora_slot: int, model: LoRAModel) -> None:
-        """The kernels see exactly `model` in `lora_slot`: no byte of anything else. They wait for layers that
-        arrive."""
+        """The kernels see exactly `model` in `lora_slot`: no other byte. They wait for layers that arrive."""
         backend, gate = get_backend(self.backend, CPU), self.manager.steps.prepare([lora_slot])
         for target in TARGETS:
             if gate is not None:

@@ -1,5 +1,4 @@
-"""Any sequence of verbs, requests, loads and steps keeps the books exact, outputs right, and returns everything at the
-end."""
+"""Any sequence of verbs, requests, loads and steps keeps the books exact, outputs right, and returns all at the end."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ def test_a_request_waits_for_room_that_is_on_its_way_and_gets_it_at_the_commit(r
 
 
 def test_the_room_is_for_the_one_for_whom_it_was_made() -> None:
-    """Two small ones that ask later would fit into what is left meanwhile, and with a step always in flight keep it
-    without end."""
+    """Two small ones that ask later would fit into what is left meanwhile, and with a step always in flight keep it."""
     rig = Rig(num_device=1, num_host=1)
     for adapter_id, rank in ((1, 4), (2, 4), (3, 1), (4, 1)):
         rig.manager.add_adapter(rig.spec(adapter_id, rank=rank))

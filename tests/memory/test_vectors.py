@@ -15,8 +15,9 @@ rem2 -> [1,-]; rem2 -> False; rem1; add1 add2 -> [-,-]; act3 -> [3,-]; act2 -> [
 """
 V2 = """
 add1 act1 -> [1,-]; add1 -> False; act1 -> False; add2 act2 -> [1,2]; add3 act3 -> [3,2]; rem2 -> [3,-]; rem2 -> False;
-rem1; rem1 -> False; add1 act1 -> [3,1]; add2; deact3 -> [-,1]; act2 -> [2,1]; act3 -> [2,3]; pin2 -> [2,3]; act1 -> [2,1];
-deact2 -> [-,1]; act3 -> [3,1]; pin3 pin1; pin2 -> no room; act2 -> no room; [3,1]; deact3; pin2 -> [2,1]; rem3; pin3 -> error
+rem1; rem1 -> False; add1 act1 -> [3,1]; add2; deact3 -> [-,1]; act2 -> [2,1]; act3 -> [2,3]; pin2 -> [2,3];
+act1 -> [2,1]; deact2 -> [-,1]; act3 -> [3,1]; pin3 pin1; pin2 -> no room; act2 -> no room; [3,1]; deact3;
+pin2 -> [2,1]; rem3; pin3 -> error
 """
 
 

@@ -1,5 +1,4 @@
-"""Runs a decoder on hand-made steps over a KV cache whose free memory is NaN: what the engine does, without an
-engine."""
+"""Runs a decoder on hand-made steps over a KV cache whose free memory is NaN, as the engine does."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ def test_a_small_model_is_not_kept(base: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_starts_that_are_killed_leave_one_file_at_most(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short command ends before its file is written, every time: what the last one left goes before the next
-    begins."""
+    """A short command ends before its file is written, every time: the rest of the last goes before the next begins."""
     cache = cache_of(base)
     cache.file.parent.mkdir()
     left = [cache.file.with_suffix(f".{pid}.tmp") for pid in ("999999999", f"{os.getpid()}-7777")]

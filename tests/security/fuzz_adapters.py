@@ -1,5 +1,4 @@
-"""Mutants of the demo's adapters for as long as one likes: python -m tests.security.fuzz_adapters --seconds 600 --seed
-1
+"""Mutants of the demo's adapters, for any time: python -m tests.security.fuzz_adapters --seconds 600 --seed 1
 
 Prints how each was answered, the slowest and the growth of memory. Exit code 1 with the mutant's number when one was
 answered by an error outside the tree, or when the process grew by more than --max-growth-mib after the first hundred.

@@ -84,8 +84,7 @@ class HttpTarget:
 
 
 class HealthProbe:
-    """Asks /health all the time, over one connection, while the block runs. `longest_s`: how long the slowest answer
-    took."""
+    """Asks /health all the time, over one connection, while the block runs. `longest_s`: of the slowest answer."""
 
     def __init__(self, target: HttpTarget, pause_s: float = 0.005) -> None:
         self._target = target

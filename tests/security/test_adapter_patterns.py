@@ -1,5 +1,4 @@
-"""Regular expressions of an adapter's configuration: whatever they do, they cost their own adapter, and a bounded
-amount."""
+"""Regular expressions of an adapter's configuration: they cost their own adapter alone, and a bounded amount."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Attempts to leave what the server may load: through hub ids, links and the hub's cache, and to learn where things
-lie."""
+"""Attempts to leave what the server may load: by hub ids, links and the hub's cache, or to learn where things lie."""
 
 from __future__ import annotations
 
@@ -191,8 +190,7 @@ def test_what_the_hub_returns_outside_its_cache_is_not_read(hub: Hub, cache: Pat
 
 
 def test_another_repository_in_the_cache_is_not_read(hub: Hub, cache: Path) -> None:
-    """A root of `hf://org` is of that organisation: a reference or a link in its part of the cache leads to no other
-    one."""
+    """A root of `hf://org` is of that organisation: a reference or link in its part of the cache leads to no other."""
     other = cache / "models--other--secret" / "snapshots" / ("b" * 40)
     shutil.copytree(hub.snapshot, other, symlinks=False)
     hub.snapshot = other

@@ -1,5 +1,5 @@
-"""Every verb leaves a record of its key's fingerprint, its outcome and its client, which no client can forge or wash
-away."""
+"""Every verb leaves a record of its key's fingerprint, its outcome and its client, which no client can forge or
+remove."""
 
 from __future__ import annotations
 

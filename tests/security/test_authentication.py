@@ -1,5 +1,4 @@
-"""Attacks on the way in: every route without a key, with a wrong one, with one of too low a rank, and by another
-spelling."""
+"""Attacks on the way in: every route without a key, with a wrong one, one of too low a rank, in another spelling."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ async def test_a_verb_is_refused_before_its_body_is_read() -> None:
 
 @pytest.mark.parametrize("given", ["Bearer " + KEY, "Bearer wrong", "", "Bearer " + "x" * 30000, "Basic " + KEY])
 def test_every_key_is_compared_whatever_was_sent(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of an answer does not tell how many keys there are before the right one, nor how much of one was
-    right."""
+    """The time of an answer does not tell how many keys are before the right one, nor how much of one was right."""
     compared: list[int] = []
 
     def counted(one: bytes, other: bytes) -> bool:

@@ -73,5 +73,6 @@ class NoPacker:
 
 def test_the_disk_tier_checks_its_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
+    settings = LoRAConfig(disk_cache_dir=str(tmp_path), disk_memory_bytes=2**20)
     with pytest.raises(ConfigError, match="--disk-cache-dir"):
-        open_disk_tier(LoRAConfig(disk_cache_dir=str(tmp_path), disk_memory_bytes=2**20), NoPacker())  # type: ignore[arg-type]
+        open_disk_tier(settings, NoPacker())  # type: ignore[arg-type]

@@ -122,7 +122,7 @@ def test_the_rest_of_a_body_that_was_answered_ends_in_time(serve: Serve) -> None
 
 
 def test_all_bodies_together_are_bounded(serve: Serve) -> None:
-    """Counted as they arrive, not as they are declared; short requests are still served beside long ones that fill the
+    """Counted as they arrive, not as they are declared; short requests are served beside long ones that fill the
     memory."""
     size = 400 * 2**10
     server = serve(max_body_bytes=size, max_inflight_body_bytes=4 * size)
@@ -255,8 +255,7 @@ def test_connections_beyond_the_limit_are_503_at_once(serve: Serve, caplog: pyte
 
 @ON_BOTH_LOOPS
 def test_what_waits_longest_for_a_head_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent connections, heads that trickle and idle ones, in this order; never a request whose body comes, or that
-    runs."""
+    """Silent connections, heads that trickle and idle ones, in this order; never a request that comes or runs."""
     monkeypatch.setattr(connections, "IDLE_AT_LEAST_S", 0.0)
     server = serve(max_connections=4)
     with contextlib.ExitStack() as stack:

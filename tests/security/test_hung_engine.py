@@ -1,5 +1,5 @@
-"""Attacks on the engine process from outside: stopped, killed again and again, kept busy. Requests are answered and it
-comes back.
+"""Attacks on the engine process from outside: stopped, killed repeatedly, kept busy. Requests are answered and it comes
+back.
 
 One engine for all tests, over the routes of the server: each test leaves it serving, with its adapters, and without a
 reference held.

@@ -1,5 +1,4 @@
-"""Long bodies of some clients beside short ones of others: what is refused before any work, and whose turn comes
-next."""
+"""Long bodies of some clients beside short ones of others: what is refused before any work, and the next turn."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ async def test_long_work_of_two_clients_does_not_hold_up_the_short_work_of_a_thi
 
 
 async def test_turns_are_by_what_work_costs() -> None:
-    """A client of little long work comes before the next of one that had much, and before the first of one that brings
+    """A client of little long work comes before the next of one that had much, and the first of one that brings
     more."""
     threads, off_loop = Threads(), OffLoop(num_threads=2)
     begin = [("a", "a0", LONG), ("b", "b0", LONG)]

@@ -1,5 +1,4 @@
-"""Requests that two servers in a row may read differently: what is ambiguous is refused, nothing of a body becomes a
-request."""
+"""Requests that two servers in a row may read differently: the ambiguous is refused, no body becomes a request."""
 
 from __future__ import annotations
 
@@ -44,7 +43,8 @@ REFUSED = {
 }
 UPGRADES = {
     "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n",
-    "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13\r\n",
+    "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13\r\n",
     "both": b"Upgrade: h2c\r\nConnection: upgrade\r\nUpgrade: websocket\r\n",
 }
 

@@ -1,5 +1,4 @@
-"""A state directory that was emptied, edited, made readable by others or booby-trapped is refused, and can be
-repaired."""
+"""A state directory that was emptied, edited, made readable or booby-trapped is refused, and can be repaired."""
 
 from __future__ import annotations
 

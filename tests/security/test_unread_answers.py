@@ -1,5 +1,4 @@
-"""Clients without a key that do not read, do not send, or send what is not wanted: what they hold, and who has their
-place.
+"""Clients without a key that do not read, do not send, or send what is not wanted: what they hold, and their place.
 
 The first tests see one connection byte by byte; the last are over a real port.
 """

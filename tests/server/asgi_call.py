@@ -10,8 +10,7 @@ from starlette.types import ASGIApp, Message
 
 
 class AsgiCall:
-    """`await call.next_chunk()` is the next piece of the body, None at its end; `disconnect()` is the client going
-    away."""
+    """`await call.next_chunk()` is the next piece of the body, None at its end; `disconnect()`: the client leaves."""
 
     def __init__(
         self,

@@ -365,8 +365,7 @@ async def test_versions_and_rollback(client: httpx.AsyncClient) -> None:
 
 
 async def test_verbs_on_a_kept_version(client: httpx.AsyncClient) -> None:
-    """What can be done to one version is done to it; what is done to a whole name says so; 404 is for versions that are
-    not there."""
+    """What can be done to one version is done to it; what is done to a name says so; 404: no such version."""
     await client.put("/v1/adapters/sql", json={"path": "/adapters/better"})
     card = (await client.get("/v1/adapters/sql@1")).json()
     assert (card["name"], card["version"], card["path"], card["is_pinned"]) == ("sql", 1, "/adapters/sql", False)

@@ -90,8 +90,7 @@ async def test_a_probe_generates_one_token(client: httpx.AsyncClient, engine: Fa
 
 
 async def test_probes_that_come_together_are_one(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
-    """The route needs no key: however many ask, the engine has one request of theirs, and one client that leaves harms
-    no other."""
+    """The route needs no key: for any number the engine has one request, and a client that leaves harms no other."""
     engine.hold()
     asking = [asyncio.create_task(client.get("/health", params={"probe": "generate"})) for _ in range(50)]
     async with asyncio.timeout(30):

@@ -27,8 +27,8 @@ def openssl(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and cert.pem with key.pem for localhost; secret.pem is the key with the password `word`, other.pem
-    another key."""
+    """ca.pem, and cert.pem with key.pem for localhost; secret.pem: the key with the password `word`; other.pem:
+    another."""
     folder = tmp_path_factory.mktemp("tls")
     path = {name: str(folder / f"{name}.pem") for name in ("ca", "cakey", "cert", "key", "request", "secret", "other")}
     new = ("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")

@@ -1,5 +1,4 @@
-"""Lists of models and adapters: pages and filters, and that a long list holds up neither the event loop nor the
-engine."""
+"""Lists of models and adapters: pages and filters, a long list holds up neither the event loop nor the engine."""
 
 from __future__ import annotations
 

@@ -119,8 +119,7 @@ def as_client(logprobs: T) -> T:
 
 
 def test_a_long_answer_is_written_a_position_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call, the lock of the interpreter was held for 40 ms: what is left for the last one does not grow with the
-    candidates."""
+    """In one call, the lock of the interpreter was held for 40 ms: what is left does not grow with the candidates."""
     sizes: list[int] = []
     num_positions = 100
     write = responses.encode

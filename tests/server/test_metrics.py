@@ -75,8 +75,7 @@ async def test_adapters_of_running_requests(app: FastAPI, client: httpx.AsyncCli
 async def test_scrapes_that_come_together_are_one(
     client: httpx.AsyncClient, engine: FakeAsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page needs no key, and takes 5 ms with thousands of adapters: eight scrapers took the event loop for
-    themselves."""
+    """The page needs no key, and takes 5 ms with thousands of adapters: eight scrapers took the event loop."""
     rendered: list[bytes] = []
     render = MetricsPage.render
     monkeypatch.setattr(MetricsPage, "render", lambda *values: rendered.append(render(*values)) or rendered[-1])

@@ -1,5 +1,4 @@
-"""python -m tests.soak --seconds 600 --seed N: random requests, verbs, faults and kills against one engine, every
-answer compared.
+"""python -m tests.soak --seconds 600 --seed N: random requests, verbs, faults, kills; every answer compared.
 
 Exit code 1 when anything was found; then the latest actions are in the log, and the same seed gives every worker the
 same actions.

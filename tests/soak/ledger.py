@@ -73,8 +73,7 @@ class NameRecord:
 
 
 class Ledger:
-    """Names (of operators, and brought by requests), deaths, pins, faults; counts; findings; the latest actions for a
-    replay."""
+    """Names (of operators, and brought by requests), deaths, pins, faults; counts; findings; the latest actions."""
 
     def __init__(self) -> None:
         self.began_s = time.monotonic()

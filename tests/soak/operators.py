@@ -1,5 +1,4 @@
-"""Workers that operate: every verb on names of their own, good loads and bad ones, loads that are killed, sources that
-change.
+"""Workers that operate: every verb on names of their own, good, bad and killed loads, sources that change.
 
 Each operator alone changes its names and their sources, so it knows what a name stands for after each verb, and says so
 in the ledger; the registry must agree.
@@ -331,8 +330,7 @@ class Operator:
     # -------------------------------------------------------------------------------------------------------- judgement
 
     async def _verb(self, what: str, call: Awaitable[Any], expected: Errors, afters: Sequence[Names] | None) -> Any:
-        """The result of a verb that turns the names into one of `afters` (None: it changes no name); None after an
-        error."""
+        """The result of a verb that turns the names into one of `afters` (None: it changes none); None: an error."""
         if afters is not None:
             self._claim(afters)
         result = None
@@ -344,8 +342,8 @@ class Operator:
 
     @contextlib.contextmanager
     def _outcome(self, what: str, expected: Errors, began_s: float | None = None) -> Any:
-        """Count how a verb ends, which began now or at `began_s`; an error that is not expected is a finding. No error
-        goes further."""
+        """Count how a verb ends, which began now or at `began_s`; an unexpected error is a finding. None goes
+        further."""
         began_s = time.monotonic() if began_s is None else began_s
         try:
             yield

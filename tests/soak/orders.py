@@ -36,7 +36,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Fault:
-    """`group`: what `--faults` turns on. taints: answers of the adapter may be wrong until the engine tells of a fault or a recovery.
+    """`group`: what `--faults` turns on. taints: the adapter's answers may be wrong until a fault or recovery is told.
 
     errors: what requests and verbs may fail with, beside what they always may, while it lasts and a little longer.
     """
@@ -99,7 +99,7 @@ def socket_of(folder: Path, pid: int) -> Path:
 
 
 async def give(folder: Path, pid: int, order: Order) -> Any:
-    """Have an order carried out; what came of it. Raises OSError when the process is not there, RuntimeError with its
+    """Have an order carried out; what came of it. OSError when the process is not there, RuntimeError with its
     error."""
     reader, writer = await asyncio.open_unix_connection(socket_of(folder, pid))
     try:

@@ -105,7 +105,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Temporary files where they can be counted; sources that may hang; the engine is told where to listen for
+        """Temporary files where they can be counted; sources that may hang; the engine knows where to listen for
         faults."""
         with (
             heeding(FRONT_MARKER),

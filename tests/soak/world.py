@@ -1,5 +1,4 @@
-"""What the soak plays with: contents on disk, the sources that names are loaded from, and what every content says
-alone.
+"""What the soak plays with: contents on disk, the sources of names, and what every content says alone.
 
 A family is one adapter config with several versions of its weights. A source is a directory with the files of one
 version of its family; a version is replaced by another with one rename, so that no reader ever sees half of each.
@@ -51,8 +50,7 @@ BROKEN = ("missing", "truncated", "not tensors", "no weights", "no config", "NaN
 
 @dataclass(frozen=True)
 class Answer:
-    """What a content says alone to a prompt. From token `num_sure` on two tokens are as likely, and rounding
-    decides."""
+    """What a content says alone to a prompt. From token `num_sure` on two tokens are as likely; rounding decides."""
 
     token_ids: tuple[int, ...]
     num_sure: int
@@ -75,8 +73,7 @@ class Content:
 
 @dataclass(frozen=True)
 class World:
-    """`answers[digest][i]` answers `prompts[i]`; digest "" is the base model. nbytes: packed, as in the engine's
-    memory."""
+    """`answers[digest][i]` answers `prompts[i]`; digest "" is the base model. nbytes: packed, as in memory."""
 
     base: Path
     contents: Mapping[str, Content]

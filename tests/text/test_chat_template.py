@@ -1,5 +1,4 @@
-"""Chats as transformers renders them: templates in the styles of the big families, with everything that templates
-use."""
+"""Chats as transformers renders them: in the styles of the big families, with everything that templates use."""
 
 from __future__ import annotations
 
@@ -67,7 +66,8 @@ LLAMA3 = """{{- bos_token }}
 {%- endif %}
 """
 
-MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system = messages[0]["content"] %}{%- set rest = messages[1:] %}
+MISTRAL = """{%- if messages[0]["role"] == "system" %}
+{%- set system = messages[0]["content"] %}{%- set rest = messages[1:] %}
 {%- else %}{%- set rest = messages %}{%- endif %}
 {%- set ns = namespace(index=0) %}
 {%- for message in rest %}

@@ -115,8 +115,8 @@ def test_the_seed_wraps_in_64_bits(inputs: InputProcessor) -> None:
 
 
 def test_ids_of_children_are_never_used_again(inputs: InputProcessor) -> None:
-    """A late output of an aborted request "r" must not be taken for one of the next request "r", nor "r#0" for a child
-    of "r"."""
+    """A late output of an aborted request "r" must not be taken for one of the next "r", nor "r#0" for a child of
+    "r"."""
     ids = [
         child.request_id
         for name in ("r", "r", "r#0")

@@ -153,7 +153,8 @@ def test_what_is_no_interval(interval_s: float) -> None:
 
 
 def test_samples_are_told_apart_by_their_own_label() -> None:
-    text = '# TYPE a gauge\na{model_name="m",engine="0",tier="host"} 1.0\n# TYPE b gauge\nb{model_name="m",engine="0"} 2.0\n'
+    text = '# TYPE a gauge\na{model_name="m",engine="0",tier="host"} 1.0\n'
+    text += '# TYPE b gauge\nb{model_name="m",engine="0"} 2.0\n'
     assert read_samples(text) == {"a": {"host": 1.0}, "b": {"": 2.0}}
 
 

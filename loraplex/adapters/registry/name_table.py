@@ -5,8 +5,8 @@
 
 An alias is a name that was switched to another: it keeps its own version in `current` (evicted, ready to be switched
 back) while requests that name it go elsewhere. An alias never points to an alias. When the adapter that answers is
-unloaded, its
-aliases resolve to nothing: a request is refused rather than served by weights that its operator had switched away from.
+unloaded, its aliases resolve to nothing: a request is refused rather than served by weights that its operator had
+switched away from.
 
 A version that is replaced stays registered (`kept`), so that the name can go back to it, as long as not more than
 `max_versions_kept` are: then the one that has not answered for longest is dropped. `history` has what a name answered

@@ -235,9 +235,8 @@ class LoRARegistry:
 
         That may be the name's own version before a switch, or the adapter that it was switched to. What answered until
         now is remembered instead, so `move` goes forth and back. A version inherits the pin. Raises
-        AdapterNotFoundError for a
-        version that is not kept, and what promoting it raises when its source is missing or has changed: then what
-        answers now answers on.
+        AdapterNotFoundError for a version that is not kept, and what promoting it raises when its source is missing or
+        has changed: then what answers now answers on.
         """
         result = self._switch.move(name, version)
         ref = result.ref

@@ -54,8 +54,7 @@ class AdapterInfo:
 
     alias_of: the adapter that answers for this name since a switch; aliases: the names that were switched to this one;
     num_references: requests on this version; num_draining: other versions that requests still run on; times:
-    `time.time()`.
-    num_loads, num_requests: of all versions; versions: the newest first.
+    `time.time()`. num_loads, num_requests: of all versions; versions: the newest first.
     """
 
     ref: LoRARef

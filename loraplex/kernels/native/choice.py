@@ -16,8 +16,7 @@ from loraplex.kernels.native.self_test import first_difference
 logger = logging.getLogger(__name__)
 
 ISA_VARIABLE = "LORAPLEX_ISA"
-"""Environment variable that names the instruction set to use instead of the best one; `none` turns native kernels off.
-"""
+"""Environment variable that names the instruction set instead of the best one; `none` turns native kernels off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,7 @@ def open_library() -> NativeLibrary | NoLibrary:
 
 
 def best_isa() -> str:
-    """The best instruction set of this processor. Raises one of LOAD_ERRORS when there is no library that could
-    tell."""
+    """The best instruction set of this processor. Raises one of LOAD_ERRORS when no library can tell."""
     name: bytes = load("portable").functions.loraplex_best_isa()
     return name.decode()
 

@@ -20,8 +20,7 @@ FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight [out, in] in panels. `scale` [out] float32 for int8, else None. The addresses are those of the two
-    tensors."""
+    """A weight [out, in] in panels. `scale` [out] float32 for int8, else None. Addresses are those of the tensors."""
 
     panels: torch.Tensor
     scale: torch.Tensor | None
@@ -70,7 +69,8 @@ def linear(
     library: NativeLibrary, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, num_threads: int
 ) -> torch.Tensor:
     """x W^T + bias; x [T, in] float32, its rows dense; -> [T, out] float32."""
-    assert x.dtype == torch.float32 and x.shape[1] == weight.in_features, (x.dtype, x.shape, weight.in_features)  # noqa: PT018
+    assert x.dtype == torch.float32, x.dtype
+    assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
     assert x.stride(1) == 1 or x.shape[1] == 1
     y = torch.empty(x.shape[0], weight.out_features)
     library.functions.loraplex_linear(
@@ -90,8 +90,7 @@ def linear(
 
 
 def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
-    """The rows token_ids int64 [T] of the weight [out, in] that was packed, float formats only: [T, in] in its
-    dtype."""
+    """The rows token_ids int64 [T] of the weight [out, in] that was packed (a float format): [T, in] in its dtype."""
     assert weight.scale is None
     column = token_ids % PANEL
     if weight.panels.dtype in COLUMN_PLACES:

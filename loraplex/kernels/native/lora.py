@@ -42,8 +42,7 @@ def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
 
 
 def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it). The A's of all slices are one part: they have the same
-    offset."""
+    """(bytes of the block, where each slice lies in it). The A's of all slices are one part, at one offset."""
     in_features = 0
     shapes: list[_SliceShape | None] = []
     for s in slices:

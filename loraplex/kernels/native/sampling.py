@@ -84,8 +84,7 @@ def invert_cdf(
 def keep_nucleus(
     library: NativeLibrary, logits: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor, num_threads: int
 ) -> torch.Tensor:
-    """`weights` with 0 behind the shortest prefix of the order whose mass is at least `wanted` float64 [m, 1]; in
-    place."""
+    """`weights` with 0 behind the shortest prefix of the order of mass `wanted` float64 [m, 1] or more; in place."""
     logits, wanted = _rows(logits), wanted.contiguous()
     assert weights.is_contiguous() and wanted.dtype == torch.float64  # noqa: PT018
     library.functions.loraplex_keep_prefix(

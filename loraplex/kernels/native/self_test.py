@@ -1,5 +1,4 @@
-"""Every operator of the library on small random inputs, to compare two instruction sets bit for bit when Loraplex
-starts.
+"""Every operator on small random inputs, to compare two instruction sets bit for bit when Loraplex starts.
 
 A case runs operators of one library and gives what they wrote. CASES must name every function of the library; a test
 counts them.
@@ -37,8 +36,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _draw(*shape: int) -> torch.Tensor:
-    """Normal numbers, the same in each call; sizes of cases are no multiples of 16, so that the last lanes are tested
-    too."""
+    """Normal numbers, the same in each call; sizes are no multiples of 16, so that the last lanes are tested too."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 

@@ -1,2 +1,1 @@
-"""Kernels in Triton, for NVIDIA GPUs; on a machine without one they run in Triton's interpreter (TRITON_INTERPRET=1),
-for tests."""
+"""Kernels in Triton, for NVIDIA GPUs; tests without one run them in Triton's interpreter (TRITON_INTERPRET=1)."""

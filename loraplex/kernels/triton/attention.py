@@ -1,11 +1,12 @@
 """Paged attention on a GPU: which kernel runs which sequences of a step, in which tiles.
 
-    one query in every sequence   decode kernel; its grid depends on the padded batch and the width of the tables alone, so a
-                                  captured step may be replayed with any lengths
-    otherwise                     tiles of queries for the sequences with more than one, listed on the host once per step, the
-                                  longest first; few tiles over many keys (a short prompt behind a long cached prefix) are split
-                                  too. The decode kernel runs the others. Where FlashAttention 3 is chosen (attention_choice.py), it runs
-                                  most of the sequences that would have tiles (_FlashRule)
+    one query in every sequence   decode kernel; its grid depends on the padded batch and the width of the tables alone,
+                                  so a captured step may be replayed with any lengths
+    otherwise                     tiles of queries for the sequences with more than one, listed on the host once per
+                                  step, the longest first; few tiles over many keys (a short prompt behind a long cached
+                                  prefix) are split too. The decode kernel runs the others. Where FlashAttention 3 is
+                                  chosen (attention_choice.py), it runs most of the sequences that would have tiles
+                                  (_FlashRule)
 
 A sequence that decodes gets the same bits in every batch: where its context is split depends on its own length.
 """
@@ -127,8 +128,7 @@ class _Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _FlashRule:
-    """Which sequences FlashAttention 3 runs. A sequence's own lengths decide, so that its bits do not depend on its
-    neighbours.
+    """Which sequences FlashAttention 3 runs. A sequence's own lengths decide, so neighbours do not change its bits.
 
     queries: in a tile of the prefill kernel.
     """
@@ -139,8 +139,7 @@ class _FlashRule:
     launcher: Launcher
 
     def takes(self, query_len: int, context_len: int) -> bool:
-        """Every prompt and chunk but few queries behind a long prefix, whose keys the prefill kernel divides among
-        programs."""
+        """Every prompt and chunk but few queries behind a long prefix: the prefill kernel divides their keys."""
         if query_len in (1, context_len):
             return query_len > 1
         num_groups = -(-query_len // self.queries) * self.num_kv_heads
@@ -202,8 +201,7 @@ def paged_attention(
     *,
     is_flash: bool = False,
 ) -> torch.Tensor:
-    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: a new one if it is not
-    given.
+    """See KernelBackend.paged_attention; a sequence without a context gets zeros. `workspace`: new if not given.
 
     is_flash: FlashAttention 3 is chosen for prompts, and `flash_attention_gap` has nothing against it.
     """

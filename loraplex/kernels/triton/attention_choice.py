@@ -46,8 +46,7 @@ class AttentionShapes:
 
 
 def choose_attention(wanted: str, launcher: Launcher, shapes: AttentionShapes) -> bool:
-    """Whether FlashAttention 3 runs prompts; `wanted` is the setting attention_backend. Says in a line of the log what
-    and why.
+    """Whether FlashAttention 3 runs prompts; `wanted`: the setting attention_backend. A log line says what and why.
 
     Raises ConfigError where it was asked for and cannot.
     """
@@ -108,8 +107,7 @@ def _tried(launcher: Launcher, shapes: AttentionShapes) -> tuple[str | None, flo
 
 
 def _run_what_is_left(launcher: Launcher, shapes: AttentionShapes) -> None:
-    """So many sequences with few queries behind a prefix, beside FlashAttention 3, that their keys are not divided
-    after all.
+    """So many sequences with few queries behind a prefix that, beside FlashAttention 3, their keys stay undivided.
 
     The tiles that it leaves are small ones, which the warm-up's steps do not have undivided: Triton would compile them
     when requests come.
@@ -143,8 +141,7 @@ def _plan(
 
 
 def seconds_of(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """The median of several rounds for each, in turn; on a GPU between events. They ran before, so nothing is compiled
-    now."""
+    """The median of several rounds for each, in turn; on a GPU between events. They ran before: none compiles."""
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS if device.type == "cuda" else 1):
         for run, seconds in zip(runs, taken, strict=True):

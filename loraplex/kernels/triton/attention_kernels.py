@@ -277,8 +277,7 @@ def prefill_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Program (KV head, tile, part of the keys): QUERIES queries from the tile's first on, times GROUP heads, are up to
-    ROWS rows.
+    """Program (KV head, tile, part of the keys): QUERIES queries of the tile, times GROUP heads, are up to ROWS rows.
 
     keys_per_split: a multiple of KEYS. Of several parts, each leaves its sums for `combine_attention_kernel`.
     """

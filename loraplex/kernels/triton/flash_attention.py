@@ -1,5 +1,4 @@
-"""FlashAttention 3 for prompts, on a GPU of capability 9.x where it is installed: built from `hopper/` of
-Dao-AILab/flash-attention.
+"""FlashAttention 3 for prompts, on a GPU of capability 9.x, installed from `hopper/` of Dao-AILab/flash-attention.
 
 One call for all sequences of a step that have several queries. It takes every row of the step, so that none is copied:
 a sequence that others run has a context of 0 here, for which it writes zeros without reading a key, and those write
@@ -20,8 +19,7 @@ from loraplex.kernels.plan import AttentionPlan
 MODULE = "flash_attn_interface"
 MOST_DIMS = 256
 LEAST_TILE = 64
-"""Keys of its smallest tile. Where a tile divides a KV block it may take another kernel, by the longest prompt of the
-step."""
+"""Keys of its smallest tile. Where one divides a KV block it may take another kernel, by the longest prompt."""
 
 MOST_LOCAL_DIMS = 192
 """Of wider heads, tiles with a sliding window differ from those without, and which it takes depends on how wide the
@@ -35,8 +33,7 @@ NOT_INSTALLED = "it is not installed"
 
 @dataclass(frozen=True, slots=True)
 class FlashSequences:
-    """The sequences of a step that it runs: context_lens int32 [B], 0 for the others; the most queries that one of them
-    has."""
+    """The sequences of a step that it runs: context_lens int32 [B], 0 for the others; the most queries of one."""
 
     context_lens: torch.Tensor
     max_query_len: int
@@ -94,8 +91,7 @@ def flash_attention(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """See KernelBackend.paged_attention, for some sequences of the plan; the rows of others are zeros. A new dense
-    tensor.
+    """See KernelBackend.paged_attention, for some sequences of the plan; other rows are zeros. A new dense tensor.
 
     Its window counts the keys before a query, ours the query's own too.
     """

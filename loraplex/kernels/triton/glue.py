@@ -1,5 +1,4 @@
-"""What stands between the products of a layer, one launch each: norms, rotary positions with the write to the KV cache,
-SiLU-mul.
+"""Between the products of a layer, one launch each: norms, rotary positions with the write of KV, SiLU-mul.
 
 Arithmetic is float32 and rounds where loraplex/kernels/reference.py does. Grids depend on shapes alone.
 """
@@ -228,8 +227,7 @@ def rotary_write_kv_kernel(
     ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """ROWS pairs of token and head. The first programs turn queries where they are, the others bring keys and values to
-    the cache."""
+    """ROWS pairs of token and head. The first programs turn queries in place, the others cache keys and values."""
     program = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)
     if program < num_query_programs:
@@ -288,8 +286,7 @@ def rotary_write_kv(
     kv_layer: torch.Tensor,
     kv_slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """q [T, H, D], k and v [T, KH, D] of any strides but the last. q is turned where it is; k stays. A kv slot of -1
-    writes nothing."""
+    """q [T, H, D], k and v [T, KH, D] of any strides but the last. q is turned in place, k stays. Slot -1: no write."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_layer.shape[2:4]
     columns = triton.next_power_of_2(head_dim // 2)

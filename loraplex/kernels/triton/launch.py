@@ -26,8 +26,7 @@ LEAST_SHARED_BYTES = 101_376
 
 @dataclass(frozen=True, slots=True)
 class GpuTarget:
-    """What block sizes depend on: compute capability, multiprocessors, and the most shared memory of one block in
-    bytes."""
+    """What block sizes depend on: compute capability, multiprocessors, and a block's most bytes of shared memory."""
 
     capability: tuple[int, int]
     num_sms: int
@@ -52,8 +51,7 @@ H100 = GpuTarget((9, 0), 132, 232_448)
 
 
 class Launcher(Protocol):
-    """`launch(kernel, grid, *args, num_warps=, num_stages=, **constants)`: arguments in the kernel's order, constants
-    by name."""
+    """`launch(kernel, grid, *args, num_warps=, num_stages=, **constants)`: arguments in order, constants by name."""
 
     @property
     def target(self) -> GpuTarget: ...
@@ -66,8 +64,7 @@ class Launcher(Protocol):
 
 
 class TritonLauncher:
-    """Launches on the current stream of `device`. Raises ConfigError where Triton cannot run: no GPU, and no
-    interpreter."""
+    """Launches on the current stream of `device`. ConfigError where Triton cannot run: neither GPU nor interpreter."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_interpreted = bool(triton.knobs.runtime.interpret)

@@ -1,6 +1,7 @@
 """Linears over weights in 8 and 4 bits (loraplex/kernels/quantized_linear.py), for few rows and for many.
 
-few rows   `skinny_linear_kernel`: a weight is read once, in its own bits, and widened in registers on the way to the matrix units
+few rows   `skinny_linear_kernel`: a weight is read once, in its own bits, and widened in registers on the way to the
+           matrix units
 many rows  the weight is dequantised piece by piece and cuBLAS multiplies
 fp8        `round_rows_kernel` rounds the activations, `torch._scaled_mm` multiplies
 """
@@ -45,7 +46,8 @@ def quantized_linear(
     launcher: Launcher, x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x W^T + bias in the dtype of x; x [T, in], its rows dense."""
-    assert x.shape[1] == weight.in_features and x.stride(1) == 1, (x.shape, x.stride(), weight.in_features)  # noqa: PT018
+    assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
+    assert x.stride(1) == 1, x.stride()
     if weight.quantization == "fp8":
         is_row_scaled = launcher.target.capability == ROW_SCALED_CAPABILITY and x.dtype == torch.bfloat16
         return fp8_linear(round_rows(launcher, x), weight, bias, x.dtype, is_row_scaled)
@@ -160,8 +162,7 @@ def skinny_linear_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out[split, t, n] = sum over the split's k of x[t, k] * weight[n, k], for COLUMNS n and ROWS t; without splits +
-    bias[n].
+    """out[split, t, n] = sum over the split's k of x[t, k] * weight[n, k], COLUMNS n, ROWS t; without splits + bias[n].
 
     The weight is the left operand, which the matrix units take from registers: y^T = W x^T.
     """

@@ -53,8 +53,7 @@ FUSED_ITEMS_PER_SM = 8
 """Items of a fused launch per multiprocessor up to which it is chosen: about what runs at once. Not measured."""
 
 LARGE_STAGE_BYTES = 98_304
-"""Shared memory for the stages of a large product: two programs on one multiprocessor of an H100, one on the smallest
-GPUs."""
+"""Shared memory for the stages of a large product: two programs on a multiprocessor of an H100, one on small GPUs."""
 
 REDUCE_BLOCK = 1024
 

@@ -1,7 +1,7 @@
 """LoRA for large tiles (prefill): 64 or 128 rows of one adapter, matrix products.
 
-    shrink   s[t, slice, :rank] = weight * scale * x[t] A^T      the slices' A's as one matrix, so that a tile of x is read once for all
-    reduce   s = sum of the splits                                only where there are too few tiles to fill the GPU, so that K is split
+    shrink   s[t, slice, :rank] = weight * scale * x[t] A^T      the slices' A's as one matrix: a tile of x is read once
+    reduce   s = sum of the splits                               only where K is split: too few tiles to fill the GPU
     expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias
 
 s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is

@@ -1,7 +1,9 @@
 """LoRA for small tiles (decode): one to four rows of one adapter, bound by the bytes of A and B.
 
-    shrink item (tile, slice, split)   partial[t, slice, split, :rank] = x[t, K-chunk] A[:, K-chunk]^T      for the rows t of the tile
-    expand item (head tile, N-chunk)   y[t, chunk] += sum over the chain of weight * (scale * sum(partial, splits) B[chunk]^T + bias)
+    shrink item (tile, slice, split)   partial[t, slice, split, :rank] = x[t, K-chunk] A[:, K-chunk]^T
+                                       for the rows t of the tile
+    expand item (head tile, N-chunk)   y[t, chunk] += sum over the chain of
+                                           weight * (scale * sum(partial, splits) B[chunk]^T + bias)
 
 An item reads a piece of A or B once, for all rows of its tile, into registers, the next block of ranks while the
 present one is multiplied. Products and sums are float32, sums over splits have a fixed order, and what a row gets does
@@ -139,7 +141,7 @@ def _add_member(
     BLOCK_R: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    """acc_i += factor * (s_i B^T) for the rows i of a tile; b at the slice's B, partial at the tile's first row in the
+    """acc_i += factor * (s_i B^T) for rows i of a tile; b: the slice's B, partial: the tile's first row in the
     slice."""
     r = tl.arange(0, BLOCK_R)
     at = b + n[:, None] * rank + r[None, :]
@@ -361,8 +363,7 @@ def fused_small_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: the tickets, then (tile,
-    slice)."""
+    """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: tickets, (tile, slice)."""
     shrink_items = num_tiles * (NUM_SLICES * SPLITS)
     ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
     if ticket == shrink_items + num_tiles * NUM_CHUNKS - 1:
@@ -380,7 +381,7 @@ def fused_small_kernel(
     else:
         rest = ticket - shrink_items
         _expand(
-            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, ranks, scales, first_row, num_slots, counters + 1,
-            rest // NUM_CHUNKS, rest % NUM_CHUNKS,
+            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, ranks, scales, first_row, num_slots,
+            counters + 1, rest // NUM_CHUNKS, rest % NUM_CHUNKS,
             OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, True,
         )  # fmt: skip

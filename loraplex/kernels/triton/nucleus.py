@@ -1,5 +1,4 @@
-"""The shortest prefix of the order of tokens that has a mass, without a sort: rows that do not ask for one cost
-nothing.
+"""The shortest prefix of the order of tokens that has a mass, without a sort; other rows cost nothing.
 
     last = the largest value v with  sum of weights[x >= v] >= wanted        found bit by bit
     kept = the tokens above `last`, and of those with that value the first ones, as many as the mass needs

@@ -3,7 +3,8 @@
     odd result -> in doubt, diagnosed where it lies --(answers rightly)--> no doubt, and no other look for a second
                                   `--(wrong)--> quarantined
     quarantined, read again, diagnosed at once --(answers rightly)--> served again
-                  ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s, then until it is loaded again
+                  ^                        `--(still wrong)--> quarantined for 5, 10, 20, 40, 80 s,
+                                                               then until it is loaded again
 
 A doubt ends no request: what one prompt makes of an adapter says little about the others, and may be done on purpose.
 Cases are kept by content digest: two names with one content are ill together.
@@ -148,8 +149,7 @@ class AdapterHealth:
 
     @contextmanager
     def borrowed(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, int] | None]:
-        """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted`
-        takes none.
+        """(digest, lora_slot) of an adapter that stays on the device within the block; None: none `is_wanted`.
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
@@ -212,8 +212,7 @@ class AdapterHealth:
     # ------------------------------------------------------------------------------------------------ damaged memory
 
     def scrub(self, max_bytes: int) -> dict[int, str]:
-        """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on
-        damaged ones.
+        """Check about `max_bytes` of weights, after those checked last; ids and names of adapters on damaged ones.
 
         What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are
         asynchronous a loader's thread does it beside the steps, and those that run are told by `take_faults`.
@@ -271,8 +270,7 @@ class AdapterHealth:
         self._is_scrubbing = False
 
     def take_faults(self) -> dict[int, LoraplexError]:
-        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore`
-        them then."""
+        """Adapters whose requests must end, whose weights are damaged or did not arrive; `restore` them then."""
         return self._damage.take_faults()
 
     def restore(self, adapter_id: int) -> None:
@@ -324,8 +322,7 @@ DIAGNOSIS_S = 1.0
 
 @dataclass(slots=True)
 class Case:
-    """One content that is ill. retry_at_s: when its next diagnosis is due; None while one runs, and when tries have run
-    out."""
+    """One content that is ill. retry_at_s: when its next diagnosis is due; None: one runs, or no try is left."""
 
     digest: str
     reason: str

@@ -1,5 +1,4 @@
-"""The memory's periodic look at itself: pressure by tier, what to do about it, and the low-memory mode with its way
-back.
+"""The memory's periodic look at itself: pressure by tier, its remedies, and the low-memory mode with its way back.
 
     every interval_s, at once when an allocation failed, every CRITICAL_LOOK_S in low-memory mode
     pressure   the share that cannot be freed now (in use, pinned); what is idle is no pressure
@@ -31,14 +30,12 @@ RELAXED_LOOKS = 3
 """So many relaxed looks in a row end the low-memory mode: one may be a gap between two bursts."""
 
 RECLAIMED_SHARE = 8
-"""At each look one in so many of the long idle leaves, so that a tier that was full empties over minutes and not at
-once."""
+"""At each look one in so many of the long idle leaves, so that a full tier empties over minutes and not at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """interval_s: seconds between looks. high, critical, relaxed: shares. long_idle_s: unused for so long, an adapter
-    may leave.
+    """interval_s: seconds between looks. high, critical, relaxed: shares. long_idle_s: unused so long, it may leave.
 
     max_fragmentation: share of the adapters' chunks that packing frees, from which compaction is worth its copying.
     """

@@ -2,8 +2,9 @@
 
 Pure bookkeeping: time comes in as an argument, nothing is loaded here. Two signs are read, and the stronger one counts:
 
-    arrivals     of a key that comes at regular intervals, the share of its last intervals that would end within the horizon; of any
-                 other key, 1 - exp(-horizon / mean interval), the mean decayed, and never below the time since its last arrival
+    arrivals     of a key that comes at regular intervals, the share of its last intervals that would end within the
+                 horizon; of any other key, 1 - exp(-horizon / mean interval), the mean decayed, and never below the
+                 time since its last arrival
     successors   how often this key came within SUCCESSOR_WINDOW_S after that one, decayed, when that one has just come
 
 Random traffic over many keys gives low probabilities by itself; what is below `min_probability` is not told, so next to
@@ -36,8 +37,7 @@ MIN_INTERVALS = 4
 """With fewer, chance looks regular, or frequent, too often."""
 
 REGULAR_SPREAD = 0.25
-"""Intervals are regular when their median deviation is at most this share of their median; of random arrivals it is
-about 0.7."""
+"""Intervals are regular when their median deviation is at most this share of their median (0.7 for random arrivals)."""
 
 MAX_BEATS = 4
 """A regular key that stayed away so many times is not expected any more."""
@@ -61,8 +61,7 @@ class Prediction:
 
 @dataclass(slots=True)
 class _Successor:
-    """count: decayed with each arrival of the key before it. delay_s: decayed mean. was_seen: since that key's last
-    arrival."""
+    """count: decayed with each arrival of the key before it. delay_s: decayed mean. was_seen: since that one's last."""
 
     count: float = 0.0
     delay_s: float = 0.0
@@ -71,8 +70,7 @@ class _Successor:
 
 @dataclass(slots=True)
 class _History:
-    """Of one key. num_seen: arrivals, decayed. mean_s: of its intervals, decayed. period_s, deviations_s: of regular
-    ones."""
+    """Of a key. num_seen: arrivals, decayed. mean_s: intervals, decayed. period_s, deviations_s: of regular ones."""
 
     last_s: float
     num_seen: float = 1.0
@@ -131,8 +129,7 @@ class _History:
         return (1.0 if mean_s == 0 else -math.expm1(-horizon_s / mean_s)), mean_s
 
     def _regular(self, period_s: float, waited_s: float, horizon_s: float) -> tuple[float, float]:
-        """Of the intervals that would not be over by now, the share that ends within the horizon; half of it for each
-        absence."""
+        """Of the intervals not over by now, the share that ends within the horizon; half of it for each absence."""
         latest_s = max(self.deviations_s[-1], 0.0)
         if waited_s - latest_s > MAX_BEATS * period_s:
             return 0.0, horizon_s
@@ -144,8 +141,7 @@ class _History:
 
 
 class ArrivalPredictor:
-    """What comes next. Memory is bounded by `max_keys`, `observe` takes the same time however many there are. Not
-    thread-safe."""
+    """What comes next. `max_keys` bounds the memory; `observe` takes the same time for any number. Not thread-safe."""
 
     def __init__(self, max_keys: int = MAX_KEYS, min_probability: float = MIN_PROBABILITY) -> None:
         self._max_keys = max_keys
@@ -172,8 +168,8 @@ class ArrivalPredictor:
             self._histories.popitem(last=False)
 
     def predict(self, now_s: float, horizon_s: float, limit: int) -> list[Prediction]:
-        """At most `limit` keys that come within `horizon_s` with at least `min_probability`, the likeliest first, then
-        the soonest."""
+        """At most `limit` keys that come within `horizon_s` with `min_probability` or more, likeliest first, then
+        soonest."""
         found: dict[str, Prediction] = {}
         for prediction in (*self._arrivals(now_s, horizon_s), *self._successors(now_s, horizon_s)):
             known = found.get(prediction.key)

@@ -1,5 +1,4 @@
-"""Which weights go first when room is needed. A policy sees keys, their bytes and what it costs to have them back,
-never tiers.
+"""Which weights go first when room is needed. A policy sees keys, their bytes and their cost of return, never tiers.
 
 A tier tells its policy who enters, who is used, who leaves; the room asks for the order and skips what may not go
 (running, pinned, loading). Policies are chosen by name:
@@ -7,7 +6,8 @@ A tier tells its policy who enters, who is used, who leaves; the room asks for t
     lru          the least recently used goes first
     lfu          the least often used
     fifo         the first that entered
-    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a victim's highest value
+    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a
+                 victim's highest value
     cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
     none         nothing goes by itself
 
@@ -41,8 +41,7 @@ MIN_RELOAD_S = 1e-4
 
 MIN_GHOSTS = 4096
 GHOSTS_PER_KEY = 4
-"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times those in the tier if that is
-more."""
+"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times the tier's if that is more."""
 
 
 class EvictionPolicy(Protocol):
@@ -254,8 +253,7 @@ class GDSF(_Ranking):
 
 
 class CostAware(_Ranking):
-    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes after
-    everything else.
+    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes last.
 
     All values decay by one factor, so their order does not change with time: kept is log2(sum of 2^(use_s /
     half_life_s)), which no passing of time can overflow. A queued request's use is certain and near; what the others'

@@ -1,2 +1,1 @@
-"""Where each adapter's weights are and how they get there: the records, the transitions between tiers, and the one
-lock."""
+"""Where each adapter's weights are and how they get there: records, transitions between tiers, and the one lock."""

@@ -29,8 +29,7 @@ class WeightState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if
-    the tier has slots."""
+    """Where an adapter is in a tier: its extents (none where memory is shared), its lora_slot if there are slots."""
 
     extents: tuple[Extent, ...] = ()
     lora_slot: int | None = None
@@ -57,8 +56,8 @@ class LoadJob:
     damaged_copies: tiers whose read failed. sources: the adapters whose sources may be read. is_awaited: a request was
     told to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done
     while requests run on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not
-    the same. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must
-    not, or no thread is left to bring that memory back.
+    the same. may_wait: for memory on its way back, since it runs in the asking thread; a loader's thread must not, or
+    none is left to bring that memory back.
     """
 
     weights: StoredWeights
@@ -81,8 +80,7 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class LoadFailure:
-    """What a failed load leaves for the requests that waited for it. `raised_in_pass` is None until the first one gets
-    it."""
+    """What a failed load leaves for the requests that waited for it. `raised_in_pass`: None until the first gets it."""
 
     job: LoadJob
     failed_s: float
@@ -91,8 +89,7 @@ class LoadFailure:
 
 @dataclass(slots=True, eq=False)
 class StoredAdapter:
-    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request
-    ends.
+    """One adapter id. `open_weights` reads its source. A removed one stays until its last request ends.
 
     is_attached: it was registered without a load, and stays when its first load fails.
     """
@@ -135,8 +132,7 @@ class StoredAdapter:
 
 @dataclass(slots=True, eq=False)
 class StoredWeights:
-    """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed
-    equally.
+    """The weights of one digest. `layout` is known from the first load on: equal content is packed equally.
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.

@@ -1,9 +1,9 @@
 """The residency of weights by content digest: the state machine, and the only lock.
 
-    begin_load      SOURCE -> LOADING                    its host room is taken: here, or by `reserve` when the size is known
+    begin_load      SOURCE -> LOADING                    its host room is taken: here, or by `reserve`, its size known
     loaded          LOADING -> HOST or SOURCE            SOURCE: there was no room, so that only the layout was learnt
     publish_shared  HOST -> DEVICE                       one memory (a CPU): rows of the slot table, nothing is copied
-    begin_copy      HOST, ARRIVING -> ARRIVING           room on the device, copies under way, rows written; again: to another place
+    begin_copy      HOST, ARRIVING -> ARRIVING           room taken, copies under way, rows written; again: elsewhere
     landed          ARRIVING -> DEVICE
     leave_device    ARRIVING, DEVICE -> HOST or SOURCE   SOURCE: the host has no copy
     leave_host      LOADING, HOST, DEVICE -> SOURCE      DEVICE stays when the device has a copy of its own
@@ -373,8 +373,7 @@ class WeightStore:
         self._lock.notify_all()
 
     def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
-        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of the compressed copies and the disk
-        tier too."""
+        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of compressed copies and disk too."""
         if weights.device is not None:
             self.leave_device_locked(weights)
         if tier is not Tier.DEVICE:
@@ -385,8 +384,7 @@ class WeightStore:
             self.disk.drop(weights.digest)
 
     def drop_locked(self, weights: StoredWeights) -> None:
-        """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its
-        end."""
+        """No adapter has this content: every tier is freed, the KV cache told. A job or reader does it at its end."""
         if not weights.is_at_rest:
             return
         self.leave_locked(weights, Tier.DISK)
@@ -508,8 +506,7 @@ class WeightStore:
         self.tiers.touch(weights, weights.last_used_s)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
-        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling
-        passes."""
+        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` passes."""
         cache = self.tiers.cache(tier)
         leaving = self.room.candidates(cache, None, Demand("idle"))
         return [each for each in leaving if self.is_unwanted_locked(each, num_passes)]
@@ -534,8 +531,7 @@ class WeightStore:
         self._lock.notify_all()
 
     def resting_tier_locked(self, weights: StoredWeights) -> Tier:
-        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its
-        source."""
+        """What has a content that no kernel could read: the host (compressed), the disk, or its source."""
         if self.compressed is not None and self.compressed.get(weights.digest) is not None:
             return Tier.HOST
         return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE

@@ -5,13 +5,13 @@ load is begun with the lock held and run without it: files are read and blocks p
 short critical section by the thread that did the work, so that no poll is needed.
 
     first load (add)     in the thread that asked: how large the adapter is shows only when it is open
-    first load (attach)  in a loader's thread; when it finds no room, what it learnt of the size is kept, and later loads wait for room
+    first load (attach)  in a loader's thread; without room, the size that it learnt is kept, and a later load waits
     later loads          in the loader's threads: their room is reserved when they begin, so they never wait
 
     promote, one memory      rows only
     promote, synchronous     checked on the host, copied, rows written: on the device at once
-    promote, asynchronous    copied beside the steps: arriving at once (copies.StepGate). Checked on the device when it has arrived,
-                             since summing the host's bytes would take longer than the copy
+    promote, asynchronous    copied beside the steps: arriving at once (copies.StepGate). Checked on the device when it
+                             has arrived, since summing the host's bytes would take longer than the copy
 
 Device memory that could not be written is fenced, and other places are tried; when requests run on what did not arrive,
 they end first.
@@ -118,8 +118,7 @@ class Transfers:
         return None if weights.is_on_device else WaitsFor.LOAD
 
     def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
-        """`advance_locked` for a request. Raises the error of a failed load to those who waited for it
-        (`LoadFailure`)."""
+        """`advance_locked` for a request. Raises the error of a failed load that it waited for (`LoadFailure`)."""
         weights = adapter.weights
         if weights.fault is not None or weights.job is not None or weights.failure is not None:
             self._raise_failure_locked(adapter)
@@ -139,8 +138,7 @@ class Transfers:
         return waits_for
 
     def prefetch_locked(self, weights: StoredWeights) -> None:
-        """`advance_locked` for a request that is not admitted yet. A source that failed is not read again before a
-        request asks."""
+        """`advance_locked` for a request that is not admitted yet. A failed source waits for a request."""
         weights.wanted_in_pass = self._store.pass_id
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
@@ -163,8 +161,7 @@ class Transfers:
         return has_changed
 
     def join_locked(self, job: LoadJob, adapter: StoredAdapter) -> None:
-        """Wait for a job; raises its error for `adapter` if it failed, also while requests still run on what did not
-        arrive.
+        """Wait for a job; raises its error for `adapter` if it failed, also while requests run on what did not arrive.
 
         When it failed without having tried the adapter's source, nothing is raised: another job is to be begun.
         """
@@ -175,8 +172,7 @@ class Transfers:
             raise_again(error)
 
     def _raise_failure_locked(self, adapter: StoredAdapter) -> None:
-        """The error of a failed load, to those who waited for it; of weights that are not to be used, to all until they
-        are gone."""
+        """The error of a failed load, to its requests; of weights not to be used, to all until they are gone."""
         weights = adapter.weights
         if weights.fault is not None:
             raise_again(weights.fault)
@@ -192,8 +188,7 @@ class Transfers:
             raise_again(error)
 
     def let_damaged_go_locked(self, weights: StoredWeights) -> None:
-        """No request runs on it: copies whose bytes have changed leave. A pinned adapter does not wait outside for a
-        request."""
+        """No request runs on it: copies whose bytes have changed leave; a pinned adapter comes back at once."""
         self._damage.discard_damaged_locked(weights)
         if weights.num_pinned:
             try:

@@ -1,6 +1,7 @@
 """One flat piece of memory in chunks, lent to the KV cache and to adapters by demand.
 
-    Arena    who has which chunk, within a floor and a ceiling for each        KV takes them from the front, adapters from the back
+    Arena    the owner of each chunk, within a floor and a ceiling for each owner
+             the KV cache takes chunks from the front, adapters from the back
 
 The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that
 turned out to be bad is fenced: it is not lent again. What free memory holds is undefined: `poison()` of its owner fills
@@ -163,8 +164,7 @@ class Arena:
             return True
 
     def lend_lower(self, owner: Owner, chunk: int) -> int | None:
-        """The first free chunk before `chunk`, which `owner` moves there and gives back next: limits are not looked
-        at."""
+        """The first free chunk before `chunk`, which `owner` moves there and gives back next: no limit counts."""
         with self._lock:
             lower = next((each for each in range(chunk) if self._owners[each] is None), None)
             if lower is not None:
@@ -180,8 +180,7 @@ class Arena:
                 self._fence_pending.discard(chunk)
 
     def fence(self, chunk: int) -> Owner | None:
-        """Never lend `chunk` again. Returns who still has it and must give it back (`fence` of that owner's pool does);
-        None: done."""
+        """Never lend `chunk` again. Returns the owner that must give it back (`fence` of its pool does); None: done."""
         with self._lock:
             owner = self._owners[chunk]
             if owner is None or owner is Owner.FENCED:
@@ -217,8 +216,7 @@ class Arena:
             )
 
     def check_integrity(self) -> None:
-        """Assert that the counts are true, no owner has more than its ceiling, and only lent chunks wait for their
-        fence."""
+        """Assert that the counts are true, no owner exceeds its ceiling, and only lent chunks wait for a fence."""
         with self._lock:
             for owner, count in self._num_of.items():
                 assert count == self._owners.count(owner), (
@@ -301,8 +299,7 @@ def _runs(chunks: Iterable[int]) -> list[range]:
 
 
 def release_pages(address: int, nbytes: int) -> int:
-    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until they are written
-    again.
+    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until the next write.
 
     Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be private and writable.
     """
@@ -355,7 +352,6 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
 
 
 def _unpin(cuda: Any, address: int) -> None:
-    """Before the memory goes back: other pages may come to lie at its address, and a GPU would go on reading the old
-    ones."""
+    """Before the memory goes back: other pages may come to its address, and a GPU would read the old ones."""
     with suppress(RuntimeError):
         cuda.cudart().cudaHostUnregister(address)

@@ -18,8 +18,7 @@ Range = tuple[int, int]
 
 
 class Space:
-    """Extents and free ranges tile the chunks that are lent to the adapters. Not thread-safe: the pool calls it under
-    its lock.
+    """Extents and free ranges tile the chunks lent to the adapters. Not thread-safe: the pool calls it under its lock.
 
     chunks: those it has, with the bytes of extents in each. A chunk without extents goes back to the arena at once.
     """
@@ -58,8 +57,7 @@ class Space:
         return self.place_in(*hole, sizes)
 
     def place_in(self, start: int, end: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """As many of `sizes` as fit, at least one, at the end of a range that is no hole any more; what is left of it
-        becomes one."""
+        """As many of `sizes` as fit, at least one, at the end of a range that was taken out; the rest is a hole."""
         ends = list(itertools.accumulate(sizes))
         num_extents = bisect_right(ends, end - start)
         assert num_extents, f"[{start}, {end}) does not hold {sizes[0]} bytes"
@@ -136,7 +134,7 @@ class Space:
     # ----------------------------------------------------------------------------------------------------------- chunks
 
     def take_over(self, chunks: range) -> Range:
-        """Chunks that the arena has lent, with the holes that touch them: a range that is no hole yet (`place_in`,
+        """Chunks that the arena has lent, with the holes that touch them: a range, no hole yet (`place_in`,
         `give_up`)."""
         self.chunks.update(dict.fromkeys(chunks, 0))
         if self._is_poisoned:
@@ -194,8 +192,7 @@ class Space:
         return [*self.holes, *(piece for pieces in self._closed.values() for piece in pieces)]
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are
-        untouched."""
+        """Assert that extents and free ranges tile the lent chunks exactly, and poisoned ranges are untouched."""
         lent = self.arena.chunks_of(Owner.ADAPTERS)
         assert sorted(self.chunks) == lent, "pool and arena disagree on who has which chunk"
         self.holes.check_integrity()

@@ -1,8 +1,9 @@
-"""Compressed copies of cold adapters on the host: fewer bytes at rest, restored into extents that have the bytes of the
-first ones.
+"""Compressed copies of cold adapters on the host: fewer bytes at rest, restored into extents as they were.
 
-    lossless   the words' bytes in planes (all first bytes, all second bytes, ...), each deflated where that pays: the same bit for bit
-    int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases and scalings as they are
+    lossless   the words' bytes in planes (all first bytes, all second bytes, ...), each deflated where that pays: the
+               same bit for bit
+    int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases and scalings as
+               they are
 
 What is left of normally distributed weights of rank 16, 896 inputs and outputs: lossless 0.67 of bfloat16, 0.84 of
 float16, 0.83 of float32; int8 0.50 of 16 bits, 0.25 of 32. Lossless is what weights allow: mantissas are noise, signs
@@ -37,8 +38,7 @@ PROBE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class CompressedCopy:
-    """An adapter's extents, smaller. `data` is its compression's own: bytes are deflated, tensors (uint8) are as they
-    are.
+    """An adapter's extents, smaller. `data` is its compression's own: deflated bytes, or tensors (uint8).
 
     max_error: largest |restored - original| of a weight over the largest |original| in its rank row; 0 for an exact
     copy.
@@ -120,8 +120,7 @@ def _deflated(plane: NDArray[np.uint8]) -> bytes | torch.Tensor:
 
 
 def _deflate(plane: NDArray[np.uint8]) -> bytes:
-    """With runs and Huffman codes alone: weights do not repeat, and looking for it makes a tenth more of them (0.72 for
-    0.67)."""
+    """With runs and Huffman codes alone: weights do not repeat, and a search adds a tenth (0.72 for 0.67)."""
     deflate = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return deflate.compress(plane.data) + deflate.flush()
 

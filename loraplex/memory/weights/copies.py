@@ -42,14 +42,12 @@ class Arrival(Protocol):
 
 
 class CopyEngine(Protocol):
-    """Thread-safe. `is_asynchronous`: `copy` only enqueues, so that its sources must stay as they are until `join`
-    returns."""
+    """Thread-safe. `is_asynchronous`: `copy` only enqueues: its sources must stay as they are until `join` returns."""
 
     is_asynchronous: bool
 
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
-        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, in either direction between host and
-        device.
+        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, from host to device or back.
 
         Raises RuntimeError or OSError when that cannot be begun; nothing is under way then.
         """
@@ -106,8 +104,7 @@ class _CudaArrival:
 
 
 class CudaCopies:
-    """On one stream for the life of the engine. Make it where the steps will be launched: its current stream is taken
-    for theirs.
+    """On one stream for the life of the engine. Make it where steps are launched: it takes their current stream.
 
     Host pieces should be page-locked: others are right too, but the call waits for them. cuda: the module, for tests.
     """
@@ -154,8 +151,7 @@ def copies_for(device: torch.device) -> CopyEngine:
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads; none where it reads
-    nothing.
+    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads, if any.
 
     error: why it is not to be used, once that is known.
     """
@@ -169,8 +165,7 @@ class StepPreparation(Protocol):
     """What the adapters' memory does for a step before its kernels are launched."""
 
     def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
-        """Make the slot table right on the device; the gate of those of these adapters that are arriving, None when all
-        are there.
+        """Make the slot table right on the device; the gate of those of these adapters that arrive, if any.
 
         Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its
         requests.
@@ -198,6 +193,5 @@ class StepGate:
                 each.arrival.hold_steps(max(each.piece_of_layer.values()))
 
     def errors(self) -> Mapping[int, LoraplexError]:
-        """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is
-        dropped."""
+        """By lora_slot: adapters known not to have arrived whole. What the step computed with them is dropped."""
         return {slot: each.error for slot, each in self._arriving.items() if each.error is not None}

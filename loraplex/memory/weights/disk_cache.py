@@ -1,7 +1,6 @@
-"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without reading and packing
-its source.
+"""Packed adapters on disk, by content: what leaves host memory, or a process, comes back without its source.
 
-    folder / form / digest.lora      form := a hash of what decides how an adapter is packed, so that other forms are never mixed
+    folder / form / digest.lora      form := a hash of what decides how an adapter is packed: forms never mix
 
 Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
 who has it open, and each process keeps the folder within its own byte budget by deleting the least recently used files,
@@ -218,8 +217,7 @@ class DiskCache:
             return replace(self._counts, used_bytes=self._used_bytes, num_files=len(self._files))
 
     def check_integrity(self) -> None:
-        """AssertionError unless the books say what is on the disk; while no other process works there and nothing is
-        written here."""
+        """AssertionError unless the books say what is on the disk; while no process writes here or there."""
         with self._lock:
             found = {path: status.st_size for path, status in self._walk()}
             assert self._files == found, f"{len(self._files)} files in the books, {len(found)} on the disk"
@@ -302,7 +300,7 @@ class DiskCache:
     # ------------------------------------------------------------------------------------------------------- the budget
 
     def _reserve(self, nbytes: int) -> bool:
-        """Room for a file, for which the least recently used ones go; False, and no file goes, when that is not enough.
+        """Room for a file, for which the least recently used ones go; False, and none goes, when that is not enough.
         Raises OSError."""
         with self._lock:
             if self._clock() - self._scanned_s >= RESCAN_S:
@@ -436,8 +434,8 @@ def _is(entry: os.DirEntry[str], kind: Callable[[int], bool]) -> bool:
 
 
 def _delete_abandoned(path: str) -> None:
-    """Delete an unfinished file that is no longer written. A writer holds a lock, which ends with its process, in
-    whatever container."""
+    """Delete an unfinished file that is no longer written: its writer's lock ends with the process, in any
+    container."""
     with suppress(OSError), opened(Path(path)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

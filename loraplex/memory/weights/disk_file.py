@@ -1,8 +1,10 @@
 """One packed adapter as a file.
 
-    prefix      48 bytes: magic, version, crc32 of the header behind it; extents, bytes of the layout, bytes of all extents, identity
+    prefix      48 bytes: magic, version, crc32 of the header behind it; extents, bytes of the layout, bytes of all
+                extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
-    layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]], slice := [a, b, bias, rank, scale, dtype]
+    layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]],
+                slice := [a, b, bias, rank, scale, dtype]
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 
@@ -83,8 +85,7 @@ def encode_header(identity: bytes, layout: PackedLayout, checksums: Sequence[int
 
 @contextmanager
 def opened(file: Path) -> Iterator[int]:
-    """A descriptor for reading. Raises OSError, for a symbolic link too, and FileNotFoundError for what is no regular
-    file."""
+    """A descriptor for reading. Raises OSError, for a symbolic link too; FileNotFoundError: no regular file."""
     fd = os.open(
         file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     )  # a FIFO would block without O_NONBLOCK
@@ -164,8 +165,7 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
 
 
 def parse_layout(text: bytes) -> PackedLayout:
-    """Raises DamagedFileError unless types, bounds, alignments and the places of parts within their extents are
-    right."""
+    """Raises DamagedFileError unless types, bounds, alignments and places of parts in their extents are right."""
     try:
         sizes, blocks = json.loads(text)
         layout = PackedLayout(

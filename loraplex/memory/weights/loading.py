@@ -137,8 +137,7 @@ class LoaderThreads:
 
 
 class ReadSlots:
-    """At most `num_slots` readers at a time (`with slots:`), without those that have read for `stuck_s`: they hang on a
-    dead disk."""
+    """At most `num_slots` readers at a time (`with slots:`), but for those that read for `stuck_s` (a dead disk)."""
 
     def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
         self._num_slots = num_slots
@@ -227,7 +226,7 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
 
 
 def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
-    """`error` itself when it is an AdapterError (or the end of the engine); AdapterNoRoomError without memory; else
+    """`error` when it is an AdapterError (or the engine's end); AdapterNoRoomError without memory; else
     AdapterLoadError."""
     if isinstance(error, AdapterError | EngineShutdownError):
         return error
@@ -250,8 +249,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a CUDA error is of those after which the process cannot use the device any more. What a capture refuses
-    is not."""
+    """Whether the process cannot use the device after such a CUDA error. What a capture refuses is none."""
     text = str(error)
     is_harmless = "out of memory" in text or "captur" in text
     return isinstance(error, RuntimeError) and "CUDA error" in text and not is_harmless
@@ -263,8 +261,7 @@ def is_device_lost(error: BaseException) -> bool:
 COMPRESSED = "compressed"
 
 Reserve = Callable[[tuple[int, ...]], Place | None]
-"""Host memory in pieces of these sizes, for the job under way. None: there is no room and it may not wait. Raises
-AdapterMemoryError."""
+"""Host memory in pieces of these sizes, for the job. None: no room, and it may not wait. AdapterMemoryError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +297,7 @@ class WeightReader:
         self._busy = ReadSlots(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
-        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve`
-        raises."""
+        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and as `reserve`."""
         digest = job.weights.digest
         loaded = None
         if self._compressed is not None and self._compressed.get(digest) is not None:

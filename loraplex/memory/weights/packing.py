@@ -1,5 +1,4 @@
-"""From an adapter's tensors to packed blocks: cut for this shard, sized, then written into one extent per decoder
-layer.
+"""From an adapter's tensors to packed blocks: cut for this shard, sized, written into one extent per decoder layer.
 
     extent of a layer := the packed blocks of the layer's targets, one after the other, each a multiple of 64 bytes
     additive bias     := scaling * lora_bias + (bias - base_bias), where `bias` replaces the base's bias of the module
@@ -85,8 +84,7 @@ class Packer:
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
 
     def least_nbytes(self, lora_dtype: str) -> int:
-        """Bytes that every adapter has: those of rank 1 on the one module where that is least, in 16 bits if adapters
-        may be."""
+        """Bytes that every adapter has: those of rank 1 on the one smallest module, in 16 bits if adapters may be."""
         dtype = torch.float32 if lora_dtype == "float32" else torch.float16
         least = min(
             self._backend.packed_nbytes(
@@ -116,8 +114,7 @@ class Packer:
         return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}"
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
-        """The tensors of a block, in its dtype; they may lie in `view`, the memory of the block's extent on the
-        host."""
+        """The tensors of a block, in its dtype; they may lie in `view`, the block's extent on the host."""
         target = self._by_name[block.target_name]
         widths = [s.out_features for s in target.slices]
         return self._backend.unpack(block.layouts, target.in_features, widths, view[block.offset :])
@@ -132,8 +129,7 @@ class Packer:
         return self._backend.checksums(views)
 
     def check_layout(self, layout: PackedLayout) -> None:
-        """ValueError unless an adapter of this model is laid out so: then kernels that read by it stay inside its
-        extents."""
+        """ValueError unless an adapter of this model is laid out so: kernels that read by it stay in its extents."""
         sizes: list[int] = []
         last_layer: int | None = None
         targets = iter(self._targets)
@@ -185,8 +181,7 @@ class Packer:
         return SliceWeights(lora_a, shard_lora_b(target, index, layer.lora_b), bias, layer.scaling)
 
     def _additive_bias(self, layer: LoRALayerWeights, target: LoraTarget, index: int) -> torch.Tensor | None:
-        """[out_features] of this shard; summed in float32, so that the difference to the base's bias is rounded
-        once."""
+        """[out_features] of this shard; summed in float32: the difference to the base's bias is rounded once."""
         lora_bias = None if layer.lora_bias is None else shard_bias(target, index, layer.lora_bias)
         replacement = None if layer.bias is None else shard_bias(target, index, layer.bias)
         if lora_bias is None and replacement is None:
@@ -227,8 +222,7 @@ def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
 
 
 def _shapes_of(block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
-    """Tensors without memory from which `block` could have been packed. Raises ValueError for another number of
-    slices."""
+    """Tensors without memory from which `block` could be packed. ValueError: another number of slices."""
     return [
         None
         if layout is None

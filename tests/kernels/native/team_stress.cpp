@@ -1,4 +1,5 @@
-// Regions of all sizes from several callers, with parts that lose their core: every part runs once, and its caller sees what it wrote.
+// Regions of all sizes from several callers, with parts that lose their core: every part runs once, and its caller sees
+// what it wrote.
 // Built with a thread sanitizer by test_team.py.  team_stress SECONDS
 #include <sched.h>
 #include <sys/wait.h>

@@ -86,8 +86,7 @@ def attend(
     seed: int = 0,
     poison: int = POISON,
 ) -> list[torch.Tensor]:
-    """Positions [start, end) of each sequence in one step, over a cache of their own whose every other byte is
-    `poison`."""
+    """Positions [start, end) of each sequence in one step, over a cache of their own, all else `poison`."""
     plan, num_blocks = make_plan([end - start for start, end in ranges], [end for _, end in ranges], block_size, seed)
     _, num_kv_heads, head_dim = sequences[0].keys.shape
     kv = poisoned_kv(num_blocks, num_kv_heads, block_size, head_dim, kv_dtype)

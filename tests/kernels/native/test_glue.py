@@ -1,5 +1,5 @@
-"""Norms and SiLU of the native backend: the formula in float64, NaN and Inf as the reference has them, and bits that
-never change."""
+"""Norms and SiLU of the native backend: the formula in float64, NaN and Inf as in the reference, and bits that never
+change."""
 
 from __future__ import annotations
 

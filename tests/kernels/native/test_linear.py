@@ -111,7 +111,7 @@ def test_an_unprepared_weight_is_prepared(native: NativeBackend) -> None:
 
 
 def test_int8_is_the_reference(native: NativeBackend) -> None:
-    """The same integers, but for an input that lies between two of them; and the last multiplications are in float32
+    """The same integers, but for an input that lies between two of them; the last multiplications are in float32
     here."""
     reference = ReferenceBackend()
     x, weight, bias = draw(9, 700), draw(45, 700), draw(45)

@@ -1,5 +1,4 @@
-"""add_lora of the native backend on every instruction set: a float64 loop, and bits that depend on a row's own adapters
-alone."""
+"""add_lora of the native backend on every instruction set: a float64 loop, and bits of a row's own adapters alone."""
 
 from __future__ import annotations
 

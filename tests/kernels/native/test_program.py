@@ -1,5 +1,4 @@
-"""A replayed step has the bits of the operators called one by one, whatever the step; and what cannot be replayed is
-noticed."""
+"""A replayed step has the bits of the operators called one by one, in any step; what cannot be replayed is noticed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The threads of the kernels: bits when their number changes and when cores are taken, fork, sleep, and a race
-detector."""
+"""The threads of the kernels: bits when their number changes and cores are taken, fork, sleep, a race detector."""
 
 from __future__ import annotations
 

@@ -256,8 +256,7 @@ def nucleus_case() -> Case:
 
 
 def many_sizes_case() -> Case:
-    """One layer's operators in steps of many sizes, as they come while an engine serves: they should share their
-    kernels."""
+    """One layer's operators in steps of many sizes, as they come to an engine: they should share their kernels."""
 
     def run(backend: TritonBackend) -> None:
         for rows in (1, 2, 3, 7, 16, 32, 33, 64):
@@ -294,7 +293,6 @@ CASES = (*CORE, *more_lora_cases(), *more_attention_cases(), *more_glue_cases(),
 
 
 def cases_for(arch: int, is_core: bool) -> list[Case]:
-    """The core of sm_89 is bfloat16 alone: its instructions are those of sm_80 and its shared memory is what
-    differs."""
+    """The core of sm_89 is bfloat16 alone: its instructions are those of sm_80; its shared memory differs."""
     cases = CASES if not is_core else ONE_DTYPE if arch == 89 else CORE
     return [case for case in cases if case.least_arch <= arch]

@@ -1,5 +1,4 @@
-"""Compiles what the Triton backend would launch on a GPU that is not there, as Triton's JIT would specialise it for the
-same arguments.
+"""Compiles what the Triton backend would launch on a GPU, as Triton's JIT would specialise it, without one.
 
     python -m tests.kernels.triton.compiling --arch 90 --match add_lora
 
@@ -37,16 +36,16 @@ TARGETS = {80: A100, 89: L4, 90: H100}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 INSTRUCTIONS = {
-    "HGMMA": r"HGMMA\.", "HMMA": r"HMMA\.", "IMMA": r"I[G]?MMA\.", "LDG.128": r"LDG\.\S*128", "LDGSTS.128": r"LDGSTS\.\S*128",
-    "LDG": r"LDG\.", "STG.128": r"STG\.\S*128", "local": r"(?:LDL|STL)\b",
+    "HGMMA": r"HGMMA\.", "HMMA": r"HMMA\.", "IMMA": r"I[G]?MMA\.", "LDG.128": r"LDG\.\S*128",
+    "LDGSTS.128": r"LDGSTS\.\S*128", "LDG": r"LDG\.", "STG.128": r"STG\.\S*128", "local": r"(?:LDL|STL)\b",
 }  # fmt: skip
 """Of the matrix units, wide loads and stores, copies to shared memory, and local memory (spilt registers)."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one GPU. cases: all that launched it; shared_bytes: of a program, dynamic; local_bytes: of a
-    thread."""
+    """One kernel for one GPU. cases: all that launched it; shared_bytes: a program's, dynamic; local_bytes: a
+    thread's."""
 
     cases: list[str]
     kernel: str
@@ -93,8 +92,7 @@ class _NoDriver:
 
 
 class CompilingLauncher:
-    """A Launcher that compiles instead: `compiled` is what it made, by hash: each kernel once for all that launch it
-    alike."""
+    """A Launcher that compiles instead: `compiled` is what it made, by hash: each kernel once for equal launches."""
 
     def __init__(self, arch: int) -> None:
         assert not triton.knobs.runtime.interpret, "kernels are interpreted in this process; unset TRITON_INTERPRET"

@@ -19,8 +19,7 @@ from loraplex.kernels.triton.flash_attention import MODULE
 
 
 class FakeFlashAttention:
-    """calls: what each was given. error: raised by every call, as by a build without some feature. factor: on all
-    results."""
+    """calls: what each was given. error: raised by every call, as without some feature. factor: on all results."""
 
     def __init__(self, error: Exception | None = None, factor: float = 1.0) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -122,8 +121,8 @@ def attend(
     scale: float,
     window: tuple[int, int],
 ) -> torch.Tensor:
-    """One sequence. Query i sees keys up to i + context - queries, and from `window[0]` keys before that on; without a
-    key, 0."""
+    """One sequence. Query i sees keys up to i + context - queries, from `window[0]` keys before that on; without a key,
+    0."""
     if context == 0:
         return torch.zeros_like(q)
     positions = torch.arange(context)

@@ -65,8 +65,7 @@ def test_triton_does_not_even_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton kernels are interpreted here, so that it is faster. Every window of the model is tried, shorter than
-    the contexts."""
+    """The Triton kernels are interpreted here, so that it is faster. Every window is tried, shorter than contexts."""
     flash = FakeFlashAttention().install(monkeypatch)
     assert "FlashAttention 3" in choose("auto", (None, 4096)).description
     assert {call["window"] for call in flash.calls} == {(-1, -1), (31, 0)}

@@ -58,8 +58,8 @@ DTYPES = {
     "lora_small.shrink_small_kernel": (("x", "BLOCK"), BLOCKS),
     "nucleus.keep_nucleus_kernel": (("x_ptr",), {("fp32",)}),
 }
-"""Kernel -> the arguments that tell its dtypes, and all that these can be with `lora_dtype` auto and int8 (others with
-`-m grid`)."""
+"""Kernel -> the arguments that tell its dtypes, and all that these can be with `lora_dtype` auto, int8 (others: `-m
+grid`)."""
 
 NOT_THERE = {80: ["linear.round_rows_kernel"], 89: [], 90: []}
 """float8 begins with sm_89."""

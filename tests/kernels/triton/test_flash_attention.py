@@ -1,5 +1,4 @@
-"""FlashAttention 3 in place of the prefill kernel: which sequences it runs, with which arguments. A fake one computes
-its formula."""
+"""FlashAttention 3 in place of the prefill kernel: which sequences it runs, and how. A fake computes its formula."""
 
 from __future__ import annotations
 

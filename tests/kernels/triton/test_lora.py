@@ -288,8 +288,7 @@ STEPS = [[0, 0, 1, 2, 2, 2], [-1, -1, -1, 3, -1, -1], [0, 1, 2, 3, -1, -1], [3, 
 
 @pytest.mark.parametrize("path", ["fused", "two_launches"])
 def test_a_capture_serves_other_steps_of_its_padded_size(path: str) -> None:
-    """Captured with two segments; replayed over rewritten plans with fewer and more, adapters of other ranks, and
-    none."""
+    """Captured with two segments; replayed over rewritten plans with fewer and more, other ranks, and none."""
     generator = torch.Generator().manual_seed(5)
     target = make_target(600, (40, 24))
     all_ranks: list[tuple[int | None, ...]] = [(4, 6), (5, None), (16, 3), (12, 0)]

@@ -1,5 +1,4 @@
-"""Blocks of the Triton backend: one dtype for all adapters; int8 with its error, its round trip, and the disk tier over
-it."""
+"""Blocks of the Triton backend: one dtype for all adapters; int8 with its error, round trip, and disk tier."""
 
 from __future__ import annotations
 
@@ -102,8 +101,8 @@ def test_equal_adapters_have_equal_bytes_whatever_was_there() -> None:
 @pytest.mark.parametrize("rank", [1, 4, 16, 64])
 @pytest.mark.parametrize("size", [64, 512, 2048])
 def test_the_error_of_int8_is_as_stated(rank: int, size: int) -> None:
-    """Of the delta on normal weights and inputs: 1.6 % or less, in the mean square and at worst relative to the largest
-    value."""
+    """Of the delta on normal weights and inputs: 1.6 % or less, in the mean square and at worst relative to the
+    largest."""
     generator = torch.Generator().manual_seed(rank + size)
     a, b = torch.randn(rank, size, generator=generator), torch.randn(size, rank, generator=generator)
     x = torch.randn(64, size, generator=generator).double()

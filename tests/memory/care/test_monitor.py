@@ -1,5 +1,4 @@
-"""The monitor on a fake clock: when it looks, what it does about what it sees, and the way into low-memory mode and
-back."""
+"""The monitor on a fake clock: when it looks, what it does then, and the way into low-memory mode and back."""
 
 from __future__ import annotations
 

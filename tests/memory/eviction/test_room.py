@@ -191,7 +191,7 @@ def test_victims_of_a_shared_content_are_all_its_running_ids() -> None:
 
 
 def test_in_one_pass_the_first_to_ask_is_not_evicted_for_the_next() -> None:
-    """Host room for one more than what runs: requests for three cold adapters take turns instead of evicting each
+    """Host room for one more than what runs: requests for three cold adapters take turns and do not evict each
     other."""
     rig = Rig(num_device=1, num_host=2)
     rig.add(1, 2, 3, 4)

@@ -1,5 +1,5 @@
-"""KV cache and adapters over one arena: chunks go where they are needed, floors hold, bad chunks stay away, and no byte
-is lost."""
+"""KV cache and adapters over one arena: chunks go where they are needed, floors hold, bad chunks stay away, no byte is
+lost."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def test_requests_move_out_of_a_fenced_chunk() -> None:
 
 
 class LendingMachine(RuleBasedStateMachine):
-    """Any demands from both sides, with compaction and fences: the books are exact after each step and contents do not
-    change."""
+    """Any demands from both sides, with compaction and fences: the books are exact after each step, contents
+    unchanged."""
 
     @initialize(
         kv_floor=st.integers(0, 3), adapter_floor=st.integers(0, 3), kv=st.integers(3, 12), adapters=st.integers(3, 12)

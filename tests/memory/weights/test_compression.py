@@ -163,8 +163,7 @@ def test_int8_is_within_half_a_step(backend: str, rank: int, dtype: torch.dtype,
 
 @each_backend
 def test_what_int8_restores_stays(backend: str) -> None:
-    """Its own copy is the same again up to the scale's rounding, and every byte of the extents is written, padding
-    too."""
+    """Its own copy is the same again up to the scale's rounding, and every byte of the extents is written."""
     packer, layout, views = packed(backend, 5, FP32)
     compression = Int8Compression(packer)
     first, second = poisoned(views), [torch.zeros_like(view) for view in views]

@@ -418,8 +418,9 @@ PART = [0, 64, 128, 4, 2.0, "float32"]
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (0, 1), (0, -64), (0, 640), (0, True), (0, 64.0), (0, "0"), (0, None), (1, 2**63), (3, -1), (3, 2**40), (3, 4.0),
-        (4, 2), (4, float("nan")), (4, float("inf")), (4, "2"), (5, "float99"), (5, None), (5, ["float32"]), (5, "int16"),
+        (0, 1), (0, -64), (0, 640), (0, True), (0, 64.0), (0, "0"), (0, None), (1, 2**63), (3, -1), (3, 2**40),
+        (3, 4.0), (4, 2), (4, float("nan")), (4, float("inf")), (4, "2"), (5, "float99"), (5, None), (5, ["float32"]),
+        (5, "int16"),
     ],
 )  # fmt: skip
 def test_one_wrong_number_makes_a_layout_wrong(place: int, value: Any) -> None:

@@ -453,8 +453,7 @@ def test_an_add_whose_adapter_is_removed_meanwhile_says_so(threaded: Rig) -> Non
 
 
 def test_an_add_that_came_during_a_failing_first_load_reads_its_own_source(threaded: Rig) -> None:
-    """The same content under two names: the first one's source is damaged while it is read, the second one's is
-    good."""
+    """The same content under two names: the first's source is damaged while it is read, the second's is good."""
     gate = threaded.source.gates["/p1"] = threading.Event()
     threaded.source.errors["/p1"] = AdapterTruncatedError("short file")
     with ThreadPoolExecutor(2) as pool:
@@ -473,8 +472,7 @@ def test_an_add_that_came_during_a_failing_first_load_reads_its_own_source(threa
 
 
 def test_requests_do_not_fail_with_the_lack_of_room_of_an_add() -> None:
-    """All memory is in use. An add of the same content under another name finds no room, which is its own error;
-    requests wait."""
+    """All memory is in use. An add of the same content under another name finds no room, an error; requests wait."""
     rig = Rig(num_device=3, num_host=3, is_gated=False)
     rig.add(1)
     rig.manager.evict_adapter(1)
@@ -502,7 +500,7 @@ def test_requests_do_not_fail_with_the_lack_of_room_of_an_add() -> None:
 
 @pytest.mark.parametrize("is_separate", [False, True], ids=["one memory", "two memories"])
 def test_verbs_and_requests_from_many_threads_at_once(is_separate: bool) -> None:
-    """Eight threads of verbs beside an engine thread that steps: every output is the adapter's own, and the books end
+    """Eight threads of verbs beside an engine thread that steps: every output is the adapter's own, the books are
     even."""
     rig = Rig(num_device=3, num_host=5, is_separate=is_separate, is_gated=False)
     rig.add(*range(1, 9))
