@@ -19,8 +19,8 @@ from loraplex.server.model_names import ModelNames
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.prompts import PromptEncoder
 
-NUM_VIEW_THREADS = 2
-"""For lists of adapters, which wait for the engine: apart from the threads that read requests."""
+NUM_ANSWER_THREADS = 2
+"""For long answers; and as many for lists of adapters, which wait for the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class ServerContext:
     audit: Audit
     connections: Connections
     views: OffLoop
+    answers: OffLoop
     keys: KeyRing
 
     @classmethod
@@ -66,6 +67,7 @@ class ServerContext:
             event_streams=EventStreams(config.max_event_streams),
             audit=Audit(engine.events),
             connections=connections,
-            views=OffLoop(NUM_VIEW_THREADS),
+            views=OffLoop(NUM_ANSWER_THREADS),
+            answers=OffLoop(NUM_ANSWER_THREADS),
             keys=KeyRing.of(config),
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Query, Request, Response
@@ -31,13 +32,19 @@ from loraplex.server.strict_route import StrictRoute
 _log = logging.getLogger("loraplex.server")
 
 MANY_LOGPROBS = 256
-"""Tokens with log probabilities from which an answer is written in a thread of its own."""
+"""Tokens with log probabilities from which an answer is written in a thread."""
 
 MAX_REPEATED_TOKENS = 2**18
 """Of prompts that several choices give back, each choice counted."""
 
 LONG_PROMPTS = 4096
 """Tokens of prompts from which an answer is written in a thread: to give them back, they may have to become text."""
+
+
+class RunOffLoop(Protocol):
+    """`OffLoop.run` for one client."""
+
+    async def __call__(self, work: Callable[[], bytes], num_bytes: int, /) -> bytes: ...
 
 
 class Renderer(Protocol):
@@ -178,14 +185,17 @@ class OpenAIRoutes:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
             num_prompt_tokens = sum(len(output.prompt_token_ids) * len(output.outputs) for output in outputs)
             is_long = sum(map(_num_logprobs, outputs)) > MANY_LOGPROBS or num_prompt_tokens > LONG_PROMPTS
-            return _json(await asyncio.to_thread(renderer.response, outputs) if is_long else renderer.response(outputs))
+            if not is_long:
+                return _json(renderer.response(outputs))
+            return _json(await self._context.answers.run(client_of(request), partial(renderer.response, outputs), 0))
         stream = generator.run(generation)
         try:
             first = await until_disconnect(request, anext(stream))
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(_events(first, stream, renderer), stream)
+        run: RunOffLoop = partial(self._context.answers.run, client_of(request))
+        return EventStream(_events(first, stream, renderer, run), stream)
 
 
 def _too_many_repeated(body: CompletionRequest, num_written: int) -> ApiError:
@@ -203,14 +213,17 @@ def _num_logprobs(output: RequestOutput) -> int:
 
 
 async def _events(
-    first: tuple[int, RequestOutput], stream: AsyncGenerator[tuple[int, RequestOutput], None], renderer: Renderer
+    first: tuple[int, RequestOutput],
+    stream: AsyncGenerator[tuple[int, RequestOutput], None],
+    renderer: Renderer,
+    run: RunOffLoop,
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
     num_seen: dict[int, int] = {}
     try:
-        yield await _chunks(renderer, *first, num_seen)
+        yield await _chunks(renderer, *first, num_seen, run)
         async for prompt_index, output in stream:
-            if chunks := await _chunks(renderer, prompt_index, output, num_seen):
+            if chunks := await _chunks(renderer, prompt_index, output, num_seen, run):
                 yield chunks
         yield renderer.last_chunk()
     except LoraplexError as error:
@@ -222,7 +235,11 @@ async def _events(
 
 
 async def _chunks(
-    renderer: Renderer, prompt_index: int, output: RequestOutput, num_seen: MutableMapping[int, int]
+    renderer: Renderer,
+    prompt_index: int,
+    output: RequestOutput,
+    num_seen: MutableMapping[int, int],
+    run: RunOffLoop,
 ) -> bytes:
     """Those with many log probabilities are written in a thread: a slow reader gets all at once that it has missed.
     `num_seen`: those of each prompt that are written.
@@ -232,7 +249,7 @@ async def _chunks(
     if num_new <= MANY_LOGPROBS:
         await asyncio.sleep(0)  # many outputs may be there already
         return renderer.chunks(prompt_index, output)
-    return await asyncio.to_thread(renderer.chunks, prompt_index, output)
+    return await run(partial(renderer.chunks, prompt_index, output), 0)
 
 
 def _json(data: bytes) -> Response:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -49,7 +48,7 @@ class TokenizeRoutes:
             prompt = await context.prompts.from_text(body.prompt, body.add_special_tokens, client)
         if len(prompt.token_ids) <= FEW_IDS:
             return self._reply(prompt, body.return_token_strs)
-        return await asyncio.to_thread(self._reply, prompt, body.return_token_strs)
+        return await context.answers.run(client, partial(self._reply, prompt, body.return_token_strs), 0)
 
     @requires(Access.KEY)
     async def detokenize(self, request: Request) -> Response:
@@ -60,8 +59,8 @@ class TokenizeRoutes:
         vocab_size = context.engine.model_info.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
-        decode = functools.partial(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        text = decode() if len(body.tokens) <= FEW_IDS else await asyncio.to_thread(decode)
+        decode = partial(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = decode() if len(body.tokens) <= FEW_IDS else await context.answers.run(client_of(request), decode, 0)
         return Response(encode(Detokenized(text)), media_type="application/json")
 
     def _check_name(self, model: str | None) -> None:

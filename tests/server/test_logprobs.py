@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
@@ -221,3 +223,28 @@ async def test_what_every_choice_says_of_its_prompt_is_bounded_with_n(client: ht
     for fields in ({"prompt_logprobs": 20}, {"echo": True, "logprobs": 20, "max_tokens": 1}):
         reply = await client.post("/v1/completions", json={**body, **fields})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "streamed"])
+async def test_long_answers_of_one_client_are_written_one_at_a_time(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """Threads that compute share the interpreter with the event loop: many would keep it waiting."""
+    lock = threading.Lock()
+    at_once: list[int] = [0]
+    most: list[int] = [0]
+
+    def counted(*arguments: Any) -> Any:
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.01)
+        with lock:
+            at_once[0] -= 1
+        return completion_logprobs(*arguments)
+
+    monkeypatch.setattr(completions, "completion_logprobs", counted)
+    fields = {"prompt": "x" * (MANY_LOGPROBS + 1), "max_tokens": 1, "logprobs": 1, "echo": True}
+    ask = stream if is_stream else complete
+    await asyncio.gather(*(ask(client, **fields) for _ in range(6)))
+    assert most == [1]
