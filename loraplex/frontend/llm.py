@@ -9,25 +9,31 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
-from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.config import EngineConfig
 from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.build import Progress, build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import (
     AdapterNotFoundError,
-    ConfigError,
     EngineShutdownError,
     InvalidRequestError,
     LoraplexError,
     error_from_payload,
 )
 from loraplex.frontend.frontend import adapter_ref, make_front
+from loraplex.frontend.llm_arguments import (
+    Messages,
+    PromptInput,
+    config_of,
+    listed_prompts,
+    one_each,
+    single_prompt,
+)
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.store import store_of
 from loraplex.metrics import EngineStats
@@ -43,10 +49,6 @@ STALLED_WAIT_S = 0.05
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-Messages = Sequence[Mapping[str, Any]]
-PromptInput = str | Sequence[int] | Mapping[str, Any]
-"""A string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
 
 _Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]
 """A prompt, how to sample, its adapter, and whether the tokenizer adds special tokens."""
@@ -77,7 +79,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, enable_lora: bool = True, **settings: Any) -> None:
-        self._start(_config_of(model, enable_lora, settings), None)
+        self._start(config_of(model, enable_lora, settings), None)
 
     @classmethod
     def from_config(
@@ -458,61 +460,3 @@ def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOu
         metrics=RequestMetrics(prepared.arrival_s, finished_time=time.time()),
         error=error,
     )
-
-
-def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> EngineConfig:
-    """Keywords to configs; one that is neither's field is refused by name."""
-    engine_names = {field.name for field in fields(EngineConfig)} - {"model", "lora"}
-    lora_names = {field.name for field in fields(LoRAConfig)}
-    unknown = sorted(set(settings) - engine_names - lora_names)
-    if unknown:
-        raise ConfigError(
-            f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig"
-        )
-    lora_settings = {name: value for name, value in settings.items() if name in lora_names}
-    if lora_settings and not enable_lora:
-        raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
-    engine_settings = {name: value for name, value in settings.items() if name in engine_names}
-    return EngineConfig(model=model, lora=LoRAConfig(**lora_settings) if enable_lora else None, **engine_settings)
-
-
-# -------------------------------------------------------------------------------------- prompts and what goes with them
-
-
-def listed_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | Sequence[int]]:
-    if not isinstance(prompts, str | Mapping | Sequence):
-        raise InvalidRequestError(f"prompts are strings or token ids, got {type(prompts).__name__}")
-    if isinstance(prompts, str | Mapping) or (prompts and all(isinstance(token, int) for token in prompts)):
-        return [single_prompt(cast(PromptInput, prompts))]
-    return [single_prompt(cast(PromptInput, prompt)) for prompt in prompts]
-
-
-def single_prompt(prompt: PromptInput) -> str | Sequence[int]:
-    """A string, or token ids."""
-    if isinstance(prompt, Mapping):
-        known = {"prompt", "prompt_token_ids"} & set(prompt)
-        if len(prompt) != 1 or not known:
-            raise InvalidRequestError(
-                f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}"
-            )
-        prompt = prompt[known.pop()]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-        return cast(Sequence[int], prompt)
-    raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
-
-
-def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
-    """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InvalidRequestError(f"{name} is a {type(given).__name__}; it takes {kind.__name__}, or a list of them")
-    listed: list[T | None] = list(given)
-    if len(listed) != count:
-        raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts: give one, or one for each")
-    wrong = next((one for one in listed if one is not None and not isinstance(one, kind)), None)
-    if wrong is not None:
-        raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
-    return listed
