@@ -25,6 +25,7 @@ from loraplex.errors import (
     LoraplexError,
     error_from_payload,
 )
+from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.frontend import adapter_ref, make_front
 from loraplex.frontend.llm_arguments import (
     Messages,
@@ -62,7 +63,10 @@ def in_turn(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LL
         with self._turn:
             if self._is_closed:
                 raise EngineShutdownError(f"this {type(self).__name__} is closed: make a new one")
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._see_events()
 
     return call
 
@@ -103,6 +107,7 @@ class LLM:
             None if config.lora is None else store_of(self.engine, self._aborted.extend),
             lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
+            on_change=self._on_registry_change,
         )
         self._request_ids = itertools.count()
         self._submitted: dict[str, tuple[PreparedRequest, list[LoRARef]]] = {}
@@ -363,6 +368,7 @@ class LLM:
         outputs = self.engine.step()
         if is_settled:
             outputs += self.engine.settle()
+        self._see_events()
         aborted = self._aborted.copy()
         del self._aborted[: len(aborted)]
         return outputs + aborted
@@ -423,9 +429,9 @@ class LLM:
         """Record requests, steps and events until `generate_lora_performance_report`. InvalidRequestError when a
         profile runs."""
         check_not_profiling(self._lora_profile)
+        self._see_events()  # those of before
         self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
         profile.begin(self.engine.stats())
-        self.engine.take_events()  # those of before
         self.engine.start_profile()
         self._front.outputs.recorder = profile.requests
 
@@ -433,12 +439,24 @@ class LLM:
     def generate_lora_performance_report(self) -> LoraPerformanceReport:
         """End the profile and say what it found. InvalidRequestError when none runs."""
         profile = check_profiling(self._lora_profile)
+        self._see_events()
         self._lora_profile = self._front.outputs.recorder = None
-        for event in self.engine.take_events():
-            profile.see(event)
         stats = self.engine.stats()
         adapters = [] if self._front.registry is None else self.adapters()
         return profile.report(stats, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
+
+    def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
+        self._see_events()  # what the verb made the engine do came before
+        self._see(EngineEvent(kind, time.time(), text, adapter_name=name, details=details))
+
+    def _see_events(self) -> None:
+        """Take the engine's events, of which it keeps the latest only."""
+        for event in self.engine.take_events():
+            self._see(event)
+
+    def _see(self, event: EngineEvent) -> None:
+        if self._lora_profile is not None:
+            self._lora_profile.see(event)
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -876,6 +877,26 @@ def test_a_profile(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
     assert report.memory.num_adapters == 2
     llm.start_lora_profiling()
     assert llm.generate_lora_performance_report().num_steps == 0, "each profile is its own"
+
+
+def test_a_profile_sees_switches(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(one)
+    llm.add_lora(two)
+    llm.switch_lora(1, 2)
+    llm.start_lora_profiling()
+    promoted = [llm.switch_lora(old, new).promote_s for old, new in ((2, 1), (1, 2))]
+    switches = llm.generate_lora_performance_report().switch_cost.switch
+    assert (switches.count, switches.max_s) == (2, max(promoted))
+
+
+def test_a_profile_counts_more_loads_than_the_engine_keeps_events(
+    llm: LLM, one: LoRARequest, two: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine._events, "_events", deque(maxlen=1))
+    llm.start_lora_profiling()
+    llm.add_lora(one)
+    llm.add_lora(two)
+    assert llm.generate_lora_performance_report().switch_cost.load.count == 2
 
 
 def test_without_lora_there_is_a_profile_too(base: Path) -> None:
