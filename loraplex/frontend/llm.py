@@ -410,10 +410,20 @@ class LLM:
         return set(self._front.registry_or_refuse().lora_int_ids())
 
     @in_turn
-    def switch_lora(self, old_id: int, new_id: int) -> SwitchResult:
-        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when no request uses it."""
+    def switch_lora(self, old_id: int | LoRARequest, new_id: int | LoRARequest) -> SwitchResult:
+        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when no request uses it.
+
+        A LoRARequest as `new_id` is loaded as by `add_lora`, and one as `old_id` need not be loaded: the result says
+        whether it was active. Raises AdapterNotFoundError for a number that no adapter has, and AdapterError when the
+        new adapter cannot be loaded or promoted; then the old one answers on.
+        """
         registry = self._front.registry_or_refuse()
-        return registry.switch(registry.name_of(old_id), registry.name_of(new_id))
+        old, new = (registry.name_of(each) if isinstance(each, int) else each.lora_name for each in (old_id, new_id))
+        if isinstance(new_id, int):
+            return registry.switch(old, new)
+        self._front.check_lora_request(new_id)
+        path, number = new_id.lora_path, new_id.lora_int_id
+        return registry.switch(old, new, path, lora_int_id=number, load_inplace=new_id.load_inplace)
 
     @in_turn
     def adapters(self) -> list[AdapterInfo]:

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -530,6 +530,51 @@ def test_switch_lora(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
     llm.switch_lora(2, 1)
     assert token_ids(llm.generate(prompt, GREEDY, lora_request=two)) == of_one
     assert llm.list_loras() == {1, 2}
+
+
+def test_switch_lora_to_an_adapter_that_is_not_loaded_loads_it(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    of_two = token_ids(llm.generate(TEXT, GREEDY, lora_request=two))
+    llm.remove_lora(2)
+    llm.add_lora(one)
+    result = llm.switch_lora(1, two)
+    assert (result.old, result.ref.adapter_name, result.ref.lora_int_id) == ("one", "two", 2)
+    assert result.load_s > 0
+    assert llm.list_loras() == {1, 2}
+    assert token_ids(llm.generate(TEXT, GREEDY, lora_request=one)) == of_two
+
+
+def test_switch_lora_reloads_in_place_if_asked(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(one)
+    llm.add_lora(two)
+    assert llm.switch_lora(1, two).ref.adapter_version == 1
+    assert llm.switch_lora(1, replace(two, load_inplace=True)).ref.adapter_version == 2
+
+
+def test_switch_lora_of_an_adapter_that_is_not_active_says_so(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    """One in host memory is redirected all the same; one that is not loaded resolves to nothing, before and after."""
+    llm.add_lora(two)
+    assert not llm.switch_lora(one, 2).is_old_active
+    assert llm.list_loras() == {2}
+    llm.add_lora(one)
+    assert not llm.switch_lora(one, two).is_old_active
+    assert llm._front.registry_or_refuse().resolve("one").adapter_name == "two"
+    llm.switch_lora(2, 1)
+    assert llm.switch_lora(1, 2).is_old_active
+
+
+def test_a_switch_that_cannot_be_changes_nothing(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(one)
+    for old, new in ((1, 9), (9, 1), (one, 9), (9, one)):
+        with pytest.raises(AdapterNotFoundError, match="no adapter has lora_int_id 9; load one with that number first"):
+            llm.switch_lora(old, new)
+    with pytest.raises(InvalidRequestError, match="adapter 'one' cannot be switched to itself; give two names"):
+        llm.switch_lora(one, 1)
+    with pytest.raises(InvalidRequestError, match="base_model_name is 'another'"):
+        llm.switch_lora(1, replace(two, base_model_name="another"))
+    with pytest.raises(AdapterPathNotFoundError, match="nowhere"):
+        llm.switch_lora(1, replace(two, lora_path="/nowhere"))
+    assert llm.list_loras() == {1}
+    assert llm._front.registry_or_refuse().resolve("one").adapter_name == "one"
 
 
 def test_a_forced_unload_ends_what_runs_and_what_is_not_in_the_engine_yet(
