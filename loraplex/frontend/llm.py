@@ -13,9 +13,19 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARef, SwitchResult
+from loraplex.adapters.registry.drain import check_deadline
 from loraplex.config import EngineConfig
-from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
+from loraplex.core import (
+    AddOutcome,
+    FinishReason,
+    LoRARequest,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenOutput,
+)
 from loraplex.engine.build import Progress, build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import (
@@ -26,6 +36,7 @@ from loraplex.errors import (
     error_from_payload,
 )
 from loraplex.events import Detail, EngineEvent, EventKind
+from loraplex.frontend.event_hub import EventBatch, EventHub
 from loraplex.frontend.frontend import adapter_ref, make_front
 from loraplex.frontend.llm_arguments import (
     Messages,
@@ -37,7 +48,7 @@ from loraplex.frontend.llm_arguments import (
 )
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.store import store_of
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.packed_cache import wait_until_saved
 from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
@@ -108,9 +119,12 @@ class LLM:
             lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
             on_change=self._on_registry_change,
+            abort_grace_s=0,  # what is aborted lets go in the next step, which no other thread runs
         )
         self._request_ids = itertools.count()
         self._submitted: dict[str, tuple[PreparedRequest, list[LoRARef]]] = {}
+        self._unread: dict[str, RequestOutput] = {}  # of submitted requests: what `step` is to return
+        self._events = EventHub()
         self._lora_profile: LoraProfile | None = None
 
     def __enter__(self) -> Self:
@@ -232,18 +246,37 @@ class LLM:
         adapters, this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls:
         verbs may wait for its memory.
         """
+        self._step_submitted(stalled_wait_s)
+        outputs = list(self._unread.values())
+        self._unread.clear()
+        return outputs
+
+    def _step_submitted(self, stalled_wait_s: float) -> None:
+        """One step, of which `_unread` keeps the outputs."""
         _, processed = self._advance(False, stalled_wait_s, is_settled=True)
-        outputs = []
         for one in processed:
             output = one.output or _failed(self._submitted[one.request_id][0], one.error)
-            outputs.append(output)
+            self._unread[one.request_id] = output
             if output.finished:
                 self._release(self._submitted.pop(one.request_id)[1])
-        return outputs
+
+    def _finish_on(self, adapter_name: str, deadline_s: float | None) -> None:
+        """Step until no submitted request is on an adapter, at most `deadline_s`: no other call could meanwhile.
+
+        `step` returns what came of it.
+        """
+        check_deadline(deadline_s)
+        end_s = time.monotonic() + (deadline_s or 0)
+        while any(ref.adapter_name == adapter_name for _, refs in self._submitted.values() for ref in refs):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._step_submitted(min(left_s, STALLED_WAIT_S))
 
     @in_turn
     def abort(self, request_id: str) -> bool:
         """End a submitted request; False when it has ended already. No output of it comes any more."""
+        self._unread.pop(request_id, None)
         _, refs = self._submitted.pop(request_id, (None, None))
         if refs is None:
             return False
@@ -253,8 +286,8 @@ class LLM:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request has not ended."""
-        return bool(self._submitted)
+        """Whether `step` has an output to come."""
+        return bool(self._submitted or self._unread)
 
     # -------------------------------------------------------------------------------------------------------- the steps
 
@@ -388,21 +421,52 @@ class LLM:
         return result.status != "already_loaded"
 
     @in_turn
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Unload an adapter by its number; False when there is none."""
+    def remove_lora(self, lora_int_id: int, *, deadline_s: float | None = None, force: bool = False) -> bool:
+        """Unload an adapter by its number; False when there is none.
+
+        Submitted requests on it finish in later steps, and it is dropped then. With `deadline_s` this call steps until
+        they have, at most so long, and the next `step` has the outputs; `force` aborts those that still run.
+        """
         try:
-            name = self._front.registry_or_refuse().name_of(lora_int_id)
+            name = self._name_of(lora_int_id)
         except AdapterNotFoundError:
             return False
-        self._front.registry_or_refuse().unload(name)
+        self._finish_on(name, deadline_s)
+        self._front.registry_or_refuse().unload(name, force=force)
         return True
 
     @in_turn
     def pin_lora(self, lora_int_id: int) -> bool:
-        """Promote an adapter and keep it on the device until it is unloaded. Raises AdapterNotFoundError,
-        AdapterMemoryError."""
-        registry = self._front.registry_or_refuse()
-        return registry.pin(registry.name_of(lora_int_id))
+        """Promote an adapter and keep it on the device until it is unpinned or unloaded. Whether something changed.
+
+        This and the verbs below raise AdapterNotFoundError for a number that no adapter has, and what goes to the
+        device AdapterMemoryError when there is no room.
+        """
+        return self._front.registry_or_refuse().pin(self._name_of(lora_int_id))
+
+    @in_turn
+    def unpin_lora(self, lora_int_id: int) -> bool:
+        """Let an adapter be evicted again. Whether something changed."""
+        return self._front.registry_or_refuse().unpin(self._name_of(lora_int_id))
+
+    @in_turn
+    def preload_lora(self, lora_int_id: int) -> AddOutcome:
+        """Promote an adapter now rather than with its first request. True when something changed; `evicted` has the
+        names that made room."""
+        return self._front.registry_or_refuse().preload(self._name_of(lora_int_id))
+
+    @in_turn
+    def evict_lora(self, lora_int_id: int) -> bool:
+        """Move an adapter one tier down, which lifts a pin; requests bring it back. Whether something changed."""
+        return self._front.registry_or_refuse().evict(self._name_of(lora_int_id))
+
+    @in_turn
+    def rollback_lora(self, lora_int_id: int, version: int | None = None) -> LoadResult:
+        """Let what answered before an adapter's last reload or switch answer again, or a kept version of it."""
+        return self._front.registry_or_refuse().move(self._name_of(lora_int_id), version)
+
+    def _name_of(self, lora_int_id: int) -> str:
+        return self._front.registry_or_refuse().name_of(lora_int_id)
 
     @in_turn
     def list_loras(self) -> set[int]:
@@ -410,20 +474,31 @@ class LLM:
         return set(self._front.registry_or_refuse().lora_int_ids())
 
     @in_turn
-    def switch_lora(self, old_id: int | LoRARequest, new_id: int | LoRARequest) -> SwitchResult:
+    def switch_lora(
+        self,
+        old_id: int | LoRARequest,
+        new_id: int | LoRARequest,
+        *,
+        deadline_s: float | None = None,
+        force: bool = False,
+    ) -> SwitchResult:
         """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when no request uses it.
 
         A LoRARequest as `new_id` is loaded as by `add_lora`, and one as `old_id` need not be loaded: the result says
-        whether it was active. Raises AdapterNotFoundError for a number that no adapter has, and AdapterError when the
-        new adapter cannot be loaded or promoted; then the old one answers on.
+        whether it was active. deadline_s and force are for requests on `old_id`, as in `remove_lora`. Raises
+        AdapterNotFoundError for a number that no adapter has, and AdapterError when the new adapter cannot be loaded or
+        promoted; then the old one answers on.
         """
         registry = self._front.registry_or_refuse()
-        old, new = (registry.name_of(each) if isinstance(each, int) else each.lora_name for each in (old_id, new_id))
+        old, new = (self._name_of(each) if isinstance(each, int) else each.lora_name for each in (old_id, new_id))
         if isinstance(new_id, int):
-            return registry.switch(old, new)
-        self._front.check_lora_request(new_id)
-        path, number = new_id.lora_path, new_id.lora_int_id
-        return registry.switch(old, new, path, lora_int_id=number, load_inplace=new_id.load_inplace)
+            switch = partial(registry.switch, old, new)
+        else:
+            self._front.check_lora_request(new_id)
+            number, is_reload = new_id.lora_int_id, new_id.load_inplace
+            switch = partial(registry.switch, old, new, new_id.lora_path, lora_int_id=number, load_inplace=is_reload)
+        self._finish_on(old, deadline_s)
+        return switch(force=force)
 
     @in_turn
     def adapters(self) -> list[AdapterInfo]:
@@ -433,6 +508,17 @@ class LLM:
     @in_turn
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    @in_turn
+    def memory_report(self) -> MemoryReport:
+        """The memory of adapters and KV cache as it is now: tiers, pressure, fragmentation, counters."""
+        return self.engine.memory_report()
+
+    @in_turn
+    def events(self, last_id: int = 0) -> EventBatch:
+        """What happened to adapters and memory after the event of an id, oldest first; the latest 1,000 are kept."""
+        self._see_events()
+        return self._events.after(last_id)
 
     @in_turn
     def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
@@ -465,6 +551,7 @@ class LLM:
             self._see(event)
 
     def _see(self, event: EngineEvent) -> None:
+        self._events.add(event)
         if self._lora_profile is not None:
             self._lora_profile.see(event)
 
