@@ -228,3 +228,11 @@ def test_events_are_numbered_and_in_order(llm: LLM, one: LoRARequest, two: LoRAR
     switch = next(each.event for each in later.events if each.event.kind is EventKind.SWITCH)
     assert (switch.adapter_name, switch.details["new"]) == (one.lora_name, two.lora_name)
     assert llm.events(last_id=later.last_id).events == ()
+
+
+def test_a_switch_of_an_adapter_that_is_not_loaded_is_no_event(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(two)
+    llm.start_lora_profiling()
+    llm.switch_lora(one, 2)
+    assert llm.generate_lora_performance_report().switch_cost.switch.count == 0
+    assert EventKind.SWITCH not in {each.event.kind for each in llm.events().events}

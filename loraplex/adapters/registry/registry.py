@@ -233,7 +233,8 @@ class LoRARegistry:
         if new_path is not None:
             loaded = self.load(new, new_path, lora_int_id=lora_int_id, load_inplace=load_inplace)
         result = self._switch.switch(old, new, deadline_s, force)
-        self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
+        if result.is_old_loaded:
+            self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
         if loaded is None:
             return result
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))
