@@ -39,11 +39,13 @@ from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.event_hub import EventBatch, EventHub
 from loraplex.frontend.frontend import adapter_ref, make_front
 from loraplex.frontend.llm_arguments import (
+    MakeBar,
     Messages,
     PromptInput,
     config_of,
     listed_prompts,
     one_each,
+    progress_bar,
     single_prompt,
 )
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
@@ -87,7 +89,8 @@ class LLM:
 
     `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of
     `LoRAConfig` beside them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`.
-    Raises ConfigError or ModelError.
+    Of vLLM's `tensor_parallel_size=1` and `trust_remote_code=False` are accepted too, and no other value. Raises
+    ConfigError or ModelError.
 
     Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is
     the server, or one thread that steps what the others `submit`. After `close` every call raises EngineShutdownError.
@@ -161,6 +164,7 @@ class LLM:
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str = "",
+        use_tqdm: bool | MakeBar = False,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
@@ -169,14 +173,14 @@ class LLM:
         (InvalidRequestError) when lengths differ or a prompt cannot be served, AdapterError when an adapter cannot;
         nothing has run then. A completion that reaches the model's length ends there, with finish_reason `length`,
         whatever `max_tokens` allows.
+        use_tqdm: True shows a progress bar, and `tqdm` (or what is called as it is) makes its own.
         """
         listed = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
         adapters = one_each(lora_request, len(listed), "lora_request", LoRARequest)
         requests = zip(listed, params, adapters, strict=True)
-        return self._run(
-            [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests], cache_salt
-        )
+        asked = [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests]
+        return self._run(asked, cache_salt, use_tqdm)
 
     @in_turn
     def chat(
@@ -187,6 +191,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool | MakeBar = False,
     ) -> list[RequestOutput]:
         """Answer conversations: one (a list of messages) or several. The model's chat template makes the prompts."""
         if self.tokenizer is None:
@@ -204,7 +209,8 @@ class LLM:
         adapters = one_each(lora_request, len(prompts), "lora_request", LoRARequest)
         # The template writes the special tokens itself.
         requests = zip(prompts, params, adapters, strict=True)
-        return self._run([(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests])
+        asked = [(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests]
+        return self._run(asked, "", use_tqdm)
 
     # ----------------------------------------------------------------------------------------------- request by request
 
@@ -291,16 +297,17 @@ class LLM:
 
     # -------------------------------------------------------------------------------------------------------- the steps
 
-    def _run(self, requests: Sequence[_Asked], cache_salt: str = "") -> list[RequestOutput]:
+    def _run(self, requests: Sequence[_Asked], cache_salt: str, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         if self._submitted:
             raise InvalidRequestError(
                 f"{len(self._submitted)} submitted requests have not ended: step until they have, or abort them, then generate"
             )
         refs: list[LoRARef] = []
         try:
-            self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
-            prepared = [self._prepare(asked, refs, cache_salt) for asked in requests]
-            finished = self._complete(prepared)
+            with progress_bar(use_tqdm, len(requests)) as note_done:
+                self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
+                prepared = [self._prepare(asked, refs, cache_salt) for asked in requests]
+                finished = self._complete(prepared, note_done)
             return [finished[one.request_id] for one in prepared]
         finally:
             self._release(refs)
@@ -344,7 +351,9 @@ class LLM:
                 assert refused.error is not None
                 raise error_from_payload(refused.error)
 
-    def _complete(self, prepared: Sequence[PreparedRequest]) -> dict[str, RequestOutput]:
+    def _complete(
+        self, prepared: Sequence[PreparedRequest], note_done: Callable[[int], Any]
+    ) -> dict[str, RequestOutput]:
         """Step until all are finished. At most `max_waiting_requests` are queued at a time."""
         finished: dict[str, RequestOutput] = {}
         left = [request for one in reversed(prepared) for request in reversed(one.children)]
@@ -363,6 +372,7 @@ class LLM:
                         raise processed.error
                     if processed.output is not None:
                         finished[processed.request_id] = processed.output
+                        note_done(1)
         except BaseException:
             for one in prepared:
                 self.engine.abort(self._front.outputs.remove(one.request_id))

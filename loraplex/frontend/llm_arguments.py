@@ -1,9 +1,11 @@
-"""What the offline `LLM` is called with: its settings, prompts, and what goes with each prompt."""
+"""What the offline `LLM` is called with: its settings, prompts, what goes with each prompt, and a progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from loraplex.config import EngineConfig, LoRAConfig
@@ -15,9 +17,23 @@ Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """A string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
 
+MakeBar = Callable[..., Any]
+"""`tqdm`, or what takes its `total` and `desc` and returns what has its `update(n)` and `close()`."""
+
+FIXED_SETTINGS: Mapping[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (1, "an engine runs on one device"),
+    "trust_remote_code": (False, "no code of a model's repository is run, its architecture must be one of Loraplex's"),
+}
+"""vLLM's settings that have one value here, and why."""
+
 
 def config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> EngineConfig:
     """Keywords to configs; one that is neither's field is refused by name."""
+    settings = dict(settings)
+    for name, (only, why) in FIXED_SETTINGS.items():
+        given = settings.pop(name, only)
+        if type(given) is not type(only) or given != only:
+            raise ConfigError(f"{name}={given!r} is not supported: {why}; give {only!r}, or leave it out")
     engine_names = {field.name for field in fields(EngineConfig)} - {"model", "lora"}
     lora_names = {field.name for field in fields(LoRAConfig)}
     unknown = sorted(set(settings) - engine_names - lora_names)
@@ -72,3 +88,34 @@ def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: 
     if wrong is not None:
         raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
     return listed
+
+
+# ------------------------------------------------------------------------------------------------------- a progress bar
+
+
+@contextmanager
+def progress_bar(use_tqdm: bool | MakeBar, num_prompts: int) -> Iterator[Callable[[int], Any]]:
+    """What to call with the number of prompts that are done: nothing (False), a bar of rich on the standard error
+    output (True), or the bar that `use_tqdm` makes, called as vLLM calls it. Raises ConfigError."""
+    text = "Processed prompts"
+    if callable(use_tqdm):
+        bar = use_tqdm(total=num_prompts, desc=text, dynamic_ncols=True)
+        try:
+            yield bar.update
+        finally:
+            bar.close()
+    elif use_tqdm is True:
+        try:
+            from rich.console import Console
+            from rich.progress import MofNCompleteColumn, Progress
+        except ImportError:
+            raise ConfigError(
+                "use_tqdm=True shows a bar of rich, which is not installed: install it, or give use_tqdm=tqdm"
+            ) from None
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            yield partial(progress.advance, progress.add_task(text, total=num_prompts))
+    elif use_tqdm is False:
+        yield lambda num_done: None
+    else:
+        raise ConfigError(f"use_tqdm must be True, False or what makes a bar (such as tqdm), got {use_tqdm!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -184,6 +185,60 @@ def test_more_completions_of_one_prompt_than_may_wait(base: Path, n: int) -> Non
     with LLM(str(base), max_model_len=64, max_waiting_requests=3, max_num_seqs=2, max_num_batched_tokens=64) as llm:
         output = llm.generate([ids(6), ids(7)], SamplingParams(seed=1, max_tokens=3, n=n))
         assert [len(each.outputs) for each in output] == [n, n]
+
+
+# ------------------------------------------------------------------------------------------------------- a progress bar
+
+
+class Bar:
+    """What `use_tqdm` makes, as tqdm's class is called."""
+
+    def __init__(self, total: int, **settings: Any) -> None:
+        self.total, self.settings, self.calls = total, settings, []
+
+    def update(self, n: int) -> None:
+        self.calls.append(n)
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def test_use_tqdm_shows_a_bar_if_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = token_ids(llm.generate([TEXT] * 3, GREEDY))
+    assert token_ids(llm.generate([TEXT] * 3, GREEDY, use_tqdm=False)) == plain
+    assert capsys.readouterr() == ("", "")
+    assert token_ids(llm.generate([TEXT] * 3, GREEDY, use_tqdm=True)) == plain
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Processed prompts" in shown.err
+    assert "3/3" in shown.err
+    llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=True)
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_use_tqdm_may_make_the_bar(llm: LLM) -> None:
+    bars: list[Bar] = []
+
+    def make(**settings: Any) -> Bar:
+        bars.append(Bar(**settings))
+        return bars[-1]
+
+    llm.generate([TEXT] * 3, SamplingParams(n=2, max_tokens=4), use_tqdm=make)
+    (bar,) = bars
+    assert (bar.total, bar.settings["desc"]) == (3, "Processed prompts")
+    assert bar.calls == [1, 1, 1, "closed"]
+    with pytest.raises(PromptTooLongError):
+        llm.generate([5] * 1000, GREEDY, use_tqdm=make)
+    assert bars[-1].calls == ["closed"]
+
+
+def test_use_tqdm_takes_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, 1, "yes"):
+        with pytest.raises(ConfigError, match=f"use_tqdm must be True, False or what makes a bar .*got {value!r}"):
+            llm.generate(TEXT, GREEDY, use_tqdm=value)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ConfigError, match="use_tqdm=True shows a bar of rich, which is not installed"):
+        llm.generate(TEXT, GREEDY, use_tqdm=True)
 
 
 # ------------------------------------------------------------------------------------------------- one for each prompt
@@ -708,6 +763,19 @@ def test_prefix_caching_off(base: Path) -> None:
 def test_unknown_settings_are_refused_by_name(base: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
         LLM(str(base), **{setting: 1})
+
+
+def test_settings_of_vllm_with_one_value(base: Path) -> None:
+    with LLM(str(base), tensor_parallel_size=1, trust_remote_code=False, max_model_len=64) as llm:
+        assert llm.generate(TEXT, GREEDY)
+    for setting, value, why in (
+        ("tensor_parallel_size", 2, "an engine runs on one device"),
+        ("tensor_parallel_size", True, "an engine runs on one device"),
+        ("trust_remote_code", True, "no code of a model's repository is run"),
+        ("trust_remote_code", 0, "no code of a model's repository is run"),
+    ):
+        with pytest.raises(ConfigError, match=f"{setting}={value!r} is not supported: {why}"):
+            LLM(str(base), **{setting: value})
 
 
 def test_every_setting_is_a_keyword(base: Path) -> None:
