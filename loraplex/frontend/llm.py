@@ -50,6 +50,7 @@ from loraplex.frontend.llm_arguments import (
 )
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.store import store_of
+from loraplex.memory.eviction.custom import PolicySource
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.packed_cache import wait_until_saved
 from loraplex.performance.profile import LoraProfile
@@ -89,6 +90,8 @@ class LLM:
 
     `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of
     `LoRAConfig` beside them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`.
+    `eviction_policy` may also be a class with the methods of
+    `loraplex.memory.eviction.policies.EvictionPolicy`, or an object of one.
     Of vLLM's `tensor_parallel_size=1` and `trust_remote_code=False` are accepted too, and no other value. Raises
     ConfigError or ModelError.
 
@@ -97,7 +100,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, enable_lora: bool = True, **settings: Any) -> None:
-        self._start(config_of(model, enable_lora, settings), None)
+        self._start(config_of(model, enable_lora, settings), None, eviction_policy=settings.get("eviction_policy"))
 
     @classmethod
     def from_config(
@@ -108,12 +111,18 @@ class LLM:
         llm._start(config, progress, profiler)
         return llm
 
-    def _start(self, config: EngineConfig, progress: Progress | None, profiler: Profiler | None = None) -> None:
+    def _start(
+        self,
+        config: EngineConfig,
+        progress: Progress | None,
+        profiler: Profiler | None = None,
+        eviction_policy: PolicySource | None = None,
+    ) -> None:
         self.config = config = config.with_real_roots()
         self._turn = threading.RLock()  # held by the call that runs; a call inside it by the same thread is part of it
         self._is_closed = False
         self._profiler = profiler or Profiler()
-        self.engine: EngineCore = build_engine(config, progress, profiler)
+        self.engine: EngineCore = build_engine(config, progress, profiler, eviction_policy)
         self._aborted: list[TokenOutput] = []
         self._front = make_front(
             config,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.errors import ConfigError, InvalidRequestError
+from loraplex.memory.eviction.custom import place_of
 
 T = TypeVar("T")
 
@@ -42,6 +43,8 @@ def config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> Eng
             f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig"
         )
     lora_settings = {name: value for name, value in settings.items() if name in lora_names}
+    if "eviction_policy" in lora_settings:
+        lora_settings["eviction_policy"] = place_of(lora_settings["eviction_policy"])
     if lora_settings and not enable_lora:
         raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
     engine_settings = {name: value for name, value in settings.items() if name in engine_names}

@@ -30,6 +30,7 @@ from loraplex.errors import (
     ModelNotFoundError,
     PromptTooLongError,
 )
+from loraplex.memory.eviction.policies import FIFO
 from tests.fixtures import NUM_TOKENS, TARGET_MODULES, VOCAB_SIZE, ModelZoo, Oracle
 
 MAX_MODEL_LEN = 160
@@ -812,6 +813,22 @@ def test_settings_that_cannot_be(base: Path, settings: dict[str, Any], text: str
     with pytest.raises(ConfigError, match=text) as raised:
         LLM(str(base), **settings)
     assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("policy", ["loraplex.memory.eviction.policies:FIFO", FIFO, FIFO()])
+def test_an_eviction_policy_of_ones_own(base: Path, one: LoRARequest, two: LoRARequest, policy: Any) -> None:
+    with LLM(str(base), eviction_policy=policy, max_loras=1, max_model_len=64) as llm:
+        assert llm.config.lora is not None
+        assert llm.config.lora.eviction_policy == "loraplex.memory.eviction.policies:FIFO"
+        llm.generate([TEXT] * 2, GREEDY, lora_request=[one, two])
+        assert llm.memory_report().evictions["device_room"] >= 1
+        llm.check_integrity()
+
+
+def test_an_eviction_policy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    for policy in (object, "builtins:object"):
+        with pytest.raises(ConfigError, match="eviction policy 'builtins:object' lacks name, evicts, enter"):
+            LLM(str(tmp_path / "nowhere"), eviction_policy=policy)
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
