@@ -887,6 +887,20 @@ def test_stats(base: Path, one: LoRARequest) -> None:
         assert (stats.num_running, stats.num_waiting, stats.memory.kv_cache_usage) == (0, 0, 0)
 
 
+def test_stats_of_adapters_are_those_of_the_memory(base: Path, one: LoRARequest, two: LoRARequest) -> None:
+    """Under the names that `EngineStats` had before there was `memory`."""
+    with LLM(str(base), max_model_len=64, max_loras=1) as llm:
+        llm.generate([TEXT, TEXT], GREEDY, lora_request=[one, two])
+        stats = llm.stats()
+        assert stats.adapter_loads == {"add": 2}
+        assert stats.adapter_evictions == {"device_room": 1}
+        assert stats.resident_bytes == {tier: stats.memory.tier(tier).used_bytes for tier in ("device", "host")}
+        assert stats.resident_bytes["host"] > stats.resident_bytes["device"] > 0
+    with LLM(str(base), max_model_len=64, enable_lora=False) as llm:
+        stats = llm.stats()
+        assert stats.adapter_loads == stats.adapter_evictions == stats.resident_bytes == {}
+
+
 def test_prompts_that_wait_for_kv_are_looked_up_once(base: Path) -> None:
     """In the counters of the prefix cache: a request that cannot be admitted asks in every step."""
     with LLM(str(base), max_model_len=64, kv_cache_memory_bytes=4 * 8192) as llm:
