@@ -59,7 +59,9 @@ def build_engine(
     progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler,
     kernels are measured one by one. eviction_policy: instead of the config's, which can name one only.
     """
-    make_policy = None if config.lora is None else policy_maker(eviction_policy or config.lora.eviction_policy)
+    if eviction_policy is None and config.lora is not None:
+        eviction_policy = config.lora.eviction_policy
+    make_policy = None if eviction_policy is None else policy_maker(eviction_policy)
     torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
     device = _device(config.device)
     path = resolve_model(config.model, config.revision)

@@ -90,10 +90,9 @@ class LLM:
 
     `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of
     `LoRAConfig` beside them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`.
-    `eviction_policy` may also be a class with the methods of
-    `loraplex.memory.eviction.policies.EvictionPolicy`, or an object of one.
-    Of vLLM's `tensor_parallel_size=1` and `trust_remote_code=False` are accepted too, and no other value. Raises
-    ConfigError or ModelError.
+    `eviction_policy` may also be a class with the methods of `loraplex.memory.eviction.policies.EvictionPolicy`, or an
+    object of one. vLLM's `tensor_parallel_size=1` and `trust_remote_code=False` are accepted, with no other value.
+    Raises ConfigError or ModelError.
 
     Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is
     the server, or one thread that steps what the others `submit`. After `close` every call raises EngineShutdownError.

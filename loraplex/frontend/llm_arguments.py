@@ -43,7 +43,7 @@ def config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> Eng
             f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig"
         )
     lora_settings = {name: value for name, value in settings.items() if name in lora_names}
-    if "eviction_policy" in lora_settings:
+    if lora_settings.get("eviction_policy") is not None:
         lora_settings["eviction_policy"] = place_of(lora_settings["eviction_policy"])
     if lora_settings and not enable_lora:
         raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")

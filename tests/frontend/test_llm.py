@@ -807,6 +807,8 @@ def test_every_setting_is_a_keyword(base: Path) -> None:
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras.*2.*max_loras.*4"),
         ({"fully_sharded_loras": True}, "fully_sharded_loras"),
         ({"eviction_policy": "random"}, "random"),
+        ({"eviction_policy": None}, "eviction_policy .* got None"),
+        ({"eviction_policy": 5}, "eviction policy 'builtins:int' lacks name"),
     ],
 )
 def test_settings_that_cannot_be(base: Path, settings: dict[str, Any], text: str) -> None:
@@ -823,6 +825,16 @@ def test_an_eviction_policy_of_ones_own(base: Path, one: LoRARequest, two: LoRAR
         llm.generate([TEXT] * 2, GREEDY, lora_request=[one, two])
         assert llm.memory_report().evictions["device_room"] >= 1
         llm.check_integrity()
+
+
+def test_an_eviction_policy_may_be_an_object_that_is_empty(base: Path) -> None:
+    class Sized(FIFO):
+        def __len__(self) -> int:
+            return len(self._keys)
+
+    with LLM(str(base), eviction_policy=Sized(), max_model_len=64) as llm:
+        assert llm.config.lora is not None
+        assert llm.config.lora.eviction_policy.endswith("<locals>.Sized"), "no place that could be imported"
 
 
 def test_an_eviction_policy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:

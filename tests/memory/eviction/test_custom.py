@@ -50,7 +50,7 @@ class NewestFirst:
 PLACE = f"{__name__}:NewestFirst"
 
 
-# ------------------------------------------------------------------------------------------------------ where it is from
+# ----------------------------------------------------------------------------------------------------- where it is from
 
 
 @pytest.mark.parametrize("source", [PLACE, NewestFirst, NewestFirst(), lambda: NewestFirst()])
@@ -145,8 +145,11 @@ def test_two_tiers_must_not_share_their_keys() -> None:
 
 def test_the_setting_takes_a_place() -> None:
     assert LoRAConfig(eviction_policy=PLACE).eviction_policy == PLACE
-    with pytest.raises(ConfigError, match=r"eviction_policy must be module:Class or one of .*got 'newest'"):
-        LoRAConfig(eviction_policy="newest")
+    for wrong in ("newest", None, NewestFirst):
+        with pytest.raises(
+            ConfigError, match=r"eviction_policy must be module:Class or one of .*got ('newest'|None|<)"
+        ):
+            LoRAConfig(eviction_policy=wrong)  # type: ignore[arg-type]
 
 
 def test_the_memory_evicts_in_its_order() -> None:
