@@ -141,7 +141,9 @@ class LoRAConfig:
         16 * 2**20, "bytes of adapters in memory whose checksums are verified each second; 0: none"
     )
     eviction_policy: str = setting(
-        "cost_aware", "choice of adapters to evict: lru, lfu, fifo, gdsf or cost_aware; none: only by name"
+        "cost_aware",
+        "choice of adapters to evict: lru, lfu, fifo, gdsf or cost_aware; none: only by name; module:Class: a policy "
+        "of your own, from the Python path",
     )
     aging_steps: int = setting(
         128, "maximum steps a request waits for adapter memory before it may pause any running request"
@@ -174,8 +176,9 @@ class LoRAConfig:
             f"lora_dtype must be auto, int8 or one of {DTYPES}, got {self.lora_dtype!r}",
         )
         _require(
-            self.eviction_policy in EVICTION_POLICIES,
-            f"eviction_policy must be one of {EVICTION_POLICIES}, got {self.eviction_policy!r}",
+            self.eviction_policy in EVICTION_POLICIES
+            or (isinstance(self.eviction_policy, str) and ":" in self.eviction_policy),
+            f"eviction_policy must be module:Class or one of {EVICTION_POLICIES}, got {self.eviction_policy!r}",
         )
         _require(self.disk_memory_bytes >= 0, f"disk_memory_bytes must be >= 0, got {self.disk_memory_bytes}")
         _require(

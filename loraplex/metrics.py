@@ -169,13 +169,14 @@ class EngineStats:
     """One consistent look at an engine. Counters only grow; gauges are of now.
 
     waiting_by_cause: `seat` (a place in the batch or KV), `load` (of the adapter), `room` (on the device for the
-    adapter). adapters_found: requests by where their adapter was: `device`, `host`, `compressed`, `disk`, `source`;
-    those that wait for one load together count one for what it read.
-    num_preemptions: running requests that were preempted and were, or will be, computed again; num_pauses: those that
-    made room for another adapter, with their KV kept as long as no other request needed the memory (a KV that was
-    needed makes a preemption of it too). num_admitted: requests that began to run, by what of their adapter they had
-    last waited for: `nothing`, `load`, `room`. kernel_fallbacks: calls of operators that stock torch ran because no
-    kernel covered them, by operator and reason. running_adapter_ids, waiting_adapter_ids: ids of adapters of running
+    adapter). adapter_loads: finished ones by what asked for them; adapter_evictions: by tier and reason;
+    resident_bytes: by tier, `device` and `host`; these three are of `memory`. adapters_found: requests by where their
+    adapter was: `device`, `host`, `compressed`, `disk`, `source`; those that wait for one load together count one for
+    what it read. num_preemptions: running requests that were preempted and were, or will be, computed again;
+    num_pauses: those that made room for another adapter, with their KV kept as long as no other request needed the
+    memory (a KV that was needed makes a preemption of it too). num_admitted: requests that began to run, by what of
+    their adapter they had last waited for: `nothing`, `load`, `room`. kernel_fallbacks: calls of operators that stock
+    torch ran because no kernel covered them, by operator and reason. running_adapter_ids, waiting_adapter_ids: ids of adapters of running
     and of waiting requests. graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by
     reason. Both empty in an engine without graphs.
     """
@@ -201,3 +202,15 @@ class EngineStats:
     eager_steps: Mapping[str, int] = field(default_factory=dict)
     cpu: CpuUse = field(default_factory=CpuUse)
     memory: MemoryReport = field(default_factory=MemoryReport)
+
+    @property
+    def adapter_loads(self) -> Mapping[str, int]:
+        return self.memory.loads
+
+    @property
+    def adapter_evictions(self) -> Mapping[str, int]:
+        return self.memory.evictions
+
+    @property
+    def resident_bytes(self) -> Mapping[str, int]:
+        return {tier: nbytes for tier, nbytes in self.memory.resident_bytes.items() if tier in MEMORY_TIERS}

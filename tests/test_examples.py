@@ -12,7 +12,11 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 HELPERS = {"demo_server.py"}
 
 SAYS = {
-    "offline.py": ["base     good morning= good morning", "upper    good morning= GOOD MORNING"],
+    "offline.py": [
+        "base     good morning= good morning",
+        "upper    good morning= GOOD MORNING",
+        "after an eviction 2 adapters are on the device, 3 in host memory",
+    ],
     "openai_client.py": ["reverse  gninrom doog", "rot13    tbbq zbeavat", "`no-such-adapter` does not exist"],
     "hot_swap.py": [
         "production is version 2",
@@ -20,6 +24,7 @@ SAYS = {
         "after the change:       gninrom doog",
         "after the rollback:     GOOD MORNING",
     ],
+    "custom_eviction_policy.py": ["lru                24 promotions", "most_recent_first  16 promotions"],
     "load_test.py": ["40 requests in", "of 8 adapters on the device"],
 }
 ARGUMENTS = {"load_test.py": ["--clients", "4", "--requests", "40"]}

@@ -29,6 +29,7 @@ from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.profiled import profiled
 from loraplex.kvcache.allocator import KVBlockAllocator
+from loraplex.memory.eviction.custom import MakePolicy, PolicySource, policy_maker
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import Arena, KVShare
 from loraplex.memory.weights.copies import CopyEngine, copies_for
@@ -48,13 +49,19 @@ Progress = Callable[[str, int, int], None]
 
 
 def build_engine(
-    config: EngineConfig, progress: Progress | None = None, profiler: Profiler | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    profiler: Profiler | None = None,
+    eviction_policy: PolicySource | None = None,
 ) -> EngineCore:
     """Load the model and give it memory. Raises ConfigError or ModelError, naming the setting or the file.
 
     progress(what, done, total) is called while weights are read, kernels compiled and graphs captured. With a profiler,
-    kernels are measured one by one.
+    kernels are measured one by one. eviction_policy: instead of the config's, which can name one only.
     """
+    if eviction_policy is None and config.lora is not None:
+        eviction_policy = config.lora.eviction_policy
+    make_policy = None if eviction_policy is None else policy_maker(eviction_policy)
     torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
     device = _device(config.device)
     path = resolve_model(config.model, config.revision)
@@ -71,7 +78,9 @@ def build_engine(
     blocks = _build_blocks(config, memory)
     events = EventLog()
     source, lora = AdapterSource(config.root_paths), memory.lora
-    adapters = None if lora is None else build_manager(lora, source, model, backend, memory.arena, blocks, events)
+    adapters = None
+    if lora is not None:
+        adapters = build_manager(lora, source, model, backend, memory.arena, blocks, events, make_policy)
     scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
     profiler = profiler or Profiler()
@@ -80,25 +89,37 @@ def build_engine(
     runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
-    info = EngineInfo(
+    info = _info(config, path, model_config, memory, model, backend)
+    look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
+    waiting = config.max_waiting_requests
+    return EngineCore(
+        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
+    )
+
+
+def _info(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    memory: MemoryPlan,
+    model: Decoder,
+    backend: KernelBackend,
+) -> EngineInfo:
+    dtype_name = model_config.effective_dtype(config.dtype)
+    return EngineInfo(
         model_path=str(path),
         architecture=model_config.model_type,
         dtype=dtype_name,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         adapter_memory_bytes=0 if memory.lora is None else memory.lora.adapter_memory_bytes,
         targets=model.lora_targets() if config.lora is not None else (),
         vocab_size=model_config.vocab_size,
         block_size=config.block_size,
         backend=backend.name,
         backend_description=backend.description,
-        device=str(device),
-    )
-    look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
-    waiting = config.max_waiting_requests
-    return EngineCore(
-        info, scheduler, runner, blocks, adapters, waiting, profiler, events, caretaker, look_ahead=look_ahead
+        device=str(memory.arena.device),
     )
 
 
@@ -221,6 +242,7 @@ def build_manager(
     arena: Arena,
     blocks: KVBlockAllocator,
     events: EventLog,
+    make_policy: MakePolicy | None,
 ) -> LoRAModelManager:
     """On a CPU the arena is host and device memory in one; another device has its own beside it, pinned for a GPU."""
     targets = model.lora_targets()
@@ -239,6 +261,7 @@ def build_manager(
         ask_kv=blocks.give_back,
         events=events,
         disk_tier=lambda packer: open_disk_tier(lora, packer),
+        make_policy=make_policy,
     )
     blocks.reclaim = manager.reclaim_chunks
     model.bind_lora(manager.table, backend)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loraplex.adapters.registry import Journal, LoRARef, LoRARegistry, OnChange
+from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
 from loraplex.core import AdapterStore, EngineInfo, LoRARequest
@@ -60,10 +61,11 @@ def make_front(
     base_names: Iterable[str] = (),
     journal: Journal | None = None,
     on_change: OnChange = lambda kind, name, text, details: None,
+    abort_grace_s: float = ABORT_GRACE_S,
 ) -> Front:
     """Put a front before a started engine; `store` is None when LoRA is off. Roots in the config have no links.
 
-    journal, on_change: as in `LoRARegistry`.
+    journal, on_change, abort_grace_s: as in `LoRARegistry`.
     """
     # These bring in torch: a second, spent while an engine process starts.
     from loraplex.adapters.checked_reader import CheckedReader
@@ -83,6 +85,7 @@ def make_front(
             max_versions_kept=config.lora.max_versions_kept,
             journal=journal,
             on_change=on_change,
+            abort_grace_s=abort_grace_s,
         )
     return Front(
         served_model_name,

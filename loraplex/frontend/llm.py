@@ -9,28 +9,49 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
-from loraplex.adapters.registry import AdapterInfo, LoRARef, SwitchResult
-from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import FinishReason, LoRARequest, Request, RequestMetrics, RequestOutput, SamplingParams, TokenOutput
+from loraplex.adapters.registry import AdapterInfo, LoadResult, LoRARef, SwitchResult
+from loraplex.adapters.registry.drain import check_deadline
+from loraplex.config import EngineConfig
+from loraplex.core import (
+    AddOutcome,
+    FinishReason,
+    LoRARequest,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+    TokenOutput,
+)
 from loraplex.engine.build import Progress, build_engine
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import (
     AdapterNotFoundError,
-    ConfigError,
     EngineShutdownError,
     InvalidRequestError,
     LoraplexError,
     error_from_payload,
 )
+from loraplex.events import Detail, EngineEvent, EventKind
+from loraplex.frontend.event_hub import EventBatch, EventHub
 from loraplex.frontend.frontend import adapter_ref, make_front
+from loraplex.frontend.llm_arguments import (
+    MakeBar,
+    Messages,
+    PromptInput,
+    config_of,
+    listed_prompts,
+    one_each,
+    progress_bar,
+    single_prompt,
+)
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.store import store_of
-from loraplex.metrics import EngineStats
+from loraplex.memory.eviction.custom import PolicySource
+from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.packed_cache import wait_until_saved
 from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
@@ -44,10 +65,6 @@ STALLED_WAIT_S = 0.05
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Messages = Sequence[Mapping[str, Any]]
-PromptInput = str | Sequence[int] | Mapping[str, Any]
-"""A string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
-
 _Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]
 """A prompt, how to sample, its adapter, and whether the tokenizer adds special tokens."""
 
@@ -60,7 +77,10 @@ def in_turn(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LL
         with self._turn:
             if self._is_closed:
                 raise EngineShutdownError(f"this {type(self).__name__} is closed: make a new one")
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self._see_events()
 
     return call
 
@@ -70,6 +90,8 @@ class LLM:
 
     `LLM(model, dtype=..., max_model_len=..., ...)` takes the fields of `EngineConfig` as keywords, and those of
     `LoRAConfig` beside them (`enable_lora=False` turns LoRA off); or make one from a config with `LLM.from_config`.
+    `eviction_policy` may also be a class with the methods of `loraplex.memory.eviction.policies.EvictionPolicy`, or an
+    object of one. vLLM's `tensor_parallel_size=1` and `trust_remote_code=False` are accepted, with no other value.
     Raises ConfigError or ModelError.
 
     Any thread may call it; calls take turns, whole `generate`s too. For requests of many threads in one batch there is
@@ -77,7 +99,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, enable_lora: bool = True, **settings: Any) -> None:
-        self._start(_config_of(model, enable_lora, settings), None)
+        self._start(config_of(model, enable_lora, settings), None, eviction_policy=settings.get("eviction_policy"))
 
     @classmethod
     def from_config(
@@ -88,12 +110,18 @@ class LLM:
         llm._start(config, progress, profiler)
         return llm
 
-    def _start(self, config: EngineConfig, progress: Progress | None, profiler: Profiler | None = None) -> None:
+    def _start(
+        self,
+        config: EngineConfig,
+        progress: Progress | None,
+        profiler: Profiler | None = None,
+        eviction_policy: PolicySource | None = None,
+    ) -> None:
         self.config = config = config.with_real_roots()
         self._turn = threading.RLock()  # held by the call that runs; a call inside it by the same thread is part of it
         self._is_closed = False
         self._profiler = profiler or Profiler()
-        self.engine: EngineCore = build_engine(config, progress, profiler)
+        self.engine: EngineCore = build_engine(config, progress, profiler, eviction_policy)
         self._aborted: list[TokenOutput] = []
         self._front = make_front(
             config,
@@ -101,9 +129,13 @@ class LLM:
             None if config.lora is None else store_of(self.engine, self._aborted.extend),
             lambda job: job(),  # the last release of an unloaded adapter drops it on the spot: no other thread waits
             served_model_name=config.model,
+            on_change=self._on_registry_change,
+            abort_grace_s=0,  # what is aborted lets go in the next step, which no other thread runs
         )
         self._request_ids = itertools.count()
         self._submitted: dict[str, tuple[PreparedRequest, list[LoRARef]]] = {}
+        self._unread: dict[str, RequestOutput] = {}  # of submitted requests: what `step` is to return
+        self._events = EventHub()
         self._lora_profile: LoraProfile | None = None
 
     def __enter__(self) -> Self:
@@ -140,6 +172,7 @@ class LLM:
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str = "",
+        use_tqdm: bool | MakeBar = False,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
@@ -148,14 +181,14 @@ class LLM:
         (InvalidRequestError) when lengths differ or a prompt cannot be served, AdapterError when an adapter cannot;
         nothing has run then. A completion that reaches the model's length ends there, with finish_reason `length`,
         whatever `max_tokens` allows.
+        use_tqdm: True shows a progress bar, and `tqdm` (or what is called as it is) makes its own.
         """
         listed = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
         adapters = one_each(lora_request, len(listed), "lora_request", LoRARequest)
         requests = zip(listed, params, adapters, strict=True)
-        return self._run(
-            [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests], cache_salt
-        )
+        asked = [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests]
+        return self._run(asked, cache_salt, use_tqdm)
 
     @in_turn
     def chat(
@@ -166,6 +199,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool | MakeBar = False,
     ) -> list[RequestOutput]:
         """Answer conversations: one (a list of messages) or several. The model's chat template makes the prompts."""
         if self.tokenizer is None:
@@ -183,7 +217,8 @@ class LLM:
         adapters = one_each(lora_request, len(prompts), "lora_request", LoRARequest)
         # The template writes the special tokens itself.
         requests = zip(prompts, params, adapters, strict=True)
-        return self._run([(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests])
+        asked = [(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests]
+        return self._run(asked, "", use_tqdm)
 
     # ----------------------------------------------------------------------------------------------- request by request
 
@@ -223,18 +258,37 @@ class LLM:
         adapters, this waits for the end of a load, at most `stalled_wait_s`. No step is in flight between two calls:
         verbs may wait for its memory.
         """
+        self._step_submitted(stalled_wait_s)
+        outputs = list(self._unread.values())
+        self._unread.clear()
+        return outputs
+
+    def _step_submitted(self, stalled_wait_s: float) -> None:
+        """One step, of which `_unread` keeps the outputs."""
         _, processed = self._advance(False, stalled_wait_s, is_settled=True)
-        outputs = []
         for one in processed:
             output = one.output or _failed(self._submitted[one.request_id][0], one.error)
-            outputs.append(output)
+            self._unread[one.request_id] = output
             if output.finished:
                 self._release(self._submitted.pop(one.request_id)[1])
-        return outputs
+
+    def _finish_on(self, adapter_name: str, deadline_s: float | None) -> None:
+        """Step until no submitted request is on an adapter, at most `deadline_s`: no other call could meanwhile.
+
+        `step` returns what came of it.
+        """
+        check_deadline(deadline_s)
+        end_s = time.monotonic() + (deadline_s or 0)
+        while any(ref.adapter_name == adapter_name for _, refs in self._submitted.values() for ref in refs):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._step_submitted(min(left_s, STALLED_WAIT_S))
 
     @in_turn
     def abort(self, request_id: str) -> bool:
         """End a submitted request; False when it has ended already. No output of it comes any more."""
+        self._unread.pop(request_id, None)
         _, refs = self._submitted.pop(request_id, (None, None))
         if refs is None:
             return False
@@ -244,12 +298,12 @@ class LLM:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request has not ended."""
-        return bool(self._submitted)
+        """Whether `step` has an output to come."""
+        return bool(self._submitted or self._unread)
 
     # -------------------------------------------------------------------------------------------------------- the steps
 
-    def _run(self, requests: Sequence[_Asked], cache_salt: str = "") -> list[RequestOutput]:
+    def _run(self, requests: Sequence[_Asked], cache_salt: str, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         if self._submitted:
             raise InvalidRequestError(
                 f"{len(self._submitted)} submitted requests have not ended: step until they have, or abort them, then "
@@ -257,9 +311,10 @@ class LLM:
             )
         refs: list[LoRARef] = []
         try:
-            self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
-            prepared = [self._prepare(asked, refs, cache_salt) for asked in requests]
-            finished = self._complete(prepared)
+            with progress_bar(use_tqdm, len(requests)) as note_done:
+                self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
+                prepared = [self._prepare(asked, refs, cache_salt) for asked in requests]
+                finished = self._complete(prepared, note_done)
             return [finished[one.request_id] for one in prepared]
         finally:
             self._release(refs)
@@ -303,7 +358,9 @@ class LLM:
                 assert refused.error is not None
                 raise error_from_payload(refused.error)
 
-    def _complete(self, prepared: Sequence[PreparedRequest]) -> dict[str, RequestOutput]:
+    def _complete(
+        self, prepared: Sequence[PreparedRequest], note_done: Callable[[int], Any]
+    ) -> dict[str, RequestOutput]:
         """Step until all are finished. At most `max_waiting_requests` are queued at a time."""
         finished: dict[str, RequestOutput] = {}
         left = [request for one in reversed(prepared) for request in reversed(one.children)]
@@ -322,6 +379,7 @@ class LLM:
                         raise processed.error
                     if processed.output is not None:
                         finished[processed.request_id] = processed.output
+                        note_done(1)
         except BaseException:
             for one in prepared:
                 self.engine.abort(self._front.outputs.remove(one.request_id))
@@ -359,6 +417,7 @@ class LLM:
         outputs = self.engine.step()
         if is_settled:
             outputs += self.engine.settle()
+        self._see_events()
         aborted = self._aborted.copy()
         del self._aborted[: len(aborted)]
         return outputs + aborted
@@ -378,20 +437,52 @@ class LLM:
         return result.status != "already_loaded"
 
     @in_turn
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Unload an adapter by its number; False when there is none."""
+    def remove_lora(self, lora_int_id: int, *, deadline_s: float | None = None, force: bool = False) -> bool:
+        """Unload an adapter by its number; False when there is none.
+
+        Submitted requests on it finish in later steps, and it is dropped then. With `deadline_s` this call steps until
+        they have, at most so long, and the next `step` has the outputs; `force` aborts those that still run.
+        """
         try:
-            name = self._front.registry_or_refuse().name_of(lora_int_id)
+            name = self._name_of(lora_int_id)
         except AdapterNotFoundError:
             return False
-        self._front.registry_or_refuse().unload(name)
+        self._finish_on(name, deadline_s)
+        self._front.registry_or_refuse().unload(name, force=force)
         return True
 
     @in_turn
     def pin_lora(self, lora_int_id: int) -> bool:
-        """Keep an adapter on the device until it is unloaded. Raises AdapterNotFoundError, AdapterMemoryError."""
-        registry = self._front.registry_or_refuse()
-        return registry.pin(registry.name_of(lora_int_id))
+        """Promote an adapter and keep it on the device until it is unpinned or unloaded. Whether something changed.
+
+        This and the verbs below raise AdapterNotFoundError for a number that no adapter has, and what goes to the
+        device AdapterMemoryError when there is no room.
+        """
+        return self._front.registry_or_refuse().pin(self._name_of(lora_int_id))
+
+    @in_turn
+    def unpin_lora(self, lora_int_id: int) -> bool:
+        """Let an adapter be evicted again. Whether something changed."""
+        return self._front.registry_or_refuse().unpin(self._name_of(lora_int_id))
+
+    @in_turn
+    def preload_lora(self, lora_int_id: int) -> AddOutcome:
+        """Promote an adapter now rather than with its first request. True when something changed; `evicted` has the
+        names that made room."""
+        return self._front.registry_or_refuse().preload(self._name_of(lora_int_id))
+
+    @in_turn
+    def evict_lora(self, lora_int_id: int) -> bool:
+        """Move an adapter one tier down, which lifts a pin; requests bring it back. Whether something changed."""
+        return self._front.registry_or_refuse().evict(self._name_of(lora_int_id))
+
+    @in_turn
+    def rollback_lora(self, lora_int_id: int, version: int | None = None) -> LoadResult:
+        """Let what answered before an adapter's last reload or switch answer again, or a kept version of it."""
+        return self._front.registry_or_refuse().move(self._name_of(lora_int_id), version)
+
+    def _name_of(self, lora_int_id: int) -> str:
+        return self._front.registry_or_refuse().name_of(lora_int_id)
 
     @in_turn
     def list_loras(self) -> set[int]:
@@ -399,10 +490,31 @@ class LLM:
         return set(self._front.registry_or_refuse().lora_int_ids())
 
     @in_turn
-    def switch_lora(self, old_id: int, new_id: int) -> SwitchResult:
-        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when no request uses it."""
+    def switch_lora(
+        self,
+        old_id: int | LoRARequest,
+        new_id: int | LoRARequest,
+        *,
+        deadline_s: float | None = None,
+        force: bool = False,
+    ) -> SwitchResult:
+        """Requests for `old_id` go to `new_id` from now on; `old_id` is evicted when no request uses it.
+
+        A LoRARequest as `new_id` is loaded as by `add_lora`, and one as `old_id` need not be loaded: the result says
+        whether it was active. deadline_s and force are for requests on `old_id`, as in `remove_lora`. Raises
+        AdapterNotFoundError for a number that no adapter has, and AdapterError when the new adapter cannot be loaded or
+        promoted; then the old one answers on.
+        """
         registry = self._front.registry_or_refuse()
-        return registry.switch(registry.name_of(old_id), registry.name_of(new_id))
+        old, new = (self._name_of(each) if isinstance(each, int) else each.lora_name for each in (old_id, new_id))
+        if isinstance(new_id, int):
+            switch = partial(registry.switch, old, new)
+        else:
+            self._front.check_lora_request(new_id)
+            number, is_reload = new_id.lora_int_id, new_id.load_inplace
+            switch = partial(registry.switch, old, new, new_id.lora_path, lora_int_id=number, load_inplace=is_reload)
+        self._finish_on(old, deadline_s)
+        return switch(force=force)
 
     @in_turn
     def adapters(self) -> list[AdapterInfo]:
@@ -414,12 +526,23 @@ class LLM:
         return self.engine.stats()
 
     @in_turn
+    def memory_report(self) -> MemoryReport:
+        """The memory of adapters and KV cache as it is now: tiers, pressure, fragmentation, counters."""
+        return self.engine.memory_report()
+
+    @in_turn
+    def events(self, last_id: int = 0) -> EventBatch:
+        """What happened to adapters and memory after the event of an id, oldest first; the latest 1,000 are kept."""
+        self._see_events()
+        return self._events.after(last_id)
+
+    @in_turn
     def start_lora_profiling(self, targets: ServiceTargets | None = None) -> None:
         """Record requests, steps, events until `generate_lora_performance_report`. InvalidRequestError: one runs."""
         check_not_profiling(self._lora_profile)
+        self._see_events()  # those of before
         self._lora_profile = profile = LoraProfile(partial(address_of, self._front.registry), targets)
         profile.begin(self.engine.stats())
-        self.engine.take_events()  # those of before
         self.engine.start_profile()
         self._front.outputs.recorder = profile.requests
 
@@ -427,12 +550,25 @@ class LLM:
     def generate_lora_performance_report(self) -> LoraPerformanceReport:
         """End the profile and say what it found. InvalidRequestError when none runs."""
         profile = check_profiling(self._lora_profile)
+        self._see_events()
         self._lora_profile = self._front.outputs.recorder = None
-        for event in self.engine.take_events():
-            profile.see(event)
         stats = self.engine.stats()
         adapters = [] if self._front.registry is None else self.adapters()
         return profile.report(stats, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
+
+    def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
+        self._see_events()  # what the verb made the engine do came before
+        self._see(EngineEvent(kind, time.time(), text, adapter_name=name, details=details))
+
+    def _see_events(self) -> None:
+        """Take the engine's events, of which it keeps the latest only."""
+        for event in self.engine.take_events():
+            self._see(event)
+
+    def _see(self, event: EngineEvent) -> None:
+        self._events.add(event)
+        if self._lora_profile is not None:
+            self._lora_profile.see(event)
 
     def check_integrity(self) -> None:
         """Assert that names, references and memory are consistent."""
@@ -454,61 +590,3 @@ def _failed(prepared: PreparedRequest, error: LoraplexError | None) -> RequestOu
         metrics=RequestMetrics(prepared.arrival_s, finished_time=time.time()),
         error=error,
     )
-
-
-def _config_of(model: str, enable_lora: bool, settings: Mapping[str, Any]) -> EngineConfig:
-    """Keywords to configs; one that is neither's field is refused by name."""
-    engine_names = {field.name for field in fields(EngineConfig)} - {"model", "lora"}
-    lora_names = {field.name for field in fields(LoRAConfig)}
-    unknown = sorted(set(settings) - engine_names - lora_names)
-    if unknown:
-        raise ConfigError(
-            f"LLM has no setting {', '.join(unknown)}; the settings are the fields of EngineConfig and LoRAConfig"
-        )
-    lora_settings = {name: value for name, value in settings.items() if name in lora_names}
-    if lora_settings and not enable_lora:
-        raise ConfigError(f"enable_lora=False, but settings of LoRA are given: {', '.join(sorted(lora_settings))}")
-    engine_settings = {name: value for name, value in settings.items() if name in engine_names}
-    return EngineConfig(model=model, lora=LoRAConfig(**lora_settings) if enable_lora else None, **engine_settings)
-
-
-# -------------------------------------------------------------------------------------- prompts and what goes with them
-
-
-def listed_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | Sequence[int]]:
-    if not isinstance(prompts, str | Mapping | Sequence):
-        raise InvalidRequestError(f"prompts are strings or token ids, got {type(prompts).__name__}")
-    if isinstance(prompts, str | Mapping) or (prompts and all(isinstance(token, int) for token in prompts)):
-        return [single_prompt(cast(PromptInput, prompts))]
-    return [single_prompt(cast(PromptInput, prompt)) for prompt in prompts]
-
-
-def single_prompt(prompt: PromptInput) -> str | Sequence[int]:
-    """A string, or token ids."""
-    if isinstance(prompt, Mapping):
-        known = {"prompt", "prompt_token_ids"} & set(prompt)
-        if len(prompt) != 1 or not known:
-            raise InvalidRequestError(
-                f"a prompt has one of prompt and prompt_token_ids, got the keys {sorted(map(str, prompt))}"
-            )
-        prompt = prompt[known.pop()]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
-        return cast(Sequence[int], prompt)
-    raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
-
-
-def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
-    """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
-    if given is None or isinstance(given, kind):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise InvalidRequestError(f"{name} is a {type(given).__name__}; it takes {kind.__name__}, or a list of them")
-    listed: list[T | None] = list(given)
-    if len(listed) != count:
-        raise InvalidRequestError(f"{name} has {len(listed)} entries for {count} prompts: give one, or one for each")
-    wrong = next((one for one in listed if one is not None and not isinstance(one, kind)), None)
-    if wrong is not None:
-        raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
-    return listed

@@ -33,7 +33,8 @@ from loraplex.memory.care.compaction import CompactionResult, Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth
 from loraplex.memory.care.housekeeping import Housekeeping
-from loraplex.memory.eviction.policies import get_policy
+from loraplex.memory.eviction.custom import MakePolicy, policy_maker
+from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
 from loraplex.memory.residency.store import WeightStore
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers, most_bytes
@@ -75,7 +76,8 @@ class LoRAModelManager:
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine
     (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
     thread. base_bias: this shard's slice of a module's base bias. on_digest_dropped: called by `poll` when the last
-    adapter of a content is gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool).
+    adapter of a content is gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool). make_policy: of the
+    tiers' eviction, if not the one that the config names.
     """
 
     def __init__(
@@ -96,13 +98,15 @@ class LoRAModelManager:
         ask_kv: Callable[[int], int] | None = None,
         events: EventLog | None = None,
         disk_tier: Callable[[Packer], DiskCache | None] = lambda packer: None,
+        make_policy: MakePolicy | None = None,
     ) -> None:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
         self._disk, self._compressed = disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
+        make_policy = make_policy or policy_maker(lora_config.eviction_policy)
+        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, partial(make_policy, clock))
         tiers = Tiers(host, device, copies or SynchronousCopies(), packer.checksums)
         tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
         self._tiers = tiers
@@ -403,19 +407,18 @@ def build_tiers(
     packer: Packer,
     arena: Arena,
     host_arena: Arena | None,
-    clock: Callable[[], float],
+    new_policy: Callable[[], EvictionPolicy],
 ) -> tuple[HostCache, DeviceCache]:
     """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
     pool = LoRAMemoryPool(arena)
     host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
-    name = lora_config.eviction_policy
     host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
-    host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
+    host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, new_policy())
     most = host.max_bytes if host_arena is None else most_bytes(arena)
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
     device_pool = None if host_arena is None else pool
     max_bytes = min(lora_config.adapter_memory_bytes, most)
-    device = DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
+    device = DeviceCache(table, device_pool, max_bytes, new_policy())
     is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
     _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
     return host, device

@@ -422,3 +422,13 @@ def test_verbs_tell_what_they_did(bench: Bench) -> None:
         (EventKind.SWITCH, "sql", "adapter 'sql' was switched to 'chat'"),
         (EventKind.UNLOAD, "chat", "adapter 'chat' was unloaded"),
     ]
+
+
+def test_a_switch_of_a_name_that_is_not_loaded_tells_no_switch(bench: Bench) -> None:
+    bench.registry.load("chat", "/chat")
+    result = bench.registry.switch("sql", "chat")
+    assert (result.is_old_loaded, result.ref.adapter_name) == (False, "chat")
+    assert bench.told == []
+    bench.registry.load("sql", "/sql")
+    assert bench.registry.switch("sql", "chat").is_old_loaded
+    assert [kind for kind, _, _ in bench.told] == [EventKind.SWITCH]

@@ -20,6 +20,7 @@ import pytest
 import pytest_asyncio
 
 from loraplex.adapters.source import AdapterSource
+from loraplex.config import LoRAConfig
 from loraplex.core import RequestOutput
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (
@@ -265,6 +266,31 @@ async def check_shut_down(client: Client) -> None:
 async def test_a_state_directory_without_lora_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a state directory is given, but LoRA is off"):
         await AsyncEngine.start(demo_config(is_lora_on=False), state_dir=tmp_path)
+
+
+async def test_an_eviction_policy_of_ones_own_is_loaded_in_the_engine_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (
+        "import os, pathlib",
+        "from loraplex.memory.eviction.policies import LRU",
+        "class Mine(LRU):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        "        pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))",
+        "class Half:",
+        "    name, evicts, enter, use = 'half', True, LRU.enter, LRU.use",
+    )
+    (tmp_path / "policies_of_mine.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="'policies_of_mine:Half' lacks touch, evict, forget, order: "):
+        await within(AsyncEngine.start(demo_config(LoRAConfig(eviction_policy="policies_of_mine:Half"))))
+    engine = await within(AsyncEngine.start(demo_config(LoRAConfig(eviction_policy="policies_of_mine:Mine"))))
+    try:
+        assert (tmp_path / "pid").read_text() == str(engine.engine_pid)
+        assert "policies_of_mine" not in sys.modules
+    finally:
+        await engine.shutdown()
 
 
 async def test_a_failed_start_lets_the_state_directory_go(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from loraplex.errors import (
     ModelNotFoundError,
     PromptTooLongError,
 )
+from loraplex.memory.eviction.policies import FIFO
 from tests.fixtures import NUM_TOKENS, TARGET_MODULES, VOCAB_SIZE, ModelZoo, Oracle
 
 MAX_MODEL_LEN = 160
@@ -183,6 +186,60 @@ def test_more_completions_of_one_prompt_than_may_wait(base: Path, n: int) -> Non
     with LLM(str(base), max_model_len=64, max_waiting_requests=3, max_num_seqs=2, max_num_batched_tokens=64) as llm:
         output = llm.generate([ids(6), ids(7)], SamplingParams(seed=1, max_tokens=3, n=n))
         assert [len(each.outputs) for each in output] == [n, n]
+
+
+# ------------------------------------------------------------------------------------------------------- a progress bar
+
+
+class Bar:
+    """What `use_tqdm` makes, as tqdm's class is called."""
+
+    def __init__(self, total: int, **settings: Any) -> None:
+        self.total, self.settings, self.calls = total, settings, []
+
+    def update(self, n: int) -> None:
+        self.calls.append(n)
+
+    def close(self) -> None:
+        self.calls.append("closed")
+
+
+def test_use_tqdm_shows_a_bar_if_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = token_ids(llm.generate([TEXT] * 3, GREEDY))
+    assert token_ids(llm.generate([TEXT] * 3, GREEDY, use_tqdm=False)) == plain
+    assert capsys.readouterr() == ("", "")
+    assert token_ids(llm.generate([TEXT] * 3, GREEDY, use_tqdm=True)) == plain
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Processed prompts" in shown.err
+    assert "3/3" in shown.err
+    llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=True)
+    assert "1/1" in capsys.readouterr().err
+
+
+def test_use_tqdm_may_make_the_bar(llm: LLM) -> None:
+    bars: list[Bar] = []
+
+    def make(**settings: Any) -> Bar:
+        bars.append(Bar(**settings))
+        return bars[-1]
+
+    llm.generate([TEXT] * 3, SamplingParams(n=2, max_tokens=4), use_tqdm=make)
+    (bar,) = bars
+    assert (bar.total, bar.settings["desc"]) == (3, "Processed prompts")
+    assert bar.calls == [1, 1, 1, "closed"]
+    with pytest.raises(PromptTooLongError):
+        llm.generate([5] * 1000, GREEDY, use_tqdm=make)
+    assert bars[-1].calls == ["closed"]
+
+
+def test_use_tqdm_takes_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, 1, "yes"):
+        with pytest.raises(ConfigError, match=f"use_tqdm must be True, False or what makes a bar .*got {value!r}"):
+            llm.generate(TEXT, GREEDY, use_tqdm=value)
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ConfigError, match="use_tqdm=True shows a bar of rich, which is not installed"):
+        llm.generate(TEXT, GREEDY, use_tqdm=True)
 
 
 # ------------------------------------------------------------------------------------------------- one for each prompt
@@ -530,6 +587,51 @@ def test_switch_lora(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
     assert llm.list_loras() == {1, 2}
 
 
+def test_switch_lora_to_an_adapter_that_is_not_loaded_loads_it(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    of_two = token_ids(llm.generate(TEXT, GREEDY, lora_request=two))
+    llm.remove_lora(2)
+    llm.add_lora(one)
+    result = llm.switch_lora(1, two)
+    assert (result.old, result.ref.adapter_name, result.ref.lora_int_id) == ("one", "two", 2)
+    assert result.load_s > 0
+    assert llm.list_loras() == {1, 2}
+    assert token_ids(llm.generate(TEXT, GREEDY, lora_request=one)) == of_two
+
+
+def test_switch_lora_reloads_in_place_if_asked(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(one)
+    llm.add_lora(two)
+    assert llm.switch_lora(1, two).ref.adapter_version == 1
+    assert llm.switch_lora(1, replace(two, load_inplace=True)).ref.adapter_version == 2
+
+
+def test_switch_lora_of_an_adapter_that_is_not_active_says_so(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    """One in host memory is redirected all the same; one that is not loaded resolves to nothing, before and after."""
+    llm.add_lora(two)
+    assert not llm.switch_lora(one, 2).is_old_active
+    assert llm.list_loras() == {2}
+    llm.add_lora(one)
+    assert not llm.switch_lora(one, two).is_old_active
+    assert llm._front.registry_or_refuse().resolve("one").adapter_name == "two"
+    llm.switch_lora(2, 1)
+    assert llm.switch_lora(1, 2).is_old_active
+
+
+def test_a_switch_that_cannot_be_changes_nothing(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(one)
+    for old, new in ((1, 9), (9, 1), (one, 9), (9, one)):
+        with pytest.raises(AdapterNotFoundError, match="no adapter has lora_int_id 9; load one with that number first"):
+            llm.switch_lora(old, new)
+    with pytest.raises(InvalidRequestError, match="adapter 'one' cannot be switched to itself; give two names"):
+        llm.switch_lora(one, 1)
+    with pytest.raises(InvalidRequestError, match="base_model_name is 'another'"):
+        llm.switch_lora(1, replace(two, base_model_name="another"))
+    with pytest.raises(AdapterPathNotFoundError, match="nowhere"):
+        llm.switch_lora(1, replace(two, lora_path="/nowhere"))
+    assert llm.list_loras() == {1}
+    assert llm._front.registry_or_refuse().resolve("one").adapter_name == "one"
+
+
 def test_a_forced_unload_ends_what_runs_and_what_is_not_in_the_engine_yet(
     base: Path, one: LoRARequest, two: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -662,6 +764,19 @@ def test_unknown_settings_are_refused_by_name(base: Path, setting: str) -> None:
         LLM(str(base), **{setting: 1})
 
 
+def test_settings_of_vllm_with_one_value(base: Path) -> None:
+    with LLM(str(base), tensor_parallel_size=1, trust_remote_code=False, max_model_len=64) as llm:
+        assert llm.generate(TEXT, GREEDY)
+    for setting, value, why in (
+        ("tensor_parallel_size", 2, "an engine runs on one device"),
+        ("tensor_parallel_size", True, "an engine runs on one device"),
+        ("trust_remote_code", True, "no code of a model's repository is run"),
+        ("trust_remote_code", 0, "no code of a model's repository is run"),
+    ):
+        with pytest.raises(ConfigError, match=f"{setting}={value!r} is not supported: {why}"):
+            LLM(str(base), **{setting: value})
+
+
 def test_every_setting_is_a_keyword(base: Path) -> None:
     """The defaults, given explicitly, are accepted; LoRA's settings need LoRA."""
     engine = {f.name: getattr(EngineConfig(model="m"), f.name) for f in fields(EngineConfig)}
@@ -690,12 +805,40 @@ def test_every_setting_is_a_keyword(base: Path) -> None:
         ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras.*2.*max_loras.*4"),
         ({"fully_sharded_loras": True}, "fully_sharded_loras"),
         ({"eviction_policy": "random"}, "random"),
+        ({"eviction_policy": None}, "eviction_policy .* got None"),
+        ({"eviction_policy": 5}, "eviction policy 'builtins:int' lacks name"),
     ],
 )
 def test_settings_that_cannot_be(base: Path, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as raised:
         LLM(str(base), **settings)
     assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("policy", ["loraplex.memory.eviction.policies:FIFO", FIFO, FIFO()])
+def test_an_eviction_policy_of_ones_own(base: Path, one: LoRARequest, two: LoRARequest, policy: Any) -> None:
+    with LLM(str(base), eviction_policy=policy, max_loras=1, max_model_len=64) as llm:
+        assert llm.config.lora is not None
+        assert llm.config.lora.eviction_policy == "loraplex.memory.eviction.policies:FIFO"
+        llm.generate([TEXT] * 2, GREEDY, lora_request=[one, two])
+        assert llm.memory_report().evictions["device_room"] >= 1
+        llm.check_integrity()
+
+
+def test_an_eviction_policy_may_be_an_object_that_is_empty(base: Path) -> None:
+    class Sized(FIFO):
+        def __len__(self) -> int:
+            return len(self._keys)
+
+    with LLM(str(base), eviction_policy=Sized(), max_model_len=64) as llm:
+        assert llm.config.lora is not None
+        assert llm.config.lora.eviction_policy.endswith("<locals>.Sized"), "no place that could be imported"
+
+
+def test_an_eviction_policy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    for policy in (object, "builtins:object"):
+        with pytest.raises(ConfigError, match="eviction policy 'builtins:object' lacks name, evicts, enter"):
+            LLM(str(tmp_path / "nowhere"), eviction_policy=policy)
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
@@ -752,6 +895,20 @@ def test_stats(base: Path, one: LoRARequest) -> None:
         assert stats.memory.resident_bytes["device"] == stats.memory.resident_bytes["host"] > 0
         assert stats.step_times.num_steps == 8
         assert (stats.num_running, stats.num_waiting, stats.memory.kv_cache_usage) == (0, 0, 0)
+
+
+def test_stats_of_adapters_are_those_of_the_memory(base: Path, one: LoRARequest, two: LoRARequest) -> None:
+    """Under the names that `EngineStats` had before there was `memory`."""
+    with LLM(str(base), max_model_len=64, max_loras=1) as llm:
+        llm.generate([TEXT, TEXT], GREEDY, lora_request=[one, two])
+        stats = llm.stats()
+        assert stats.adapter_loads == {"add": 2}
+        assert stats.adapter_evictions == {"device_room": 1}
+        assert stats.resident_bytes == {tier: stats.memory.tier(tier).used_bytes for tier in ("device", "host")}
+        assert stats.resident_bytes["host"] > stats.resident_bytes["device"] > 0
+    with LLM(str(base), max_model_len=64, enable_lora=False) as llm:
+        stats = llm.stats()
+        assert stats.adapter_loads == stats.adapter_evictions == stats.resident_bytes == {}
 
 
 def test_prompts_that_wait_for_kv_are_looked_up_once(base: Path) -> None:
@@ -874,6 +1031,26 @@ def test_a_profile(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
     assert report.memory.num_adapters == 2
     llm.start_lora_profiling()
     assert llm.generate_lora_performance_report().num_steps == 0, "each profile is its own"
+
+
+def test_a_profile_sees_switches(llm: LLM, one: LoRARequest, two: LoRARequest) -> None:
+    llm.add_lora(one)
+    llm.add_lora(two)
+    llm.switch_lora(1, 2)
+    llm.start_lora_profiling()
+    promoted = [llm.switch_lora(old, new).promote_s for old, new in ((2, 1), (1, 2))]
+    switches = llm.generate_lora_performance_report().switch_cost.switch
+    assert (switches.count, switches.max_s) == (2, max(promoted))
+
+
+def test_a_profile_counts_more_loads_than_the_engine_keeps_events(
+    llm: LLM, one: LoRARequest, two: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine._events, "_events", deque(maxlen=1))
+    llm.start_lora_profiling()
+    llm.add_lora(one)
+    llm.add_lora(two)
+    assert llm.generate_lora_performance_report().switch_cost.load.count == 2
 
 
 def test_without_lora_there_is_a_profile_too(base: Path) -> None:

@@ -208,7 +208,15 @@ class LoRARegistry:
     # ----------------------------------------------------------------------------------------------------------- switch
 
     def switch(
-        self, old: str, new: str, new_path: str | None = None, deadline_s: float | None = None, force: bool = False
+        self,
+        old: str,
+        new: str,
+        new_path: str | None = None,
+        deadline_s: float | None = None,
+        force: bool = False,
+        *,
+        lora_int_id: int | None = None,
+        load_inplace: bool = False,
     ) -> SwitchResult:
         """Load `new` if it is unknown, promote it, then let it answer for `old` too.
 
@@ -217,15 +225,19 @@ class LoRARegistry:
         An idle `old` is evicted first when there is no room beside it. From then on `old` is an alias
         (`describe(old).alias_of == new`) that keeps its own version loaded, so that `switch(new, old)` is as quick. An
         `old` that is not loaded is no error and becomes no alias. Unloading the alias frees its name and weights; a
-        reload in place makes it answer for itself again. deadline_s and force as in `unload`.
+        reload in place makes it answer for itself again. deadline_s and force as in `unload`; lora_int_id and
+        load_inplace as in `load`, when `new_path` is given.
         """
         check_deadline(deadline_s)
         check_adapter_name(old, self._base_names, param="old")
         if old == new:
             raise InvalidRequestError(f"adapter {old!r} cannot be switched to itself; give two names", param="new")
-        loaded = None if new_path is None else self.load(new, new_path)
+        loaded = None
+        if new_path is not None:
+            loaded = self.load(new, new_path, lora_int_id=lora_int_id, load_inplace=load_inplace)
         result = self._switch.switch(old, new, deadline_s, force)
-        self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
+        if result.is_old_loaded:
+            self._tell(EventKind.SWITCH, old, f"was switched to {new!r}", new=new, promote_s=result.promote_s)
         if loaded is None:
             return result
         return replace(result, load_s=loaded.load_s, evicted=(*loaded.evicted, *result.evicted))

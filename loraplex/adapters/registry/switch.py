@@ -43,6 +43,7 @@ class AdapterSwitch:
         return SwitchResult(
             old=old,
             ref=version.ref,
+            is_old_loaded=bool(drains),
             is_old_active=was_on_device or is_in_use or is_evicted,
             load_s=0.0,
             promote_s=switched_s - began_s,

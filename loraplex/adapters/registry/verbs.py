@@ -86,8 +86,9 @@ class UnloadResult:
 
 @dataclass(frozen=True, slots=True)
 class SwitchResult:
-    """New requests go to `ref`.
+    """`ref` is on the device, and new requests for `old` go to it.
 
+    is_old_loaded: `old` was loaded; if not, nothing was switched, and it resolves to nothing as before.
     is_old_active: the old adapter was on the device or in use, so there was something to evict;
     load_s: until the new adapter was loaded (0 if it was); promote_s: from there until it answered for both names;
     evict_s: from there until the old one was evicted, None while requests still run on it.
@@ -95,6 +96,7 @@ class SwitchResult:
 
     old: str
     ref: LoRARef
+    is_old_loaded: bool
     is_old_active: bool
     load_s: float
     promote_s: float

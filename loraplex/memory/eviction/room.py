@@ -175,7 +175,7 @@ class Room:
         bound = (
             "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
         )
-        rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing is evicted"
+        rule = "" if cache.policy.evicts else f"; eviction_policy is {cache.policy.name}, so nothing is evicted"
         if cache.fits(nbytes):
             has_kv = self._is_kv_in_the_way(cache)
             rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
