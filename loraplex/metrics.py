@@ -176,9 +176,9 @@ class EngineStats:
     num_pauses: those that made room for another adapter, with their KV kept as long as no other request needed the
     memory (a KV that was needed makes a preemption of it too). num_admitted: requests that began to run, by what of
     their adapter they had last waited for: `nothing`, `load`, `room`. kernel_fallbacks: calls of operators that stock
-    torch ran because no kernel covered them, by operator and reason. running_adapter_ids, waiting_adapter_ids: ids of adapters of running
-    and of waiting requests. graph_steps: replayed CUDA graphs, `base` and `lora`; eager_steps: steps beside them by
-    reason. Both empty in an engine without graphs.
+    torch ran because no kernel covered them, by operator and reason. running_adapter_ids, waiting_adapter_ids: ids
+    of adapters of running and of waiting requests. graph_steps: replayed CUDA graphs, `base` and `lora`;
+    eager_steps: steps beside them by reason. Both empty in an engine without graphs.
     """
 
     num_running: int = 0
