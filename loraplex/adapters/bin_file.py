@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, Limits, check_no_pointer, damaged
+from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, check_no_pointer, damaged
 from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
@@ -45,7 +45,7 @@ _OPCODES |= {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "SETITE
 _OPCODES |= _PUTS | _GETS | _CALLS
 
 
-def read_bin(folder: AdapterFolder, max_bytes: int, limits: Limits) -> dict[str, torch.Tensor]:
+def read_bin(folder: AdapterFolder, max_bytes: int, max_tensors: int) -> dict[str, torch.Tensor]:
     """The tensors of the file, on the CPU.
 
     Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError, and what opening raises.
@@ -53,7 +53,7 @@ def read_bin(folder: AdapterFolder, max_bytes: int, limits: Limits) -> dict[str,
     where = folder.where(BIN_NAME)
     with folder.open(BIN_NAME) as file:
         check_size(file.size, max_bytes, folder.adapter)
-        size, checked = file.size, _checked_zip(file, limits, where)
+        size, checked = file.size, _checked_zip(file, max_tensors, where)
     try:
         loaded = torch.load(checked, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -77,13 +77,13 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _checked_zip(file: RegularFile, limits: Limits, where: str) -> io.BytesIO:
+def _checked_zip(file: RegularFile, max_tensors: int, where: str) -> io.BytesIO:
     """A zip of the same members, which every reader reads alike.
 
     The file is read in pieces, its directory first: a sparse or truncated one costs no memory, and no piece holds the
     interpreter's lock for long. The copy is closed with an error: a traceback may live until the next collection.
     """
-    max_members = limits.max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
+    max_members = max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
     source = _PieceReader(file, max(PIECE_BYTES, max_members * DIRECTORY_BYTES_A_MEMBER))
     head = source.read(8)
     check_no_pointer(head, where)
@@ -107,7 +107,7 @@ def _checked_zip(file: RegularFile, limits: Limits, where: str) -> io.BytesIO:
         with zipfile.ZipFile(copy) as archive:
             for member in archive.infolist():
                 if member.filename.lower().endswith(".pkl"):
-                    _check_pickle(archive, member, limits.max_tensors * PICKLE_BYTES_A_TENSOR, where)
+                    _check_pickle(archive, member, max_tensors * PICKLE_BYTES_A_TENSOR, where)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
         copy.close()
         text = f"is truncated or damaged: {_first_line(error)}; copy the file again"

@@ -14,14 +14,15 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-from loraplex.adapters.files import BIN_NAME, AdapterFolder, Limits, read_files
+import torch
+
+from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.regular_file import Roots
+from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.tensor_names import PARTS, TensorName
-from loraplex.adapters.tensors import ReadPlan, ReadTensors, WeightFile, read_tensors
+from loraplex.adapters.tensors import ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -55,25 +56,18 @@ class Blueprint:
     layers: tuple[LayerPlan, ...]
     warnings: tuple[str, ...]
 
-    @cached_property
-    def max_rank(self) -> int:
-        return max(layer.rank for layer in self.layers)
-
 
 @dataclass(frozen=True, eq=False)
 class AdapterContent:
-    """An adapter that was read and found good, not cut into layers yet.
+    """An adapter that was read and found good: one block of memory, not cut into layers yet.
 
     `nbytes` of its tensors in the file's dtypes.
     """
 
     blueprint: Blueprint
-    read: ReadTensors
+    block: torch.Tensor
+    adapter_digest: str
     warnings: tuple[str, ...]
-
-    @property
-    def adapter_digest(self) -> str:
-        return self.read.adapter_digest
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +75,7 @@ class AdapterContent:
 
     @property
     def rank(self) -> int:
-        return self.blueprint.max_rank
+        return max(layer.rank for layer in self.blueprint.layers)
 
 
 class ByteBudget:
@@ -115,7 +109,8 @@ class CheckedReader:
     def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
         self._base = base_modules(targets)
-        self._limits = Limits.of_base(len(self._base) * len(PARTS))
+        self.max_tensors = max(MIN_TENSORS, len(self._base) * len(PARTS))
+        """With spare, so that messages say what is wrong."""
         self._budget = ByteBudget(lora_config.host_memory_bytes)
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
         self._lock = threading.Lock()
@@ -133,7 +128,7 @@ class CheckedReader:
 
     def _read(self, folder: AdapterFolder, helper: PEFTHelper, held_bytes: int) -> AdapterContent:
         max_bytes = self.lora_config.host_memory_bytes
-        file = WeightFile.open(folder, max_bytes, self._limits)
+        file = WeightFile.open(folder, max_bytes, self.max_tensors)
         if sum(shard.size for shard in file.shards) > held_bytes:
             text = "grew while it was read; load it again when it is complete"
             raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
@@ -141,17 +136,17 @@ class CheckedReader:
         key = _key(file, helper)
         blueprint = self._get(key)
         if blueprint is None:
-            file.check_size(max_bytes)
+            check_size(file.nbytes, max_bytes, helper.adapter)
             blueprint = _blueprint(file, check)
         reasons = helper.reasons(self.lora_config)
         if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
             check.raise_if_refused(reasons)
-        read = read_tensors(file, blueprint.plan, helper.canonical())
+        block, digest, not_finite = read_tensors(file, blueprint.plan, helper.canonical())
         remedy = "train again or take an earlier checkpoint"
-        check.reasons.extend(f"tensor {name!r} has NaN or Inf; {remedy}" for name in read.not_finite)
+        check.reasons.extend(f"tensor {name!r} has NaN or Inf; {remedy}" for name in not_finite)
         check.raise_if_refused(reasons)
         self._put(key, blueprint)
-        return AdapterContent(blueprint, read, (*helper.warnings, *blueprint.warnings))
+        return AdapterContent(blueprint, block, digest, (*helper.warnings, *blueprint.warnings))
 
     def _get(self, key: Hashable) -> Blueprint | None:
         with self._lock:

@@ -10,6 +10,7 @@ from pathlib import Path
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.regular_file import check_size
 from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.weights import LoRAModel
@@ -89,7 +90,7 @@ def inspect_adapter(
     helper = PEFTHelper.from_local_dir(path)
     try:
         file = WeightFile.open(AdapterFolder(Path(path), helper.adapter), limits.host_memory_bytes)
-        file.check_size(limits.host_memory_bytes)
+        check_size(file.nbytes, limits.host_memory_bytes, helper.adapter)
     except AdapterError as error:
         return _report(path, helper, [*helper.reasons(limits), error.message])
     names, odd = _parse(file)
@@ -140,10 +141,10 @@ def _parse(file: WeightFile) -> tuple[dict[TensorName, TensorEntry], list[str]]:
 
 def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
     try:
-        read = read_tensors(file, ReadPlan.of(names), helper.canonical())
+        _, digest, not_finite = read_tensors(file, ReadPlan.of(names), helper.canonical())
     except AdapterError as error:
         return "", [error.message]
-    return read.adapter_digest, [f"tensor {name!r} has NaN or Inf" for name in read.not_finite]
+    return digest, [f"tensor {name!r} has NaN or Inf" for name in not_finite]
 
 
 def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str]:

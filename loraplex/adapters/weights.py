@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,13 +47,8 @@ class LoRALayerWeights:
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> LoRALayerWeights:
         """The same layer with these tensors, by field name; those not given are None."""
-        return replace(
-            self,
-            lora_a=tensors.get("lora_a"),
-            lora_b=tensors.get("lora_b"),
-            lora_bias=tensors.get("lora_bias"),
-            bias=tensors.get("bias"),
-        )
+        fields: dict[str, Any] = {field: tensors.get(field) for field in PARTS}
+        return replace(self, **fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +115,7 @@ class LoRAModel:
 
 
 def _layers(content: AdapterContent) -> dict[str, LoRALayerWeights]:
-    tensors = content.read.tensors()
+    tensors = content.blueprint.plan.tensors(content.block)
     layers = {}
     for plan in content.blueprint.layers:
         a, b, lora_bias, bias = (None if part is None else tensors[part] for part in plan.parts)
