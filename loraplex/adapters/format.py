@@ -16,8 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.config_reader import MAX_FIELDS, ConfigReader
-from loraplex.adapters.fields import FieldVerdict
+from loraplex.adapters.fields import ALPHA, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.patterns import (
     PatternError,
@@ -103,14 +102,14 @@ class PEFTHelper:
         read.init_lora_weights()
         return cls(
             adapter=adapter,
-            r=read.rank(),
-            lora_alpha=read.alpha(),
+            r=read.number("r", RANK),
+            lora_alpha=read.number("lora_alpha", ALPHA),
             target_modules=read.target_modules(),
             exclude_modules=read.names_or_regex("exclude_modules"),
             layers_to_transform=read.layers_to_transform(),
             layers_pattern=read.layers_pattern(),
-            rank_pattern=read.rank_pattern(),
-            alpha_pattern=read.alpha_pattern(),
+            rank_pattern=read.pattern("rank_pattern", RANK),
+            alpha_pattern=read.pattern("alpha_pattern", ALPHA),
             use_rslora=read.flag("use_rslora"),
             bias=read.bias(),
             lora_bias=read.flag("lora_bias"),
