@@ -51,18 +51,17 @@ def read_bin(folder: AdapterFolder, max_bytes: int, max_tensors: int) -> dict[st
     Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError, and what opening raises.
     """
     where = folder.where(BIN_NAME)
-    with folder.open(BIN_NAME) as file:
-        check_size(file.size, max_bytes, folder.adapter)
-        size, checked = file.size, _checked_zip(file, max_tensors, where)
-    try:
-        loaded = torch.load(checked, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _more_than_tensors(where, _first_line(error)) from error
-    except _UNPICKLING_ERRORS as error:
-        raise damaged(where, f"{_first_line(error)}; {REMEDY}") from error
-    finally:
-        checked.close()
-    return _check_tensors(loaded, size, where)
+    with io.BytesIO() as checked:  # closed with an error: a traceback may live until the next collection
+        with folder.open(BIN_NAME) as file:
+            check_size(file.size, max_bytes, folder.adapter)
+            _write_checked_zip(checked, file, max_tensors, where)
+        try:
+            loaded = torch.load(checked, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _more_than_tensors(where, _first_line(error)) from error
+        except _UNPICKLING_ERRORS as error:
+            raise damaged(where, f"{_first_line(error)}; {REMEDY}") from error
+    return _check_tensors(loaded, file.size, where)
 
 
 def _refused(where: str, what: str) -> AdapterFileFormatError:
@@ -77,11 +76,11 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _checked_zip(file: RegularFile, max_tensors: int, where: str) -> io.BytesIO:
+def _write_checked_zip(copy: io.BytesIO, file: RegularFile, max_tensors: int, where: str) -> None:
     """A zip of the same members, which every reader reads alike.
 
     The file is read in pieces, its directory first: a sparse or truncated one costs no memory, and no piece holds the
-    interpreter's lock for long. The copy is closed with an error: a traceback may live until the next collection.
+    interpreter's lock for long.
     """
     max_members = max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
     source = _PieceReader(file, max(PIECE_BYTES, max_members * DIRECTORY_BYTES_A_MEMBER))
@@ -89,7 +88,6 @@ def _checked_zip(file: RegularFile, max_tensors: int, where: str) -> io.BytesIO:
     check_no_pointer(head, where)
     if head[:4] != b"PK\x03\x04":
         raise _refused(where, "is not a file of torch.save (a zip)")
-    copy = io.BytesIO()
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
@@ -109,14 +107,9 @@ def _checked_zip(file: RegularFile, max_tensors: int, where: str) -> io.BytesIO:
                 if member.filename.lower().endswith(".pkl"):
                     _check_pickle(archive, member, max_tensors * PICKLE_BYTES_A_TENSOR, where)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
-        copy.close()
         text = f"is truncated or damaged: {_first_line(error)}; copy the file again"
         raise AdapterTruncatedError(f"{where} {text}") from error
-    except BaseException:
-        copy.close()
-        raise
     copy.seek(0)
-    return copy
 
 
 def _copy(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], target: io.BytesIO) -> None:

@@ -22,8 +22,8 @@ from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_f
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.tensor_names import PARTS, TensorName
-from loraplex.adapters.tensors import ReadPlan, WeightFile, read_tensors
-from loraplex.adapters.validation import SUPPORTED_DTYPES, TensorCheck, base_modules
+from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
+from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterLoadError
@@ -184,7 +184,7 @@ def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
     for entry in file.entries:
         check.add(entry)
     check.check()
-    plan = ReadPlan.of({name: entry for name, entry in check.names.items() if entry.dtype in SUPPORTED_DTYPES})
+    plan = ReadPlan.of({name: entry for name, entry in check.names.items() if entry.dtype in DTYPES})
     layers = () if check.reasons or check.differences else _layers(plan, check.helper)
     return Blueprint(plan, layers, tuple(check.warnings))
 

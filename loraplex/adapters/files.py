@@ -67,10 +67,7 @@ _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`.
-
-    `dtype` is safetensors' name for it.
-    """
+    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`; `dtype` as safetensors names it."""
 
     name: str
     dtype: str
@@ -191,10 +188,7 @@ class AdapterFolder:
 
 
 def read_files(folder: AdapterFolder) -> list[Path]:
-    """The files of an adapter's directory that a load may read, there or not; nothing else in it is looked at.
-
-    Raises what `shard_names` raises.
-    """
+    """The files of an adapter's directory that a load may read, there or not. Raises what `shard_names` raises."""
     names = (CONFIG_NAME, *WEIGHT_NAMES, *sorted(folder.shard_names()))
     return [folder.path / name for name in names]
 

@@ -59,10 +59,7 @@ class WeightFile:
 
     @cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors, by the names in the file; headers are parsed now.
-
-        Raises AdapterFileFormatError, AdapterTruncatedError.
-        """
+        """The tensors, by the names in the file; headers are parsed now. Raises what `parse_shards` raises."""
         if self.loaded is not None:
             return tuple(_entry_of(name, tensor) for name, tensor in self.loaded.items())
         return parse_shards(self.folder, self.shards, self.max_tensors)

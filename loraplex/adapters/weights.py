@@ -98,9 +98,7 @@ class LoRAModel:
     ) -> LoRAModel:
         """Read and validate the adapter in `directory` against the base model that publishes `targets`.
 
-        Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN),
-        AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, truncated,
-        format).
+        Raises what `CheckedReader.read` and `from_content` raise.
         """
         content = CheckedReader(targets, lora_config).read(Path(directory), peft_helper)
         return cls.from_content(content, lora_config, peft_helper.adapter, adapter_id)
