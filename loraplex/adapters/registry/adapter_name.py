@@ -58,9 +58,10 @@ def check_adapter_name(adapter_name: str, base_names: Iterable[str], *, param: s
     wrong = _why_unusable(adapter_name)
     if wrong is not None:
         raise InvalidRequestError(f"adapter name {shown(adapter_name)} {wrong}", param=param)
-    if "@" in adapter_name and adapter_name.rpartition("@")[2].isdecimal():
+    addressed, _, number = adapter_name.rpartition("@")
+    if addressed and number.isdecimal():
         raise InvalidRequestError(
-            f"adapter name {shown(adapter_name)} would address a version of {shown(adapter_name.rpartition('@')[0])}; "
+            f"adapter name {shown(adapter_name)} would address a version of {shown(addressed)}; "
             "choose a name without @ and a number at its end",
             param=param,
         )
