@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +26,7 @@ MAX_BUFFERS = 512
 Stamp = tuple[int, int, int, int]
 """(device, inode, size, time of modification in ns): equal stamps, equal content."""
 
-Roots = frozenset[Path] | None
+Roots = Collection[Path] | None
 """Directories, links resolved, in one of which a file must lie; None: it may be anywhere."""
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def outside_roots(where: str, note: str = "") -> AdapterPathForbiddenError:
 
 def is_inside(real: Path, roots: Roots) -> bool:
     """Whether a path without links is one of the roots or lies below one."""
-    return roots is None or not roots.isdisjoint((real, *real.parents))
+    return roots is None or not {real, *real.parents}.isdisjoint(roots)
 
 
 def transfer(move: Callable[[list[memoryview], int], int], pieces: Sequence[memoryview], offset: int) -> int:

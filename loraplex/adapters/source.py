@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder, read_files
@@ -54,13 +53,9 @@ class AdapterSource:
 
         One inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
         """
-        if self._roots is None or is_inside(directory, self._roots):
-            return self._roots
-        return frozenset((hub_folder_of(directory) or directory,))
-
-    @cached_property
-    def _roots(self) -> Roots:
-        return None if self.allowed_roots is None else frozenset(self.allowed_roots)
+        if is_inside(directory, self.allowed_roots):
+            return self.allowed_roots
+        return (hub_folder_of(directory) or directory,)
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
@@ -75,14 +70,14 @@ class AdapterSource:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
-        if not is_inside(real, self._roots):
+        if not is_inside(real, self.allowed_roots):
             _log.info("adapter %.200r is refused: it leads outside %s", given, self.allowed_roots)
             raise outside_roots(f"adapter {shown(given)}", "" if self.allowed_roots else " (none is allowed)")
         return real
 
     def _is_visible_directory(self, path: Path) -> bool:
         try:
-            return is_inside(path.resolve(), self._roots) and path.is_dir()
+            return is_inside(path.resolve(), self.allowed_roots) and path.is_dir()
         except (OSError, RuntimeError, ValueError):
             return False
 
