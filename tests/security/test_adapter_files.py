@@ -26,13 +26,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loraplex.adapters import checked_reader, validation
-from loraplex.adapters.checked_reader import ByteBudget, CheckedReader
+from loraplex.adapters import validation, weights
 from loraplex.adapters.files import HEADER_BYTES_A_TENSOR, MAX_TENSORS, MIN_TENSORS, AdapterFolder, read_shards
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.tensors import FINITE_PIECE, WeightFile, is_finite
+from loraplex.adapters.weights import ByteBudget, CheckedReader
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.demo.tasks import TASKS, adapter_path
@@ -123,7 +123,7 @@ def test_a_sparse_tensor_that_no_base_has_is_not_read(adapter: Path, monkeypatch
     entry = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}
     write_header(adapter / WEIGHTS, json.dumps({name: entry}).encode())
     os.truncate(adapter / WEIGHTS, (adapter / WEIGHTS).stat().st_size + nbytes)
-    monkeypatch.setattr(checked_reader, "read_tensors", lambda *arguments: pytest.fail("it was read"))
+    monkeypatch.setattr(weights, "read_tensors", lambda *arguments: pytest.fail("it was read"))
     assert "has shape [750000000]" in refusal(adapter).message
 
 
@@ -507,7 +507,7 @@ def test_a_file_that_changes_after_its_header_was_read(
     adapter: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, data = adapter / WEIGHTS, (adapter / WEIGHTS).read_bytes()
-    read = checked_reader.read_tensors
+    read = weights.read_tensors
 
     def change_and_read(*args: Any) -> Any:
         if content in ("shorter", "longer"):
@@ -520,7 +520,7 @@ def test_a_file_that_changes_after_its_header_was_read(
             os.mkfifo(file)
         return read(*args)
 
-    monkeypatch.setattr(checked_reader, "read_tensors", change_and_read)
+    monkeypatch.setattr(weights, "read_tensors", change_and_read)
     assert isinstance(refusal(adapter), AdapterLoadError)
 
 
