@@ -3,10 +3,8 @@
 lora_a [rank, in], lora_b [out, rank] as PEFT stores them; `scaling` is kept apart. lora_bias [out] is added, scaled:
 `y += scaling * (x A^T B^T + lora_bias)`. bias [out] replaces the base's bias of the module.
 
-What configuration, names, shapes and dtypes say depends on nothing else than the fields of the one and the header of
-the other. Those of a thousand adapters of one recipe are equal, so what was found good is remembered by them
-(`Blueprint`); what is refused is not. Read and checked each time: the file's identity, its bytes, NaN and Inf, the
-digest.
+What was found good of a configuration and a header is remembered by both, since those of a thousand adapters of one
+recipe are equal (`Blueprint`, docs/adr/0014). Read and checked each time: the file's identity, bytes, NaN, the digest.
 """
 
 from __future__ import annotations
