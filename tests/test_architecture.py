@@ -82,7 +82,6 @@ TORCH_FREE = ("loraplex.engine.scheduler",)
 MAX_FILES = 17
 LARGER_FOLDERS = {
     ".": (22, "one file a noun that several packages share, and one a command"),
-    "adapters": (18, "one file a step from a path to checked weights"),
     "server": (47, "one file a route and one a bound of the protocol; each is opened alone"),
 }
 """Folders with more files, how many they may have, and why. A number may only fall."""

@@ -18,10 +18,11 @@ import pickle
 import pickletools
 import re
 import zipfile
+from typing import Any
 
 import torch
 
-from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, Limits, check_no_pointer, damaged
+from loraplex.adapters.files import BIN_NAME, MAX_NAME_CHARS, AdapterFolder, check_no_pointer, damaged
 from loraplex.adapters.regular_file import RegularFile, check_size
 from loraplex.errors import AdapterFileFormatError, AdapterTruncatedError, shown
 
@@ -37,55 +38,56 @@ DIRECTORY_BYTES_A_MEMBER = 400
 _UNPICKLING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError, AssertionError)
 _NAMES_IN_PICKLES = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 _STORAGE = re.compile(r"torch \w+Storage")
-_CONSTANTS = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINSTRING"}
-_PUSHES = _CONSTANTS | {"GLOBAL", "BINUNICODE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
-_TAKES = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}
-_TAKES_TO_MARK = frozenset({"APPENDS", "SETITEMS"})
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_CALLS = {"REDUCE": 2, "BINPERSID": 1}
+_PUTS, _GETS, _CALLS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}, {"REDUCE", "BINPERSID"}
+_OPCODES = {"PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
+_OPCODES |= {"SHORT_BINSTRING", "BINUNICODE", "GLOBAL", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
+_OPCODES |= {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
+_OPCODES |= _PUTS | _GETS | _CALLS
 
 
-def read_bin(folder: AdapterFolder, max_bytes: int, limits: Limits) -> dict[str, torch.Tensor]:
+def read_bin(folder: AdapterFolder, max_bytes: int, max_tensors: int) -> dict[str, torch.Tensor]:
     """The tensors of the file, on the CPU.
 
     Raises AdapterFileFormatError, AdapterTruncatedError, AdapterTooLargeError, and what opening raises.
     """
     where = folder.where(BIN_NAME)
-    with folder.open(BIN_NAME) as file:
-        check_size(file.size, max_bytes, folder.adapter)
-        size, checked = file.size, _checked_zip(file, limits, where)
-    try:
-        loaded = torch.load(checked, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _more_than_tensors(where, _first_line(error)) from error
-    except _UNPICKLING_ERRORS as error:
-        raise damaged(where, f"{_first_line(error)}; {REMEDY}") from error
-    finally:
-        checked.close()
-    return _check_tensors(loaded, size, where)
+    with io.BytesIO() as checked:  # closed with an error: a traceback may live until the next collection
+        with folder.open(BIN_NAME) as file:
+            check_size(file.size, max_bytes, folder.adapter)
+            _write_checked_zip(checked, file, max_tensors, where)
+        try:
+            loaded = torch.load(checked, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise _more_than_tensors(where, _first_line(error)) from error
+        except _UNPICKLING_ERRORS as error:
+            raise damaged(where, f"{_first_line(error)}; {REMEDY}") from error
+    return _check_tensors(loaded, file.size, where)
+
+
+def _refused(where: str, what: str) -> AdapterFileFormatError:
+    return AdapterFileFormatError(f"{where} {what}; {REMEDY}")
 
 
 def _more_than_tensors(where: str, what: str) -> AdapterFileFormatError:
-    return AdapterFileFormatError(f"{where} holds more than tensors and is not loaded: {what}; {REMEDY}")
+    return _refused(where, f"holds more than tensors and is not loaded: {what}")
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _checked_zip(file: RegularFile, limits: Limits, where: str) -> io.BytesIO:
+def _write_checked_zip(copy: io.BytesIO, file: RegularFile, max_tensors: int, where: str) -> None:
     """A zip of the same members, which every reader reads alike.
 
     The file is read in pieces, its directory first: a sparse or truncated one costs no memory, and no piece holds the
-    interpreter's lock for long. The copy is closed with an error: a traceback may live until the next collection.
+    interpreter's lock for long.
     """
-    max_members = limits.max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
+    max_members = max_tensors * MEMBERS_A_TENSOR + SPARE_MEMBERS
     source = _PieceReader(file, max(PIECE_BYTES, max_members * DIRECTORY_BYTES_A_MEMBER))
     head = source.read(8)
     check_no_pointer(head, where)
     if head[:4] != b"PK\x03\x04":
-        raise AdapterFileFormatError(f"{where} is not a file of torch.save (a zip); {REMEDY}")
-    copy = io.BytesIO()
+        raise _refused(where, "is not a file of torch.save (a zip)")
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
@@ -94,25 +96,20 @@ def _checked_zip(file: RegularFile, limits: Limits, where: str) -> io.BytesIO:
                 raise AdapterFileFormatError(f"{where} {text}")
             is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
             if not is_stored or sum(member.file_size for member in members) > file.size:
-                raise AdapterFileFormatError(f"{where} is a compressed zip; torch.save does not write such; {REMEDY}")
+                raise _refused(where, "is a compressed zip; torch.save does not write such")
             names = {member.filename.lower() for member in members}  # torch finds members whatever their case
             if len(names) < len(members):
-                raise AdapterFileFormatError(f"{where} has two members of one name; {REMEDY}")
+                raise _refused(where, "has two members of one name")
             _copy(archive, members, copy)
         file.check_unchanged(file.stamp)
         with zipfile.ZipFile(copy) as archive:
             for member in archive.infolist():
                 if member.filename.lower().endswith(".pkl"):
-                    _check_pickle(archive, member, limits.max_tensors * PICKLE_BYTES_A_TENSOR, where)
+                    _check_pickle(archive, member, max_tensors * PICKLE_BYTES_A_TENSOR, where)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError, RuntimeError, LookupError) as error:
-        copy.close()
         text = f"is truncated or damaged: {_first_line(error)}; copy the file again"
         raise AdapterTruncatedError(f"{where} {text}") from error
-    except BaseException:
-        copy.close()
-        raise
     copy.seek(0)
-    return copy
 
 
 def _copy(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], target: io.BytesIO) -> None:
@@ -125,106 +122,80 @@ def _copy(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], target: io.B
                     sink.write(piece)
 
 
-class _PieceReader(io.RawIOBase):
+class _PieceReader(io.FileIO):
     """A file as `zipfile` reads it, no more than `max_bytes` at a time: a longer piece is a directory without end."""
 
     def __init__(self, file: RegularFile, max_bytes: int) -> None:
-        super().__init__()
+        super().__init__(file.fd, closefd=False)
         self._file = file
         self._max_bytes = max_bytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        if at < 0:
-            raise ValueError("a place before the beginning of the file")
-        self._at = at
-        return at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._file.size - self._at)
+        left = max(0, self._file.size - self.tell())
         size = left if size is None or size < 0 else min(size, left)
         if size > self._max_bytes:
-            text = f"has a directory of {size} bytes, at most {self._max_bytes} are read"
-            raise AdapterFileFormatError(f"{self._file.where} {text}; {REMEDY}")
+            raise _refused(self._file.where, f"has a directory of {size} bytes, at most {self._max_bytes} are read")
         piece = bytearray(size)
-        num_read = self._file.read_into(memoryview(piece), self._at)
-        self._at += num_read
+        num_read = self._file.read_into(memoryview(piece), self.tell())
+        self.seek(num_read, io.SEEK_CUR)
         return bytes(piece[:num_read])
 
 
 def _check_pickle(archive: zipfile.ZipFile, member: zipfile.ZipInfo, max_bytes: int, where: str) -> None:
     """Refuse a pickle that names anything but tensors, before it is loaded."""
     if member.file_size > max_bytes:
-        text = f"has a pickle of {member.file_size} bytes, at most {max_bytes} are read"
-        raise AdapterFileFormatError(f"{where} {text}; {REMEDY}")
+        raise _refused(where, f"has a pickle of {member.file_size} bytes, at most {max_bytes} are read")
     depths = _TupleDepths(where)
     for opcode, argument, _ in pickletools.genops(archive.read(member)):
         is_known = argument in _NAMES_IN_PICKLES or (isinstance(argument, str) and _STORAGE.fullmatch(argument))
         if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not is_known:
             raise _more_than_tensors(where, f"it names {shown(argument)}")
-        depths.follow(opcode.name, argument)
+        depths.follow(opcode, argument)
 
 
 class _TupleDepths:
     """Follows a pickle without building anything: of each value on the stack, how deep it is nested in tuples.
 
-    Raises AdapterFileFormatError for a deep tuple and for what torch.save does not write, IndexError for an empty
-    stack.
+    What an opcode takes and pushes is `pickletools`' own knowledge. Raises AdapterFileFormatError for a deep tuple and
+    for what torch.save does not write, IndexError for an empty stack.
     """
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._stack: list[int] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
+        self._marks: list[int] = [0]
+        self._memo: dict[Any, int] = {}
 
-    def follow(self, opcode: str, argument: object) -> None:
-        stack = self._stack
-        if opcode in _PUSHES:
-            stack.append(0)
-        elif opcode == "MARK":
+    def follow(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
+        stack, name = self._stack, opcode.name
+        if name not in _OPCODES:
+            raise _more_than_tensors(self._where, f"{name} in its pickle")
+        if name == "MARK":
             self._marks.append(len(stack))
-        elif opcode == "TUPLE":
-            self._push_tuple(self._take(len(stack) - self._marks.pop()))
-        elif opcode in _TUPLES:
-            self._push_tuple(self._take(_TUPLES[opcode]))
-        elif opcode in _CALLS:  # a storage, a tensor or a dict: none is hashed by what it holds
-            self._take(_CALLS[opcode])
-            stack.append(0)
-        elif opcode in _TAKES:
-            self._take(_TAKES[opcode])
-        elif opcode in _TAKES_TO_MARK:
-            self._take(len(stack) - self._marks.pop())
-        elif opcode in ("BINPUT", "LONG_BINPUT") and isinstance(argument, int):
+        elif name in _PUTS:
             self._memo[argument] = stack[-1]
-        elif opcode in ("BINGET", "LONG_BINGET") and isinstance(argument, int):
+        elif name in _GETS:
             stack.append(self._memo[argument])
-        elif opcode not in ("PROTO", "STOP"):
-            raise _more_than_tensors(self._where, f"{opcode} in its pickle")
+        elif name not in ("PROTO", "STOP"):
+            depths = self._take(opcode.stack_before)
+            if opcode.stack_after == [pickletools.pytuple]:
+                stack.append(1 + max(depths, default=0))
+            elif not depths or name in _CALLS:  # calls make storages, tensors and dicts: none is hashed by its content
+                stack.append(0)
+            else:  # the list or dict that is added to
+                stack.append(depths[0])
+            if stack[-1] > MAX_TUPLE_DEPTH:
+                raise _more_than_tensors(self._where, f"tuples nested deeper than {MAX_TUPLE_DEPTH}")
 
-    def _take(self, count: int) -> list[int]:
-        if not 0 <= count <= len(self._stack):
+    def _take(self, kinds: list[pickletools.StackObject]) -> list[int]:
+        start = len(self._stack) - len(kinds)
+        if pickletools.markobject in kinds:
+            start = self._marks.pop() - kinds.index(pickletools.markobject)
+        if start < self._marks[-1]:
             raise IndexError("its pickle takes more than it has")
-        first = len(self._stack) - count
-        taken = self._stack[first:]
-        del self._stack[first:]
+        taken = self._stack[start:]
+        del self._stack[start:]
         return taken
-
-    def _push_tuple(self, taken: list[int]) -> None:
-        depth = 1 + max(taken, default=0)
-        if depth > MAX_TUPLE_DEPTH:
-            raise _more_than_tensors(self._where, f"tuples nested deeper than {MAX_TUPLE_DEPTH}")
-        self._stack.append(depth)
 
 
 def _check_tensors(loaded: object, size: int, where: str) -> dict[str, torch.Tensor]:

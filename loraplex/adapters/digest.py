@@ -16,13 +16,11 @@ import json
 from collections.abc import Iterable
 
 TAG = b"loraplex-adapter-1"
-_TEXT = json.JSONEncoder()
 
 
 def digest_line(canonical_name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
-    """What stands before a tensor's bytes. JSON by hand: an encoder is made again for every list."""
-    sizes = ",".join(map(str, shape))
-    return _sized(f"[{_TEXT.encode(canonical_name)},{_TEXT.encode(dtype)},[{sizes}]]".encode())
+    """What stands before a tensor's bytes."""
+    return _sized(json.dumps([canonical_name, dtype, shape], separators=(",", ":")).encode())
 
 
 def adapter_digest(canonical: bytes, tensors: Iterable[tuple[bytes, memoryview]]) -> str:

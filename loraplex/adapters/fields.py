@@ -1,4 +1,4 @@
-"""What Loraplex does with each field of adapter_config.json: honoured, ignored (training only) or refused when set.
+"""The fields of adapter_config.json: each is honoured, ignored (training only) or refused when set, and read here.
 
 The names are those of `peft.LoraConfig` in versions 0.1 to 0.21 and of vLLM's additions; a test fails when the
 installed peft has a field that is not here.
@@ -7,8 +7,21 @@ installed peft has a field that is not here.
 from __future__ import annotations
 
 import enum
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from loraplex.adapters.patterns import PatternError, check_patterns
+from loraplex.errors import MAX_SHOWN_CHARS, shown
+
+MAX_PATTERN_KEYS = 2**13
+"""Of rank_pattern and alpha_pattern each: nine for every linear of a model of 126 layers."""
+
+MAX_FIELDS = 512
+
+MAX_RANK = 2**16
+"""Beyond any linear; keeps numbers from a file from overflowing."""
 
 
 class Verdict(enum.StrEnum):
@@ -89,3 +102,193 @@ INIT_THAT_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def is_set(value: Any) -> bool:
     """Whether a field says something: null, false, 0 and empty values do not."""
     return value is not None and value is not False and value != 0 and value not in ("", [], {}, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """What a rank or an alpha is: `kind` of a positive number up to `most`. wanted: that in words."""
+
+    kind: type[int] | type[float]
+    most: float
+    wanted: str
+
+    def is_met_by(self, value: Any) -> bool:
+        is_number = isinstance(value, int | self.kind) and not isinstance(value, bool)
+        return is_number and 0 < value <= self.most
+
+
+RANK = Number(int, MAX_RANK, f"a positive whole number, at most {MAX_RANK}")
+ALPHA = Number(float, sys.float_info.max, "a positive number")
+
+
+class ConfigReader:
+    """Each method reads a field: a value, or its default and a reason to refuse the adapter in `problems`.
+
+    What is odd goes to `warnings`.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.fields = fields
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+        self._refused: dict[str, str] = {}
+
+    def _refuse(self, name: str, reason: str) -> None:
+        self.problems.append(reason)
+        self._refused[name] = reason
+
+    def _refuse_value(self, name: str, wanted: str) -> None:
+        self._refuse(name, f"{name} must be {wanted}, got {shown(self.fields.get(name))}")
+
+    # ------------------------------------------------------------------------------------------------ numbers and flags
+
+    def number(self, name: str, number: Number) -> Any:
+        value: Any = self.fields.get(name)
+        if number.is_met_by(value):
+            return number.kind(value)
+        if value is None:
+            self._refuse(name, f"{name} is missing; adapter_config.json must say it")
+        else:
+            self._refuse_value(name, number.wanted)
+        return number.kind(1)
+
+    def flag(self, name: str) -> bool:
+        value = self.fields.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        self._refuse_value(name, "true or false")
+        return False
+
+    def text(self, name: str) -> str | None:
+        value = self.fields.get(name)
+        return value if isinstance(value, str) else None
+
+    def fan_in_fan_out(self) -> bool:
+        value = self.flag("fan_in_fan_out")
+        if value:
+            self.warnings.append("fan_in_fan_out=True is ignored as peft ignores it: the base's layers are nn.Linear")
+        return value
+
+    def bias(self) -> str:
+        value = self.fields.get("bias", "none")
+        if value in ("none", "all", "lora_only"):
+            return str(value)
+        self._refuse_value("bias", "'none', 'all' or 'lora_only'")
+        return "none"
+
+    # -------------------------------------------------------------------------------------------------- names, patterns
+
+    def target_modules(self) -> tuple[str, ...] | str:
+        if self.fields.get("target_modules") is None:
+            self._refuse("target_modules", "target_modules is missing; list the modules that the adapter changes")
+            return ()
+        found = self.names_or_regex("target_modules")
+        if not found and "target_modules" not in self._refused:
+            self._refuse("target_modules", "target_modules is empty: the adapter changes nothing")
+        return found
+
+    def names_or_regex(self, name: str) -> tuple[str, ...] | str:
+        value = self.fields.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return value if self._compiles(name, (value,)) else ""
+        is_list = isinstance(value, list | tuple | set | frozenset)
+        if is_list and all(isinstance(entry, str) and entry for entry in value):
+            return tuple(sorted(set(value)))
+        self._refuse_value(name, "a list of names or a regular expression")
+        return ()
+
+    def _compiles(self, name: str, patterns: tuple[str, ...]) -> bool:
+        try:
+            check_patterns(patterns)
+        except PatternError as error:
+            self._refuse(name, f"{name}: {error}")
+            return False
+        return True
+
+    def layers_to_transform(self) -> tuple[int, ...] | None:
+        value = self.fields.get("layers_to_transform")
+        if value is None:
+            return None
+        layers = value if isinstance(value, list) else [value]
+        if not all(type(layer) is int and layer >= 0 for layer in layers):
+            self._refuse_value("layers_to_transform", "layer numbers")
+            return None
+        if isinstance(self.fields.get("target_modules"), str):
+            text = "needs target_modules to be a list, not a regular expression"
+            self._refuse("layers_to_transform", f"layers_to_transform {text}")
+        return tuple(layers)
+
+    def layers_pattern(self) -> tuple[str, ...]:
+        value = self.fields.get("layers_pattern")
+        patterns = (value,) if isinstance(value, str) and value else value or ()
+        if not isinstance(patterns, list | tuple) or not all(isinstance(entry, str) for entry in patterns):
+            self._refuse_value("layers_pattern", "a name or a list of names")
+            return ()
+        if patterns and self.fields.get("layers_to_transform") is None:
+            self._refuse("layers_pattern", f"layers_pattern={shown(value)} needs layers_to_transform")
+        return tuple(patterns) if self._compiles("layers_pattern", tuple(patterns)) else ()
+
+    def pattern(self, name: str, number: Number) -> dict[str, Any]:
+        value = self.fields.get(name)
+        if not is_set(value):
+            return {}
+        if not isinstance(value, Mapping):
+            self._refuse(name, f"{name} must map module names to numbers, got {shown(value)}")
+            return {}
+        if len(value) > MAX_PATTERN_KEYS:
+            self._refuse(name, f"{name} has {len(value)} keys, at most {MAX_PATTERN_KEYS} are read")
+            return {}
+        kept = {key: number.kind(given) for key, given in value.items() if number.is_met_by(given)}
+        for key, given in value.items():
+            if key not in kept:
+                self._refuse(name, f"{name}[{shown(key)}] must be {number.wanted}, got {shown(given)}")
+        return kept if self._compiles(name, tuple(kept)) else {}
+
+    # ------------------------------------------------------------------------------------------------ kinds of adapters
+
+    def peft_type(self) -> None:
+        value = self.fields.get("peft_type")
+        if value is None:
+            self.warnings.append("peft_type is missing; the adapter is read as LORA")
+        elif value != "LORA":
+            self._refuse("peft_type", f"peft_type must be 'LORA', got {shown(value)}; other methods are not supported")
+
+    def init_lora_weights(self) -> None:
+        value = self.fields.get("init_lora_weights")
+        if value is None or isinstance(value, bool):
+            return
+        text = f"init_lora_weights={shown(value)}"
+        if value in INIT_THAT_KEEPS_BASE:
+            if self.fields.get("lora_bias") is True:
+                self._refuse("lora_bias", f"lora_bias=True with {text}: peft does not load that; set it to true")
+        elif isinstance(value, str) and value.lower().startswith(INIT_THAT_CHANGES_BASE):
+            remedy = "save it with save_pretrained(path_initial_model_for_weight_conversion=...)"
+            self._refuse("init_lora_weights", f"{text} changes the base weights; convert the adapter: {remedy}")
+        else:
+            self._refuse("init_lora_weights", f"{text} is not known; set it to true if it keeps the base")
+
+    # ----------------------------------------------------------------------------------------------------- all the rest
+
+    def finish(self) -> tuple[FieldVerdict, ...]:
+        """Judge the fields that no method reads; returns one verdict a field, in the order of the file."""
+        for name, value in self.fields.items():
+            if name in HONOURED or name in IGNORED or (name in REFUSED and not is_set(value)):
+                continue
+            is_like_a_name = name.isidentifier() and len(name) <= MAX_SHOWN_CHARS
+            text = f"{name if is_like_a_name else shown(name)}={shown(value)} is not "
+            if name in REFUSED:
+                self._refuse(name, f"{text}supported: {REFUSED[name]}")
+            elif is_set(value):
+                self._refuse(name, f"{text}a known field; remove it if it does not change the result")
+            else:
+                self.warnings.append(f"{text}a known field and is ignored")
+        return tuple(self._verdict(name, value) for name, value in self.fields.items())
+
+    def _verdict(self, name: str, value: Any) -> FieldVerdict:
+        if name in self._refused:
+            return FieldVerdict(name, value, Verdict.REFUSED, self._refused[name])
+        if name in HONOURED:
+            return FieldVerdict(name, value, Verdict.HONOURED)
+        return FieldVerdict(name, value, Verdict.IGNORED, IGNORED.get(name, "says nothing"))

@@ -5,7 +5,7 @@
     adapter_model.safetensors.index.json       with its shards, or
     adapter_model.bin                          (bin_file.py)
 
-One Limits object bounds headers, tensors and shards of the whole adapter. JSON is counted before it is parsed: a value
+`max_tensors` bounds tensors and headers of the whole adapter, all shards together. JSON is counted before it is parsed: a value
 of a document is behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser makes
 of it.
 
@@ -53,6 +53,7 @@ MAX_NAME_CHARS = 512
 MAX_DTYPE_CHARS = 32
 
 MIN_TENSORS, MAX_TENSORS = 2**13, 2**16
+"""What is read of one adapter, all shards together, whatever the base model; MAX_TENSORS where none is known."""
 HEADER_BYTES_A_TENSOR = 256
 VALUES_A_TENSOR = 20
 SPARE_VALUES = 2**12
@@ -66,10 +67,7 @@ _ENTRY_FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`.
-
-    `dtype` is safetensors' name for it.
-    """
+    """One tensor of a weight file: `nbytes` at `offset` of shard number `shard`; `dtype` as safetensors names it."""
 
     name: str
     dtype: str
@@ -95,26 +93,6 @@ class Shard:
     @property
     def size(self) -> int:
         return self.stamp[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the weight files of one adapter may have, all shards together: tensors, and bytes of headers."""
-
-    max_tensors: int = MAX_TENSORS
-
-    @classmethod
-    def of_base(cls, num_tensors: int) -> Limits:
-        """For a base model that has a use for `num_tensors`; with spare, so that messages say what is wrong."""
-        return cls(max(MIN_TENSORS, num_tensors))
-
-    @property
-    def max_header_bytes(self) -> int:
-        return self.max_tensors * HEADER_BYTES_A_TENSOR
-
-
-LIMITS = Limits()
-"""Where no base model is known."""
 
 
 # --------------------------------------------------------------------------------------------------------- directory
@@ -210,10 +188,7 @@ class AdapterFolder:
 
 
 def read_files(folder: AdapterFolder) -> list[Path]:
-    """The files of an adapter's directory that a load may read, there or not; nothing else in it is looked at.
-
-    Raises what `shard_names` raises.
-    """
+    """The files of an adapter's directory that a load may read, there or not. Raises what `shard_names` raises."""
     names = (CONFIG_NAME, *WEIGHT_NAMES, *sorted(folder.shard_names()))
     return [folder.path / name for name in names]
 
@@ -246,17 +221,17 @@ def check_no_pointer(start: bytes | bytearray, where: str) -> None:
 # ------------------------------------------------------------------------------------------------------- safetensors
 
 
-def read_shards(folder: AdapterFolder, name: str, limits: Limits) -> tuple[Shard, ...]:
+def read_shards(folder: AdapterFolder, name: str, max_tensors: int) -> tuple[Shard, ...]:
     """The headers of a safetensors file, or of all shards of an index; not parsed, since those of many are equal.
 
     Their bytes are bounded together, before each is read; two shards may not be one file.
     """
     expected: dict[str, frozenset[str] | None] = {name: None}
     if name == INDEX_NAME:
-        expected = dict(_read_index(folder, limits))
+        expected = dict(_read_index(folder, max_tensors))
     shards: list[Shard] = []
     inodes: set[tuple[int, int]] = set()
-    left_bytes = limits.max_header_bytes
+    left_bytes = max_tensors * HEADER_BYTES_A_TENSOR
     for each, names in expected.items():
         with folder.open(each) as file:
             if file.stamp[:2] in inodes:
@@ -266,20 +241,20 @@ def read_shards(folder: AdapterFolder, name: str, limits: Limits) -> tuple[Shard
             header = _read_header(file, left_bytes)
             left_bytes -= len(header)
             shards.append(Shard(each, file.stamp, header, names))
-    limit = limits.max_tensors * VALUES_A_TENSOR + SPARE_VALUES * len(shards)
+    limit = max_tensors * VALUES_A_TENSOR + SPARE_VALUES * len(shards)
     for shard in shards:
         _check_num_values(shard.header, limit, folder.where(f"the header of {shard.name}"))
     return tuple(shards)
 
 
-def parse_shards(folder: AdapterFolder, shards: Sequence[Shard], limits: Limits) -> tuple[TensorEntry, ...]:
+def parse_shards(folder: AdapterFolder, shards: Sequence[Shard], max_tensors: int) -> tuple[TensorEntry, ...]:
     """Their tensors. Raises AdapterFileFormatError, AdapterTruncatedError."""
     entries: list[TensorEntry] = []
     for number, shard in enumerate(shards):
         found = _entries_of(shard, number, folder.where(shard.name))
         entries.extend(found)
-        if len(entries) > limits.max_tensors:
-            text = f"has more than {limits.max_tensors} tensors; no adapter of this base model has"
+        if len(entries) > max_tensors:
+            text = f"has more than {max_tensors} tensors; no adapter of this base model has"
             raise AdapterFileFormatError(f"adapter {folder.adapter!r} {text}")
         odd = () if shard.expected is None else {entry.name for entry in found} ^ shard.expected
         if odd:
@@ -288,11 +263,11 @@ def parse_shards(folder: AdapterFolder, shards: Sequence[Shard], limits: Limits)
     return tuple(entries)
 
 
-def _read_index(folder: AdapterFolder, limits: Limits) -> dict[str, frozenset[str]]:
+def _read_index(folder: AdapterFolder, max_tensors: int) -> dict[str, frozenset[str]]:
     """The shards and the tensors that each of them has."""
     where = folder.where(INDEX_NAME)
-    data = folder.read(INDEX_NAME, limits.max_header_bytes)
-    _check_num_values(data, 2 * limits.max_tensors + SPARE_VALUES, where)
+    data = folder.read(INDEX_NAME, max_tensors * HEADER_BYTES_A_TENSOR)
+    _check_num_values(data, 2 * max_tensors + SPARE_VALUES, where)
     weight_map = _parse_json(data, where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AdapterFileFormatError(f"{where} has no weight_map")

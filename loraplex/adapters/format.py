@@ -16,9 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.config_reader import MAX_FIELDS, ConfigReader
-from loraplex.adapters.fields import FieldVerdict
-from loraplex.adapters.files import AdapterFolder
+from loraplex.adapters.fields import ALPHA, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
+from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
 from loraplex.adapters.patterns import (
     PatternError,
     dotted_suffixes,
@@ -34,7 +33,6 @@ from loraplex.errors import AdapterFileFormatError, AdapterValidationError, show
 MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32: the least with full precision, and the largest."""
 
-ALL_LINEAR = "all-linear"
 NOT_LINEAR_TARGETS = ("lm_head", "embed_tokens")
 """Last name components that 'all-linear' leaves out: peft excludes the output layer, and embeddings are no linears."""
 
@@ -76,11 +74,7 @@ class PEFTHelper:
 
     @classmethod
     def from_local_dir(cls, path: str | Path, adapter: str | None = None, roots: Roots = None) -> PEFTHelper:
-        """Read `adapter_config.json` of a directory.
-
-        Raises AdapterConfigMissingError, AdapterFileFormatError, AdapterPermissionError, and AdapterPathForbiddenError
-        when the file is outside the roots.
-        """
+        """Raises what `AdapterFolder.read_config` raises, of a file that must be inside the roots."""
         name = adapter or Path(path).name or str(path)
         return cls.from_dict(AdapterFolder(Path(path), name, roots).read_config(), name)
 
@@ -90,27 +84,24 @@ class PEFTHelper:
 
         Raises AdapterFileFormatError for what is no JSON object.
         """
+        where = f"adapter {adapter!r}: {CONFIG_NAME}"
         if not isinstance(fields, Mapping):
-            raise AdapterFileFormatError(
-                f"adapter {adapter!r}: adapter_config.json must be a JSON object, got {shown(fields)}"
-            )
+            raise AdapterFileFormatError(f"{where} must be a JSON object, got {shown(fields)}")
         if len(fields) > MAX_FIELDS:
-            raise AdapterFileFormatError(
-                f"adapter {adapter!r}: adapter_config.json has {len(fields)} fields, at most {MAX_FIELDS} are read"
-            )
+            raise AdapterFileFormatError(f"{where} has {len(fields)} fields, at most {MAX_FIELDS} are read")
         read = ConfigReader(fields)
         read.peft_type()
         read.init_lora_weights()
         return cls(
             adapter=adapter,
-            r=read.rank(),
-            lora_alpha=read.alpha(),
+            r=read.number("r", RANK),
+            lora_alpha=read.number("lora_alpha", ALPHA),
             target_modules=read.target_modules(),
             exclude_modules=read.names_or_regex("exclude_modules"),
             layers_to_transform=read.layers_to_transform(),
             layers_pattern=read.layers_pattern(),
-            rank_pattern=read.rank_pattern(),
-            alpha_pattern=read.alpha_pattern(),
+            rank_pattern=read.pattern("rank_pattern", RANK),
+            alpha_pattern=read.pattern("alpha_pattern", ALPHA),
             use_rslora=read.flag("use_rslora"),
             bias=read.bias(),
             lora_bias=read.flag("lora_bias"),
@@ -223,7 +214,7 @@ class PEFTHelper:
 
     def _targeted(self, names: Sequence[str]) -> list[str]:
         if isinstance(self.target_modules, str):
-            if self.target_modules.lower() == ALL_LINEAR:
+            if self.target_modules.lower() == "all-linear":
                 return [name for name in names if name.rpartition(".")[2] not in NOT_LINEAR_TARGETS]
             return list(fullmatches(self.target_modules, names))
         by_suffix = named_by(self.target_modules, names)

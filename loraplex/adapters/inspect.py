@@ -10,8 +10,10 @@ from pathlib import Path
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons
+from loraplex.adapters.regular_file import check_size
+from loraplex.adapters.tensor_names import TensorName, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
+from loraplex.adapters.validation import TensorCheck
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -89,10 +91,10 @@ def inspect_adapter(
     helper = PEFTHelper.from_local_dir(path)
     try:
         file = WeightFile.open(AdapterFolder(Path(path), helper.adapter), limits.host_memory_bytes)
-        file.check_size(limits.host_memory_bytes)
+        check_size(file.nbytes, limits.host_memory_bytes, helper.adapter)
     except AdapterError as error:
         return _report(path, helper, [*helper.reasons(limits), error.message])
-    names, odd = _parse(file)
+    names, odd = _parse(file, helper)
     digest, damaged = _digest(file, names, helper)
     if targets is None:
         reasons, warnings = [*helper.reasons(limits), *odd, *damaged, *_pairs(names, helper)], helper.warnings
@@ -124,26 +126,21 @@ def _judge(
         return [*helper.reasons(limits), error.message], helper.warnings
 
 
-def _parse(file: WeightFile) -> tuple[dict[TensorName, TensorEntry], list[str]]:
-    names: dict[TensorName, TensorEntry] = {}
-    odd, unknown = [], []
+def _parse(file: WeightFile, helper: PEFTHelper) -> tuple[dict[TensorName, TensorEntry], list[str]]:
+    """What can be read, and reasons for the rest."""
+    check = TensorCheck(helper, base={})
     for entry in file.entries:
-        name = parse_tensor_name(entry.name)
-        if name is None:
-            unknown.append(entry.name)
-        elif entry.dtype not in DTYPES:
-            odd.append(f"tensor {entry.name!r} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
-        else:
-            names[name] = entry
-    return names, [*unused_reasons(unknown), *odd]
+        check.add(entry)
+    names = {name: entry for name, entry in check.names.items() if entry.dtype in DTYPES}
+    return names, [*unused_reasons(check.unknown), *check.reasons]
 
 
 def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
     try:
-        read = read_tensors(file, ReadPlan.of(names), helper.canonical())
+        _, digest, not_finite = read_tensors(file, ReadPlan.of(names), helper.canonical())
     except AdapterError as error:
         return "", [error.message]
-    return read.adapter_digest, [f"tensor {name!r} has NaN or Inf" for name in read.not_finite]
+    return digest, [f"tensor {name!r} has NaN or Inf" for name in not_finite]
 
 
 def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str]:

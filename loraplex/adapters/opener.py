@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loraplex.adapters.checked_reader import AdapterContent, CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.registry import OpenedAdapter
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.weights import LoRAModel, is_converted
+from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.errors import shortened
 
@@ -23,16 +22,12 @@ class AdapterOpener:
 
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
-        directory, config = str(self.source.fetch(path_or_id)), self.reader.lora_config
-        name = shortened(path_or_id)
-        content = read_adapter(directory, name, self.source, self.reader)
-        nbytes = content.nbytes
-        if is_converted(config):  # whose values must fit
-            nbytes = LoRAModel.from_content(content, config, name).nbytes
-        return OpenedAdapter(directory, content.adapter_digest, nbytes, content.rank)
+        directory = str(self.source.fetch(path_or_id))
+        model = read_adapter(directory, shortened(path_or_id), self.source, self.reader)
+        return OpenedAdapter(directory, model.adapter_digest, model.nbytes, model.rank)
 
 
-def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader) -> AdapterContent:
+def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader) -> LoRAModel:
     """Of a directory that was fetched: its files must lie where the source allows it when they are opened, too."""
     roots = source.roots_of(Path(path))
     return reader.read(Path(path), PEFTHelper.from_local_dir(path, adapter_name, roots), roots)
@@ -40,5 +35,4 @@ def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: Ch
 
 def read_spec(spec: AdapterSpec, source: AdapterSource, reader: CheckedReader) -> LoRAModel:
     """The weights of a registered version, read from its local directory."""
-    content = read_adapter(spec.path, spec.adapter_name, source, reader)
-    return LoRAModel.from_content(content, reader.lora_config, spec.adapter_name, spec.adapter_id)
+    return read_adapter(spec.path, spec.adapter_name, source, reader).clone(spec.adapter_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -26,7 +26,7 @@ MAX_BUFFERS = 512
 Stamp = tuple[int, int, int, int]
 """(device, inode, size, time of modification in ns): equal stamps, equal content."""
 
-Roots = frozenset[Path] | None
+Roots = Collection[Path] | None
 """Directories, links resolved, in one of which a file must lie; None: it may be anywhere."""
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class RegularFile:
     """An open regular file; `stamp` is of the moment of opening."""
 
     path: Path
-    adapter: str
+    where: str
+    """How messages about this file begin."""
     fd: int
     stamp: Stamp
 
@@ -52,7 +53,7 @@ class RegularFile:
         fd, where = -1, f"adapter {adapter!r}: {path.name}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO would block without O_NONBLOCK
-            file = cls(path, adapter, fd, _stamp_of(fd))
+            file = cls(path, where, fd, _stamp_of(fd))
             if roots is not None:
                 file._check_inside(roots)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -67,11 +68,6 @@ class RegularFile:
         finally:
             if fd >= 0:
                 os.close(fd)
-
-    @property
-    def where(self) -> str:
-        """How messages about this file begin."""
-        return f"adapter {self.adapter!r}: {self.path.name}"
 
     @property
     def size(self) -> int:
@@ -104,12 +100,8 @@ class RegularFile:
         """Of the descriptor: between a check of a path and its opening, a directory can become a link."""
         real = self._real_path()
         if not is_inside(real, roots):
-            text = "adapter %.200r is refused: %s was opened as %r, outside its roots"
-            _log.warning(text, self.adapter, self.path.name, str(real))
-            raise AdapterPathForbiddenError(
-                f"{self.where} is outside the directories that adapters may be loaded from; "
-                "move it there or start the server with --adapter-root DIR"
-            )
+            _log.warning("%.200s is refused: it was opened as %r, outside its roots", self.where, str(real))
+            raise outside_roots(self.where)
 
     def _real_path(self) -> Path:
         try:
@@ -121,9 +113,16 @@ class RegularFile:
         return real
 
 
+def outside_roots(where: str, note: str = "") -> AdapterPathForbiddenError:
+    return AdapterPathForbiddenError(
+        f"{where} is outside the directories that adapters may be loaded from{note}; "
+        "move it there or start the server with --adapter-root DIR"
+    )
+
+
 def is_inside(real: Path, roots: Roots) -> bool:
     """Whether a path without links is one of the roots or lies below one."""
-    return roots is None or not roots.isdisjoint((real, *real.parents))
+    return roots is None or not {real, *real.parents}.isdisjoint(roots)
 
 
 def transfer(move: Callable[[list[memoryview], int], int], pieces: Sequence[memoryview], offset: int) -> int:

@@ -10,14 +10,14 @@ Messages name what was given and a file's name, never where it was found: they g
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from loraplex.adapters.files import AdapterFolder, read_files
 from loraplex.adapters.hub import HubAdapter, fetch_from_hub, hub_folder_of
-from loraplex.adapters.regular_file import Roots, is_inside
-from loraplex.errors import AdapterPathForbiddenError, AdapterPathNotFoundError, shortened, shown
+from loraplex.adapters.regular_file import Roots, is_inside, outside_roots
+from loraplex.errors import AdapterPathNotFoundError, shortened, shown
 
 _log = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class AdapterSource:
         AdapterPermissionError, AdapterFetchError, AdapterFetchTimeoutError."""
         hub = HubAdapter.parse(path_or_id, revision)
         if hub is not None and hub.is_explicit:
-            return self._from_hub(hub)
+            return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
         if "://" in path_or_id:
             raise AdapterPathNotFoundError(
                 f"adapter {shown(path_or_id)}: this kind of source is not supported; give a directory or hf://org/name"
             )
-        path = self._path(path_or_id)
+        path = _path_of(path_or_id)
         if hub is not None and not self._is_visible_directory(path):
-            return self._from_hub(hub)
+            return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
         return self._from_disk(path, path_or_id)
 
     def roots_of(self, directory: Path) -> Roots:
@@ -53,25 +53,9 @@ class AdapterSource:
 
         One inside no root came from the hub, or was allowed by other roots at an earlier start: it keeps to itself.
         """
-        if self._roots is None or is_inside(directory, self._roots):
-            return self._roots
-        return frozenset((hub_folder_of(directory) or directory,))
-
-    @cached_property
-    def _roots(self) -> Roots:
-        return None if self.allowed_roots is None else frozenset(self.allowed_roots)
-
-    def _from_hub(self, hub: HubAdapter) -> Path:
-        return fetch_from_hub(hub, self.hub_cache, self.timeout_s)
-
-    def _path(self, given: str) -> Path:
-        try:
-            path = Path(given).expanduser() if given else None
-        except RuntimeError:  # ~name of an unknown user
-            path = None
-        if path is None:
-            raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory; give a directory or a hub id")
-        return path
+        if is_inside(directory, self.allowed_roots):
+            return self.allowed_roots
+        return (hub_folder_of(directory) or directory,)
 
     def _from_disk(self, path: Path, given: str) -> Path:
         directory = self._resolved(path, given)
@@ -86,17 +70,20 @@ class AdapterSource:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
             raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory") from error
-        if not is_inside(real, self._roots):
+        if not is_inside(real, self.allowed_roots):
             _log.info("adapter %.200r is refused: it leads outside %s", given, self.allowed_roots)
-            none = "" if self.allowed_roots else " (none is allowed)"
-            raise AdapterPathForbiddenError(
-                f"adapter {shown(given)} is outside the directories that adapters may be loaded from{none}; "
-                "move it there or start the server with --adapter-root DIR"
-            )
+            raise outside_roots(f"adapter {shown(given)}", "" if self.allowed_roots else " (none is allowed)")
         return real
 
     def _is_visible_directory(self, path: Path) -> bool:
         try:
-            return is_inside(path.resolve(), self._roots) and path.is_dir()
+            return is_inside(path.resolve(), self.allowed_roots) and path.is_dir()
         except (OSError, RuntimeError, ValueError):
             return False
+
+
+def _path_of(given: str) -> Path:
+    with suppress(RuntimeError):  # ~name of an unknown user
+        if given:
+            return Path(given).expanduser()
+    raise AdapterPathNotFoundError(f"adapter {shown(given)}: no such directory; give a directory or a hub id")

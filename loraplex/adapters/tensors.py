@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,15 +19,14 @@ from loraplex.adapters.bin_file import read_bin
 from loraplex.adapters.digest import adapter_digest, digest_line
 from loraplex.adapters.files import (
     BIN_NAME,
-    LIMITS,
+    MAX_TENSORS,
     AdapterFolder,
-    Limits,
     Shard,
     TensorEntry,
     parse_shards,
     read_shards,
 )
-from loraplex.adapters.regular_file import RegularFile, check_size
+from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.tensor_names import TensorName
 from loraplex.errors import AdapterTruncatedError
 
@@ -45,36 +45,28 @@ class WeightFile:
 
     folder: AdapterFolder
     name: str
-    limits: Limits
+    max_tensors: int
     shards: tuple[Shard, ...] = ()
     loaded: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
-    def open(cls, folder: AdapterFolder, max_bytes: int, limits: Limits = LIMITS) -> WeightFile:
+    def open(cls, folder: AdapterFolder, max_bytes: int, max_tensors: int = MAX_TENSORS) -> WeightFile:
         """Find the file and read its headers. Raises AdapterTooLargeError for a .bin beyond `max_bytes`."""
         name = folder.weight_name()
         if name == BIN_NAME:
-            return cls(folder, name, limits, loaded=read_bin(folder, max_bytes, limits))
-        return cls(folder, name, limits, read_shards(folder, name, limits))
+            return cls(folder, name, max_tensors, loaded=read_bin(folder, max_bytes, max_tensors))
+        return cls(folder, name, max_tensors, read_shards(folder, name, max_tensors))
 
     @cached_property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors, by the names in the file; headers are parsed now.
-
-        Raises AdapterFileFormatError, AdapterTruncatedError.
-        """
+        """The tensors, by the names in the file; headers are parsed now. Raises what `parse_shards` raises."""
         if self.loaded is not None:
             return tuple(_entry_of(name, tensor) for name, tensor in self.loaded.items())
-        return parse_shards(self.folder, self.shards, self.limits)
+        return parse_shards(self.folder, self.shards, self.max_tensors)
 
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
-
-    def check_size(self, max_bytes: int) -> None:
-        """Raises AdapterTooLargeError beyond `max_bytes` of tensors, and what parsing the headers raises."""
-        if self.loaded is None:
-            check_size(self.nbytes, max_bytes, self.folder.adapter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +87,9 @@ class ReadPlan:
         """names: what to read; dtypes of DTYPES only."""
         ordered = sorted(names.items(), key=lambda item: item[0].canonical)
         entries = tuple(entry for _, entry in ordered)
-        ends = [0]
-        for entry in entries:
-            ends.append(ends[-1] + _aligned(entry.nbytes))
+        ends = tuple(accumulate((-(-entry.nbytes // ALIGNMENT) * ALIGNMENT for entry in entries), initial=0))
         lines = tuple(digest_line(name.canonical, entry.dtype, entry.shape) for name, entry in ordered)
-        return cls(tuple(name for name, _ in ordered), entries, tuple(ends[:-1]), lines, ends[-1])
+        return cls(tuple(name for name, _ in ordered), entries, ends[:-1], lines, ends[-1])
 
     @cached_property
     def nbytes(self) -> int:
@@ -108,11 +98,19 @@ class ReadPlan:
 
     @cached_property
     def views(self) -> tuple[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], ...]:
-        """Of each tensor: dtype, shape, strides, and its first element, counted in elements from the block's start."""
+        """Of each tensor: dtype, shape, strides, and its first element, counted in elements from the block's start.
+
+        Of tensors that were found good, which have one or two axes.
+        """
         return tuple(
-            (dtype := DTYPES[entry.dtype], entry.shape, _strides(entry.shape), start // dtype.itemsize)
+            (dtype := DTYPES[entry.dtype], shape := entry.shape, (shape[-1], 1)[-len(shape) :], start // dtype.itemsize)
             for entry, start in zip(self.entries, self.starts, strict=True)
         )
+
+    def tensors(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Those of a block that was read by this plan."""
+        typed = {dtype: block.view(dtype) for dtype in {dtype for dtype, *_ in self.views}}
+        return [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in self.views]
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
@@ -128,21 +126,8 @@ class ReadPlan:
         return tuple(tuple(run) for run in runs)
 
 
-@dataclass(frozen=True, eq=False)
-class ReadTensors:
-    """What was read by a plan: the block, names (of the file) of tensors with NaN or Inf, the digest."""
-
-    plan: ReadPlan
-    block: torch.Tensor
-    not_finite: tuple[str, ...]
-    adapter_digest: str
-
-    def tensors(self) -> list[torch.Tensor]:
-        """In the plan's order."""
-        return _tensors(self.plan, self.block)
-
-
-def read_tensors(file: WeightFile, plan: ReadPlan, canonical: bytes) -> ReadTensors:
+def read_tensors(file: WeightFile, plan: ReadPlan, canonical: bytes) -> tuple[torch.Tensor, str, list[str]]:
+    """(the block, the adapter's digest, names in the file of tensors with NaN or Inf)."""
     block = torch.empty(plan.block_bytes, dtype=torch.uint8)
     view = block.numpy().data
     parts = [view[start : start + entry.nbytes] for start, entry in zip(plan.starts, plan.entries, strict=True)]
@@ -152,7 +137,7 @@ def read_tensors(file: WeightFile, plan: ReadPlan, canonical: bytes) -> ReadTens
         for entry, part in zip(plan.entries, parts, strict=True):
             part[:] = file.loaded[entry.name].contiguous().view(-1).view(torch.uint8).numpy().data
     digest = adapter_digest(canonical, zip(plan.lines, parts, strict=True))
-    return ReadTensors(plan, block, _not_finite(plan, block), digest)
+    return block, digest, _not_finite(plan, block)
 
 
 def _read_shards_into(parts: Sequence[memoryview], file: WeightFile, plan: ReadPlan) -> None:
@@ -179,18 +164,15 @@ def _unchanged(shard: Shard, folder: AdapterFolder) -> Iterator[RegularFile]:
         file.check_unchanged(shard.stamp)
 
 
-def _tensors(plan: ReadPlan, block: torch.Tensor) -> list[torch.Tensor]:
-    typed = {dtype: block.view(dtype) for dtype in {dtype for dtype, *_ in plan.views}}
-    return [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in plan.views]
-
-
-def _not_finite(plan: ReadPlan, block: torch.Tensor) -> tuple[str, ...]:
+def _not_finite(plan: ReadPlan, block: torch.Tensor) -> list[str]:
     """Names of the tensors with NaN or Inf. To look at the whole block first is quicker than at hundreds of tensors."""
     dtypes = {entry.dtype for entry in plan.entries}
     if len(dtypes) == 1 and is_finite(block.view(DTYPES[dtypes.pop()])):
-        return ()
-    found = zip(plan.entries, _tensors(plan, block), strict=True)
-    return tuple(entry.name for entry, tensor in found if not is_finite(tensor))
+        return []
+    pieces = (
+        (entry, block[start : start + entry.nbytes]) for start, entry in zip(plan.starts, plan.entries, strict=True)
+    )
+    return [entry.name for entry, piece in pieces if not is_finite(piece.view(DTYPES[entry.dtype]))]
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -199,19 +181,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
     bits = tensor.contiguous().view(-1).view(INT_OF_SIZE[tensor.element_size()]).numpy()
     pieces = (bits[start : start + FINITE_PIECE] for start in range(0, bits.size, FINITE_PIECE))
     return all(int(np.bitwise_and(piece, mask).max()) != mask for piece in pieces)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of dense rows."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def _entry_of(name: str, tensor: torch.Tensor) -> TensorEntry:

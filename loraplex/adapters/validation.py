@@ -11,6 +11,7 @@ adapter is made for another base, which is an error of its own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +19,10 @@ from functools import cached_property
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons, why_unknown
+from loraplex.adapters.tensors import DTYPES
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, shown
 
-SUPPORTED_DTYPES = ("F32", "F16", "BF16")
 UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
 MAX_REASONS_OF_A_KIND = 20
 
@@ -74,17 +75,12 @@ class TensorCheck:
     def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
         """AdapterBaseMismatchError when another base explains all, else AdapterValidationError with all reasons."""
         reasons = [*more_reasons, *self.reasons]
-        if reasons:
-            raise self._refusal([*reasons, *self.differences])
-        if not self.differences:
-            return
-        if self._is_another_base():
+        if not reasons and self.differences and self._is_another_base():
             raise AdapterBaseMismatchError(self._another_base())
-        raise self._refusal(self.differences)
-
-    def _refusal(self, reasons: Sequence[str]) -> AdapterValidationError:
-        kept = _shortened(reasons)
-        return AdapterValidationError.from_reasons(self.helper.adapter, kept, len(reasons) - len(kept))
+        reasons += self.differences
+        if reasons:
+            kept = _shortened(reasons)
+            raise AdapterValidationError.from_reasons(self.helper.adapter, kept, len(reasons) - len(kept))
 
     def _is_another_base(self) -> bool:
         """Each width is one other number throughout the file. Fewer layers alone are an incomplete file."""
@@ -93,9 +89,8 @@ class TensorCheck:
         return self.agreed.isdisjoint(self.widths) and all(len(pairs) == 1 for pairs in self.widths.values())
 
     def _another_base(self) -> str:
-        facts = ", ".join(
-            f"{width} {theirs} against {ours}" for width, ((theirs, ours),) in sorted(self.widths.items())
-        )
+        widths = sorted(self.widths.items())
+        facts = ", ".join(f"{width} {theirs} against {ours}" for width, ((theirs, ours),) in widths)
         named = self.helper.base_model_name
         base = f" (its adapter_config.json names {shown(named)})" if named else ""
         example = f"{facts}; for example " if facts else ""
@@ -109,9 +104,9 @@ class TensorCheck:
         if name is None:
             self.unknown.append(entry.name)
             return
-        if entry.dtype not in SUPPORTED_DTYPES and name not in self.names:
+        if entry.dtype not in DTYPES and name not in self.names:
             kind = "float8 " if entry.dtype.upper().startswith(("F8", "FLOAT8")) else ""
-            supported = f"supported are {', '.join(SUPPORTED_DTYPES)}: convert it"
+            supported = f"supported are {', '.join(DTYPES)}: convert it"
             self.reasons.append(f"tensor {entry.name!r} has {kind}dtype {entry.dtype}; {supported}")
         first = self.names.setdefault(name, entry)
         if first is not entry:
@@ -179,10 +174,8 @@ class TensorCheck:
 
     def _check_module(self, module: str, rank: int) -> None:
         base = self.base[module]
-        wanted: dict[str, tuple[int, ...]] = {
-            "lora_A.weight": (rank, base.in_features),
-            "lora_B.weight": (base.out_features, rank),
-        }
+        wanted: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, base.in_features)}
+        wanted["lora_B.weight"] = (base.out_features, rank)
         if self.helper.lora_bias:
             wanted["lora_B.bias"] = (base.out_features,)
         for part, shape in wanted.items():
@@ -211,8 +204,8 @@ class TensorCheck:
             self.agreed.add(width)
             return
         text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
-        is_same_else = len(entry.shape) == len(wanted) and _without(entry.shape, axis) == _without(wanted, axis)
-        if is_same_else and entry.shape[axis]:
+        odd_axes = [i for i, (has, wants) in enumerate(zip(entry.shape, wanted, strict=False)) if has != wants]
+        if len(entry.shape) == len(wanted) and odd_axes == [axis] and entry.shape[axis]:
             self._differs(width, entry.shape[axis], wanted[axis], text)
         else:
             hint = " (was it saved from shards that were not gathered?)" if 0 in entry.shape else ""
@@ -284,17 +277,13 @@ def _width_of(name: TensorName) -> tuple[str, int]:
     return ("hidden size" if leaf in _HIDDEN_OUT else _WIDTHS.get(leaf, f"outputs of {leaf}")), 0
 
 
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
 def _shortened(reasons: Sequence[str]) -> list[str]:
     """At most MAX_REASONS_OF_A_KIND of the reasons that differ in a layer number only."""
     kept: list[str] = []
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for reason in reasons:
         kind = re.sub(r"\d+", "#", reason)
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[kind] += 1
         if counts[kind] <= MAX_REASONS_OF_A_KIND:
             kept.append(reason)
     return kept

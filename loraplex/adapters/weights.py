@@ -1,25 +1,43 @@
-"""An adapter in host memory: `delta(module) = scaling * lora_b @ lora_a`, `[out, in]`.
+"""An adapter in host memory: `delta(module) = scaling * lora_b @ lora_a`, `[out, in]`; and its reading for one base.
 
 lora_a [rank, in], lora_b [out, rank] as PEFT stores them; `scaling` is kept apart. lora_bias [out] is added, scaled:
 `y += scaling * (x A^T B^T + lora_bias)`. bias [out] replaces the base's bias of the module.
+
+What was found good of a configuration and a header is remembered by both, since those of a thousand adapters of one
+recipe are equal (`Blueprint`, docs/adr/0014). Read and checked each time: the file's identity, bytes, NaN, the digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from loraplex.adapters.checked_reader import AdapterContent, Blueprint, CheckedReader
+from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import PARTS
-from loraplex.adapters.tensors import is_finite
+from loraplex.adapters.regular_file import Roots, check_size
+from loraplex.adapters.tensor_names import PARTS, TensorName
+from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
+from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
-from loraplex.errors import AdapterValidationError
+from loraplex.errors import AdapterLoadError, AdapterValidationError
+
+BIN_COPIES = 3
+MAX_BLUEPRINTS = 32
+MAX_REFUSED_BYTES = 2**26
+"""Of a larger adapter that is refused already the numbers are not read: NaN would be one more reason, and a sparse file
+of a few kilobytes would cost gigabytes."""
+MAX_KNOWN_HEADER_BYTES = 2**20
+"""Of a larger header nothing is remembered, so that what is has a bound."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +64,28 @@ class LoRALayerWeights:
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> LoRALayerWeights:
         """The same layer with these tensors, by field name; those not given are None."""
-        return replace(
-            self,
-            lora_a=tensors.get("lora_a"),
-            lora_b=tensors.get("lora_b"),
-            lora_bias=tensors.get("lora_bias"),
-            bias=tensors.get("bias"),
-        )
+        fields: dict[str, Any] = {field: tensors.get(field) for field in PARTS}
+        return replace(self, **fields)
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors alone.
+
+    layers: each without tensors, and by field which of the plan's tensors are its own.
+    """
+
+    plan: ReadPlan
+    layers: tuple[tuple[LoRALayerWeights, dict[str, int]], ...]
+    warnings: tuple[str, ...]
+
+    def layers_of(self, block: torch.Tensor) -> dict[str, LoRALayerWeights]:
+        """Those of a block that was read by the plan."""
+        tensors = self.plan.tensors(block)
+        return {
+            layer.module_name: layer.with_tensors({field: tensors[index] for field, index in parts.items()})
+            for layer, parts in self.layers
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,47 +124,142 @@ class LoRAModel:
         """The same tensors under another id."""
         return replace(self, adapter_id=adapter_id)
 
-    @classmethod
+    @staticmethod
     def from_local_checkpoint(
-        cls,
         directory: str | Path,
         peft_helper: PEFTHelper,
         targets: Sequence[LoraTarget],
         lora_config: LoRAConfig,
         adapter_id: int = 0,
     ) -> LoRAModel:
-        """Read and validate the adapter in `directory` against the base model that publishes `targets`.
+        """What `CheckedReader.read` reads and raises."""
+        return CheckedReader(targets, lora_config).read(Path(directory), peft_helper).clone(adapter_id)
 
-        Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN),
-        AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, truncated,
-        format).
+
+class ByteBudget:
+    """Readers wait until what they all hold is within `max_bytes`. One alone may hold more."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self.held_bytes == 0 or self.held_bytes + nbytes <= self.max_bytes)
+            self.held_bytes += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.held_bytes -= nbytes
+                self._changed.notify_all()
+
+
+class CheckedReader:
+    """Reads adapters for the base model that publishes `targets`. Any number of threads may use it at once.
+
+    What they read together is bounded by the host budget, since a hundred files of a few gigabytes, sparse on disk,
+    would be as many gigabytes in memory.
+    """
+
+    def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
+        self.lora_config = lora_config
+        self._base = base_modules(targets)
+        self.max_tensors = max(MIN_TENSORS, len(self._base) * len(PARTS))
+        """With spare, so that messages say what is wrong."""
+        self._budget = ByteBudget(lora_config.host_memory_bytes)
+        self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, directory: Path, helper: PEFTHelper, roots: Roots = None) -> LoRAModel:
+        """Read and validate an adapter's directory.
+
+        Raises AdapterValidationError with every reason (configuration, names, shapes, dtypes, NaN; then conversions).
+
+        Also AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, outside
+        the roots, truncated, format).
         """
-        content = CheckedReader(targets, lora_config).read(Path(directory), peft_helper)
-        return cls.from_content(content, lora_config, peft_helper.adapter, adapter_id)
+        folder = AdapterFolder(directory, helper.adapter, roots)
+        nbytes = _bytes_to_read(folder)
+        with self._budget.hold(nbytes):
+            return self._read(folder, helper, nbytes)
 
-    @classmethod
-    def from_content(
-        cls, content: AdapterContent, lora_config: LoRAConfig, adapter: str, adapter_id: int = 0
-    ) -> LoRAModel:
-        """Cut what was read into layers, in `lora_dtype`. Raises AdapterValidationError for values that do not fit."""
-        layers, digest = _convert(_layers(content), lora_config, adapter), content.adapter_digest
-        return cls(digest, content.rank, layers, adapter_id, content.warnings, content.blueprint)
+    def _read(self, folder: AdapterFolder, helper: PEFTHelper, held_bytes: int) -> LoRAModel:
+        max_bytes = self.lora_config.host_memory_bytes
+        file = WeightFile.open(folder, max_bytes, self.max_tensors)
+        if sum(shard.size for shard in file.shards) > held_bytes:
+            text = "grew while it was read; load it again when it is complete"
+            raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
+        check = TensorCheck(helper, self._base)
+        key = _key(file, helper)
+        blueprint = self._get(key)
+        if blueprint is None:
+            check_size(file.nbytes, max_bytes, helper.adapter)
+            blueprint = _blueprint(file, check)
+        reasons = helper.reasons(self.lora_config)
+        if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
+            check.raise_if_refused(reasons)
+        block, digest, not_finite = read_tensors(file, blueprint.plan, helper.canonical())
+        remedy = "train again or take an earlier checkpoint"
+        check.reasons.extend(f"tensor {name!r} has NaN or Inf; {remedy}" for name in not_finite)
+        check.raise_if_refused(reasons)
+        self._put(key, blueprint)
+        layers = _convert(blueprint.layers_of(block), self.lora_config, helper.adapter)
+        warnings = (*helper.warnings, *blueprint.warnings)
+        return LoRAModel(digest, max(layer.rank for layer in layers.values()), layers, 0, warnings, blueprint)
+
+    def _get(self, key: Hashable) -> Blueprint | None:
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+            return self._known.get(key)
+
+    def _put(self, key: Hashable, blueprint: Blueprint) -> None:
+        if key is None:
+            return
+        with self._lock:
+            self._known.setdefault(key, blueprint)
+            if len(self._known) > MAX_BLUEPRINTS:
+                self._known.popitem(last=False)
 
 
-def _layers(content: AdapterContent) -> dict[str, LoRALayerWeights]:
-    tensors = content.read.tensors()
-    layers = {}
-    for plan in content.blueprint.layers:
-        a, b, lora_bias, bias = (None if part is None else tensors[part] for part in plan.parts)
-        layers[plan.module_name] = LoRALayerWeights(
-            plan.module_name, plan.rank, plan.lora_alpha, a, b, lora_bias, bias, plan.scaling
-        )
-    return layers
+def _bytes_to_read(folder: AdapterFolder) -> int:
+    """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors."""
+    nbytes = 0
+    for path in read_files(folder):
+        with suppress(OSError):
+            nbytes += os.stat(path).st_size * (BIN_COPIES if path.name == BIN_NAME else 1)
+    return nbytes
 
 
-def is_converted(lora_config: LoRAConfig) -> bool:
-    """Whether tensors get another dtype when they are read."""
-    return lora_config.lora_dtype not in ("auto", "int8")
+def _key(file: WeightFile, helper: PEFTHelper) -> Hashable:
+    """All that a blueprint depends on beside the base model; None for what is not remembered (.bin, long headers)."""
+    if file.loaded is not None or sum(len(shard.header) for shard in file.shards) > MAX_KNOWN_HEADER_BYTES:
+        return None
+    return helper.naming(), tuple((shard.header, shard.size, shard.expected) for shard in file.shards)
+
+
+def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
+    """Of what can be read, with the findings about the rest in `check`."""
+    for entry in file.entries:
+        check.add(entry)
+    check.check()
+    plan = ReadPlan.of({name: entry for name, entry in check.names.items() if entry.dtype in DTYPES})
+    layers = () if check.reasons or check.differences else _layers(plan, check.helper)
+    return Blueprint(plan, tuple(layers), tuple(check.warnings))
+
+
+def _layers(plan: ReadPlan, helper: PEFTHelper) -> Iterator[tuple[LoRALayerWeights, dict[str, int]]]:
+    modules = sorted({name.module for name in plan.names})
+    numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
+    for module in modules:
+        names = {field: TensorName(module, part) for field, part in PARTS.items()}
+        parts = {field: indices[name] for field, name in names.items() if name in indices}
+        rank = numbers.ranks[module] if "lora_a" in parts else 0
+        scaling = numbers.scalings[module]
+        yield LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling), parts
 
 
 def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapter: str) -> dict[str, LoRALayerWeights]:
@@ -139,7 +267,7 @@ def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapt
 
     A value that does not fit is a reason to refuse.
     """
-    if not is_converted(lora_config):
+    if lora_config.lora_dtype in ("auto", "int8"):
         return layers
     dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
     converted = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.adapters.opener import read_spec
 from loraplex.adapters.source import AdapterSource
+from loraplex.adapters.weights import CheckedReader
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import EngineInfo
 from loraplex.cpu import chosen_threads

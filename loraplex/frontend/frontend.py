@@ -68,8 +68,8 @@ def make_front(
     journal, on_change, abort_grace_s: as in `LoRARegistry`.
     """
     # These bring in torch: a second, spent while an engine process starts.
-    from loraplex.adapters.checked_reader import CheckedReader
     from loraplex.adapters.opener import AdapterOpener
+    from loraplex.adapters.weights import CheckedReader
 
     tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
     registry = None

@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from loraplex.adapters import checked_reader
-from loraplex.adapters.checked_reader import CheckedReader
+from loraplex.adapters import weights
 from loraplex.adapters.digest import digest_line
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.validation import TensorCheck
-from loraplex.adapters.weights import LoRAModel
+from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.errors import AdapterError, AdapterTooLargeError, AdapterValidationError
 from tests.adapters.peft_oracle import (
@@ -37,9 +36,8 @@ CONFIG = LoRAConfig()
 
 
 def read(reader: CheckedReader, path: Path) -> LoRAModel:
-    content = reader.read(path, PEFTHelper.from_local_dir(path))
-    model = LoRAModel.from_content(content, reader.lora_config, path.name)
-    assert (content.adapter_digest, content.nbytes, content.rank) == (model.adapter_digest, model.nbytes, model.rank)
+    model = reader.read(path, PEFTHelper.from_local_dir(path))
+    assert (model.nbytes, model.rank) == (sum(layer.nbytes for layer in model), max(layer.rank for layer in model))
     return model
 
 
@@ -200,13 +198,13 @@ def test_a_line_of_the_digest_is_json(name: str, shape: list[int]) -> None:
 def test_what_is_remembered_has_a_bound(
     adapter: PeftAdapter, num_checks: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checked_reader, "MAX_BLUEPRINTS", 2)
+    monkeypatch.setattr(weights, "MAX_BLUEPRINTS", 2)
     reader = CheckedReader(adapter.targets, CONFIG)
     for alpha in (1, 2, 1, 3, 1, 2):  # 3 pushes 2 out, which was used longest ago
         edit_config(adapter.path, lora_alpha=alpha)
         read(reader, adapter.path)
     assert num_checks() == 4
-    monkeypatch.setattr(checked_reader, "MAX_KNOWN_HEADER_BYTES", 10)
+    monkeypatch.setattr(weights, "MAX_KNOWN_HEADER_BYTES", 10)
     for _ in range(2):
         read(reader, adapter.path)
     assert num_checks() == 6

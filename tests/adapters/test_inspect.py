@@ -65,10 +65,13 @@ def test_without_a_base_it_says_so_and_finds_what_it_can(adapter: PeftAdapter) -
     tensors[f"{q.replace('0', '2')}.lora_A.weight"] = torch.ones(5, 32)
     tensors["junk"] = torch.ones(1)
     tensors["a.lora_A.weight"] = torch.ones(4, 2, dtype=torch.int32)
+    tensors[f"{q.replace('0', '3')}.lora_A.default.weight"] = torch.ones(4, 32)
+    tensors[f"{q.replace('0', '3')}.lora_A.weight"] = torch.ones(4, 32)
     write_tensors(adapter.path, tensors)
     edit_config(adapter.path, use_dora=True)
     reasons = "\n".join(inspect_adapter(adapter.path).reasons)
-    for word in ("no lora_B.weight", "NaN", "[5, 32]", "rank should be 4", "junk", "dtype I32", "use_dora"):
+    expected = ("no lora_B.weight", "NaN", "[5, 32]", "rank should be 4", "junk", "dtype I32", "use_dora")
+    for word in (*expected, "are the same part of the adapter"):
         assert word in reasons
 
 

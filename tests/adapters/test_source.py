@@ -123,10 +123,10 @@ def test_a_root_with_a_common_prefix_is_another_directory(root: Path) -> None:
 def test_files_must_stay_where_they_were_allowed(root: Path, tmp_path: Path) -> None:
     """In the roots; of what is in none of them now, in its directory, or in its part of the hub's cache."""
     source, snapshot = AdapterSource(allowed_roots=(root,)), tmp_path / "models--org--sql" / "snapshots" / "abc"
-    assert source.roots_of(root) == source.roots_of(root / "sql") == {root}
-    assert source.roots_of(tmp_path / "elsewhere" / "sql") == {tmp_path / "elsewhere" / "sql"}
-    assert source.roots_of(snapshot) == {tmp_path / "models--org--sql"}
-    assert source.roots_of(tmp_path / "snapshots" / "abc") == {tmp_path / "snapshots" / "abc"}
+    assert source.roots_of(root) == source.roots_of(root / "sql") == (root,)
+    assert source.roots_of(tmp_path / "elsewhere" / "sql") == (tmp_path / "elsewhere" / "sql",)
+    assert source.roots_of(snapshot) == (tmp_path / "models--org--sql",)
+    assert source.roots_of(tmp_path / "snapshots" / "abc") == (tmp_path / "snapshots" / "abc",)
     assert AdapterSource().roots_of(snapshot) is None
 
 

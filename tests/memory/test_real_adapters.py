@@ -13,11 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loraplex.adapters.checked_reader import CheckedReader
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.opener import read_adapter, read_spec
 from loraplex.adapters.source import AdapterSource
-from loraplex.adapters.weights import LoRAModel
+from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.compat.vllm import WorkerLoRAManager
 from loraplex.config import LoRAConfig
 from loraplex.core import AdapterSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from loraplex.adapters.checked_reader import CheckedReader
+from loraplex.adapters.weights import CheckedReader
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.demo.tasks import assets_path

@@ -26,13 +26,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loraplex.adapters import checked_reader, validation
-from loraplex.adapters.checked_reader import ByteBudget
-from loraplex.adapters.files import LIMITS, MAX_TENSORS, MIN_TENSORS, AdapterFolder, Limits, read_shards
+from loraplex.adapters import validation, weights
+from loraplex.adapters.files import HEADER_BYTES_A_TENSOR, MAX_TENSORS, MIN_TENSORS, AdapterFolder, read_shards
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.adapters.tensors import FINITE_PIECE, WeightFile, is_finite
+from loraplex.adapters.weights import ByteBudget, CheckedReader
+from loraplex.config import LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.demo.tasks import TASKS, adapter_path
 from loraplex.errors import (
@@ -122,7 +123,7 @@ def test_a_sparse_tensor_that_no_base_has_is_not_read(adapter: Path, monkeypatch
     entry = {"dtype": "F32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}
     write_header(adapter / WEIGHTS, json.dumps({name: entry}).encode())
     os.truncate(adapter / WEIGHTS, (adapter / WEIGHTS).stat().st_size + nbytes)
-    monkeypatch.setattr(checked_reader, "read_tensors", lambda *arguments: pytest.fail("it was read"))
+    monkeypatch.setattr(weights, "read_tensors", lambda *arguments: pytest.fail("it was read"))
     assert "has shape [750000000]" in refusal(adapter).message
 
 
@@ -260,6 +261,21 @@ def test_odd_tensor_names_are_reasons(adapter: Path, name: str) -> None:
     assert not inspect_adapter(adapter).is_honoured
 
 
+@pytest.mark.parametrize("shape", [[0, 2**40, 2**40], [2**47] * 7 + [0]], ids=str)
+def test_an_empty_tensor_of_an_enormous_shape_is_a_reason(adapter: Path, shape: list[int]) -> None:
+    """Beside a tensor of another dtype its strides were worked out, beyond what torch takes: the load was a 500."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    entries = {
+        name.format("A"): {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]},
+        name.format("B"): {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]},
+    }
+    write_header(adapter / WEIGHTS, json.dumps(entries).encode(), b"\xff\xff")
+    message = refusal(adapter).message
+    assert f"{name.format('A')!r} has shape" in message
+    assert f"{name.format('B')!r} has NaN or Inf" in message
+    assert not inspect_adapter(adapter).is_honoured
+
+
 def big_base(num_layers: int, leaves: tuple[str, ...]) -> list[LoraTarget]:
     return [
         LoraTarget(
@@ -279,9 +295,9 @@ def test_adapters_of_large_models_pass() -> None:
     entry = '{"dtype":"BF16","shape":[16,4096],"data_offsets":[%d,%d]}'
     header = ",".join(f'"{name}":' + entry % (n << 17, (n + 1) << 17) for n, name in enumerate(experts))
     assert dense <= MIN_TENSORS
-    assert len(header) / len(experts) < Limits().max_header_bytes / MAX_TENSORS
+    assert len(header) / len(experts) < HEADER_BYTES_A_TENSOR
     assert header.count(",") + header.count(":") + header.count("[") < 12 * len(experts)
-    assert Limits.of_base(100_000).max_tensors == 100_000
+    assert CheckedReader(big_base(25_000, ("q",)), LoRAConfig()).max_tensors == 100_000
 
 
 def test_a_refusal_takes_time_in_proportion_to_the_tensors(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +507,7 @@ def test_a_file_that_changes_after_its_header_was_read(
     adapter: Path, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, data = adapter / WEIGHTS, (adapter / WEIGHTS).read_bytes()
-    read = checked_reader.read_tensors
+    read = weights.read_tensors
 
     def change_and_read(*args: Any) -> Any:
         if content in ("shorter", "longer"):
@@ -504,7 +520,7 @@ def test_a_file_that_changes_after_its_header_was_read(
             os.mkfifo(file)
         return read(*args)
 
-    monkeypatch.setattr(checked_reader, "read_tensors", change_and_read)
+    monkeypatch.setattr(weights, "read_tensors", change_and_read)
     assert isinstance(refusal(adapter), AdapterLoadError)
 
 
@@ -523,7 +539,7 @@ def test_a_file_that_is_cut_while_its_bytes_are_read(adapter: Path, monkeypatch:
 def test_a_shard_that_becomes_another_between_two_reads(adapter: Path) -> None:
     """The header that was read is the one that is parsed."""
     folder = AdapterFolder(adapter, "sql")
-    file = WeightFile(folder, WEIGHTS, LIMITS, read_shards(folder, WEIGHTS, LIMITS))
+    file = WeightFile(folder, WEIGHTS, MAX_TENSORS, read_shards(folder, WEIGHTS, MAX_TENSORS))
     write_header(adapter / WEIGHTS, b"{}")
     assert file.entries
 

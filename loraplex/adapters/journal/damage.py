@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from loraplex.adapters.config_reader import MAX_RANK
+from loraplex.adapters.fields import MAX_RANK
 from loraplex.adapters.registry.adapter_name import check_adapter_name
 from loraplex.adapters.registry.records import NameRecord, NameUsage, VersionRecord
 from loraplex.errors import LoraplexError

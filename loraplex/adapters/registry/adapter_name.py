@@ -58,10 +58,10 @@ def check_adapter_name(adapter_name: str, base_names: Iterable[str], *, param: s
     wrong = _why_unusable(adapter_name)
     if wrong is not None:
         raise InvalidRequestError(f"adapter name {shown(adapter_name)} {wrong}", param=param)
-    name, _, number = adapter_name.rpartition("@")
-    if name and number.isdecimal():
+    addressed, _, number = adapter_name.rpartition("@")
+    if addressed and number.isdecimal():
         raise InvalidRequestError(
-            f"adapter name {shown(adapter_name)} would address a version of {shown(name)}; "
+            f"adapter name {shown(adapter_name)} would address a version of {shown(addressed)}; "
             "choose a name without @ and a number at its end",
             param=param,
         )

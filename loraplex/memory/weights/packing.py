@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from loraplex.adapters.checked_reader import Blueprint
-from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
+from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget
 from loraplex.distributed import shard_bias, shard_lora_a, shard_lora_b
 from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loraplex.adapters.checked_reader import Blueprint
 from loraplex.adapters.tensors import ReadPlan
-from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
+from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget, Shard, ShardKind
 from loraplex.kernels.ops import get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
