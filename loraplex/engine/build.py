@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 
+MIN_CAPABILITY = (8, 0)
+"""Of a GPU that device `auto` takes."""
+
 
 def build_engine(
     config: EngineConfig, progress: Progress | None = None, profiler: Profiler | None = None
@@ -56,7 +59,7 @@ def build_engine(
     kernels are measured one by one.
     """
     torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
-    device = _device(config.device)
+    config, device = with_device(config)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
     dtype_name = model_config.effective_dtype(config.dtype)
@@ -186,6 +189,34 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
     private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
     return PackedCache(folder, path, form)
+
+
+def with_device(config: EngineConfig) -> tuple[EngineConfig, torch.device]:
+    """The settings with the device that `auto` means here, and that device; the log says why. Raises ConfigError."""
+    if config.device != "auto":
+        return config, _device(config.device)
+    name, reason = _automatic_device(config.lora_backend)
+    device = _device(name)
+    logger.info("device: %s (%s)", device, reason)
+    return replace(config, device=str(device)), device
+
+
+def _automatic_device(lora_backend: str) -> tuple[str, str]:
+    """(name, reason)."""
+    if lora_backend == "native":
+        return "cpu", "lora_backend native runs on a CPU"
+    if torch.version.cuda is None:
+        return "cpu", "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "cpu", "torch finds no GPU"
+    try:
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    except (RuntimeError, AssertionError) as error:
+        return "cpu", f"the GPU cannot be used: {str(error).splitlines()[0]}"
+    if capability < MIN_CAPABILITY:
+        needed = ".".join(map(str, MIN_CAPABILITY))
+        return "cpu", f"{name} has compute capability {capability[0]}.{capability[1]}, and the kernels need {needed}"
+    return "cuda", f"{name}, of compute capability {capability[0]}.{capability[1]}"
 
 
 def _device(name: str) -> torch.device:

@@ -256,7 +256,7 @@ def test_a_gpu_without_room_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=rf"gpu_memory_utilization 0.9 of {24 * GIB} bytes.*{16 * GIB} are taken"):
         plan_for_gpu(total=24 * GIB, free=8 * GIB, max_num_batched_tokens=65536)
     with pytest.raises(ConfigError, match="needs a CUDA device, not 'cpu'"):
-        EngineConfig(model="m", gpu_memory_utilization=0.5)
+        EngineConfig(model="m", device="cpu", gpu_memory_utilization=0.5)
     with pytest.raises(ConfigError, match="gpu_memory_utilization must be"):
         EngineConfig(model="m", gpu_memory_utilization=1.5)
 
