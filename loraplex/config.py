@@ -234,7 +234,7 @@ class EngineSettings:
     seed: int = setting(0, "seed of dummy weights and of sampling in `loraplex generate`")
     max_model_len: int | None = setting(
         None,
-        "longest prompt plus output in tokens (default: what the model allows, at most 8192)",
+        "longest prompt plus output in tokens (default: the model's own, as far as the KV cache holds it)",
         group="Scheduling",
     )
     max_num_seqs: int = setting(64, "most running requests")

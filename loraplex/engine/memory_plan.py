@@ -4,6 +4,9 @@
     device_memory set      arena = device_memory; each has its floor for sure and may grow to its ceiling while the other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
+max_model_len is by default as far as the model's positions go, as long as the KV cache holds it. In a shared arena it
+ends at half of what is not the adapters' floor, or at kv_cache_floor, but not below 8192 tokens that fit.
+
 The KV cache's floor holds one request of max_model_len, or that request could wait for ever for adapters that are in
 use.
 
@@ -21,6 +24,7 @@ rounding, and for the driver.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from contextlib import suppress
@@ -44,7 +48,11 @@ from loraplex.memory.space.arena import Arena, Limits, Owner
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 
-MAX_DEFAULT_MODEL_LEN = 8192
+logger = logging.getLogger(__name__)
+
+SHARED_MODEL_LEN = 8192
+"""The default of max_model_len in a shared arena is at least this, where the model and the KV cache have it."""
+
 CHUNK_BYTES = 1 << 20
 GPU_CHUNK_BYTES = 16 << 20
 MIN_GPU_CHUNKS, MAX_GPU_CHUNKS = 64, 4096
@@ -94,13 +102,15 @@ def plan_memory(
     cannot be."""
     sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
-    num_blocks = sizes.kv_ceiling // block_bytes
-    max_model_len = _max_model_len(config, model_config, sizes.kv_ceiling, num_blocks * config.block_size)
-    num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    most_blocks = sizes.kv_ceiling // block_bytes
+    wanted = _wanted_model_len(config, model_config.max_model_len, sizes, block_bytes / config.block_size)
+    num_blocks = min(most_blocks, config.max_num_seqs * -(-wanted // config.block_size))
     whole = sizes.kv_ceiling + sizes.adapters if sizes.whole is None else sizes.whole
     blocks_per_chunk = max(1, min(num_blocks, chunk_size(whole, gpu is not None) // block_bytes))
-    kv_ceiling, chunk_bytes = num_blocks // blocks_per_chunk, blocks_per_chunk * block_bytes
-    max_model_len = min(max_model_len, kv_ceiling * blocks_per_chunk * config.block_size)
+    chunk_bytes = blocks_per_chunk * block_bytes
+    kv_ceiling = min(-(-num_blocks // blocks_per_chunk), most_blocks // blocks_per_chunk)
+    kv_tokens = kv_ceiling * blocks_per_chunk * config.block_size
+    max_model_len = _max_model_len(config, model_config.max_model_len, sizes, wanted, kv_tokens)
     longest = -(-max_model_len // (config.block_size * blocks_per_chunk))  # chunks of one request
     if sizes.whole is None:
         num_chunks = kv_ceiling + -(-sizes.adapters // chunk_bytes)
@@ -224,18 +234,36 @@ def _limits(
     }
 
 
-def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_bytes: int, kv_tokens: int) -> int:
-    wanted, allowed = config.max_model_len, model_config.max_model_len
-    if wanted is None:
-        wanted = min(allowed, MAX_DEFAULT_MODEL_LEN, kv_tokens)
-    if wanted > allowed:
-        raise ConfigError(f"max_model_len is {wanted}, the model's positions end at {allowed}; lower it")
-    if wanted > kv_tokens or wanted < 2:
+def _wanted_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, token_bytes: float) -> int:
+    """What is asked for, or the default; the KV cache's last part of a chunk may still be too small for it."""
+    if config.max_model_len is not None:
+        if config.max_model_len > allowed:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, the model's positions end at {allowed}; lower it"
+            )
+        return config.max_model_len
+    if sizes.whole is None or sizes.lora is None:
+        return min(allowed, int(sizes.kv_ceiling / token_bytes))
+    kept = (sizes.whole - sizes.adapter_floor) // 2 if sizes.kv_floor is None else sizes.kv_floor
+    return min(allowed, max(SHARED_MODEL_LEN, int(kept / token_bytes)))
+
+
+def _max_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, wanted: int, kv_tokens: int) -> int:
+    """`wanted`, or as a default what the KV cache of `kv_tokens` holds of it; the log says why."""
+    length = wanted if config.max_model_len is not None else min(wanted, kv_tokens)
+    if length > kv_tokens or length < 2:
         raise ConfigError(
             f"one request of max_model_len {config.max_model_len or allowed} tokens does not fit in the KV cache of "
-            f"{kv_bytes} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
+            f"{sizes.kv_ceiling} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
         )
-    return wanted
+    if config.max_model_len is None:
+        reason = "as far as the model's positions go"
+        if length < wanted or (length < allowed and (sizes.whole is None or sizes.lora is None)):
+            reason = f"all that the KV cache of {sizes.kv_ceiling} bytes holds; the model's positions end at {allowed}"
+        elif length < allowed:
+            reason = f"more would take from adapters' part of device_memory; the model's positions end at {allowed}"
+        logger.info("max_model_len: %d tokens (%s)", length, reason)
+    return length
 
 
 def _machine_bytes(device: torch.device) -> int | None:
