@@ -125,6 +125,10 @@ class BatchBuilder:
         self._table_width = table_width
         self._checked_table = table if os.environ.get(DEBUG_VARIABLE) else None
 
+    @property
+    def block_size(self) -> int:
+        return self._blocks.block_size
+
     def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
         """With `padded_size`, which only steps of sampled sequences with one token each may have, rows of padding
         follow.

@@ -12,7 +12,9 @@ import pytest
 
 from loraplex import LoRAConfig
 from loraplex.errors import AdapterFaultError
+from loraplex.frontend.lora_profiling import kernels_of
 from loraplex.kernels.triton import attention_choice, lora
+from loraplex.performance.profile import LoraProfile
 from tests.engine.driver import Driver
 from tests.engine.fake_gpu import ArgumentLauncher, FakeGpu, fake_gpu
 from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
@@ -99,6 +101,25 @@ def test_no_step_waits_for_the_device(bench: Bench, settings: dict[str, Any]) ->
         if not settings.get("enforce_eager"):
             assert driver.stats.graph_steps["lora"] > NUM_TOKENS
             assert driver.stats.eager_steps.keys() == {"prefill"}
+        driver.close()
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_a_profile_counts_the_devices_own_time(bench: Bench, look_ahead: bool) -> None:
+    """A millisecond a step on this GPU. Without a profile no events are recorded around steps."""
+    with fake_gpu() as gpu:
+        driver = make(bench, {"enable_diagnosis": False}, look_ahead=look_ahead)
+        loaded(driver, bench)
+        run(driver, gpu)
+        assert "device" not in driver.engine._profiler.seconds
+        driver.engine.start_profile()
+        run(driver, gpu)
+        steps = driver.engine.stop_profile()
+        assert steps.part_seconds["device"] == pytest.approx(1e-3 * steps.num_steps)
+        report = LoraProfile({}.get).report(driver.stats, steps, kernels_of(driver.engine.info), [])
+        assert report.device_share == pytest.approx(1e-3 * steps.num_steps / steps.seconds)
+        run(driver, gpu)
+        assert driver.engine._profiler.seconds["device"] == pytest.approx(1e-3 * steps.num_steps)
         driver.close()
 
 
