@@ -142,6 +142,10 @@ class ModelRunner:
         self._has_own_threads = model.cpu_use(CpuUse()).num_threads > 0
 
     @property
+    def device(self) -> torch.device:
+        return self._kv.device
+
+    @property
     def kv_block_bytes(self) -> int:
         return self._kv[0].nbytes
 
