@@ -11,7 +11,7 @@ that must be slower, or not much faster. Limits are about 1.5 times what a quiet
 2 breaks one and the weather does not: a ratio over its limit is measured again, twice, and its best counts.
 
 Beside the ratios stand the latencies that docs/memory.md promises, on the demo's model: medians of repeated tries, so
-that a slow moment is no finding. The verbs' promises are 99th percentiles of adapters of 40 MB; the demo's are small,
+that a slow moment is no finding. The verbs' promises are 99th percentiles on a model of 135M; the demo's is small,
 so a tenth is their limit, which is some 50 times what a shared machine shows.
 """
 

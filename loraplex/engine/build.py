@@ -59,7 +59,7 @@ def build_engine(
     kernels are measured one by one.
     """
     torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
-    config, device = with_device(config)
+    config, device, device_choice = with_device(config)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
     dtype_name = model_config.effective_dtype(config.dtype)
@@ -97,6 +97,7 @@ def build_engine(
         backend=backend.name,
         backend_description=backend.description,
         device=str(device),
+        choices=tuple(filter(None, (device_choice, memory.choice))),
     )
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests
@@ -191,14 +192,15 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
     return PackedCache(folder, path, form)
 
 
-def with_device(config: EngineConfig) -> tuple[EngineConfig, torch.device]:
-    """The settings with the device that `auto` means here, and that device; the log says why. Raises ConfigError."""
+def with_device(config: EngineConfig) -> tuple[EngineConfig, torch.device, str]:
+    """(the settings with the device that `auto` means here, that device, why). Raises ConfigError."""
     if config.device != "auto":
-        return config, _device(config.device)
+        return config, _device(config.device), ""
     name, reason = _automatic_device(config.lora_backend)
     device = _device(name)
-    logger.info("device: %s (%s)", device, reason)
-    return replace(config, device=str(device)), device
+    choice = f"device: {device} ({reason})"
+    logger.info("%s", choice)
+    return replace(config, device=str(device)), device, choice
 
 
 def _automatic_device(lora_backend: str) -> tuple[str, str]:

@@ -64,7 +64,8 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 class MemoryPlan:
     """The arena, and the whole of it as KV blocks: block i is bytes [i, i + 1) * block bytes, whoever has its chunk.
 
-    num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes.
+    num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes. choice: why
+    max_model_len is what it is, where no setting says.
     """
 
     arena: Arena
@@ -73,6 +74,7 @@ class MemoryPlan:
     num_kv_blocks: int
     max_model_len: int
     lora: LoRAConfig | None
+    choice: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def plan_memory(
     chunk_bytes = blocks_per_chunk * block_bytes
     kv_ceiling = min(-(-num_blocks // blocks_per_chunk), most_blocks // blocks_per_chunk)
     kv_tokens = kv_ceiling * blocks_per_chunk * config.block_size
-    max_model_len = _max_model_len(config, model_config.max_model_len, sizes, wanted, kv_tokens)
+    max_model_len, choice = _max_model_len(config, model_config.max_model_len, sizes, wanted, kv_tokens)
     longest = -(-max_model_len // (config.block_size * blocks_per_chunk))  # chunks of one request
     if sizes.whole is None:
         num_chunks = kv_ceiling + -(-sizes.adapters // chunk_bytes)
@@ -121,7 +123,7 @@ def plan_memory(
     arena = _arena(num_chunks, chunk_bytes, device, limits, gpu)
     kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
     num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
-    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora)
+    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora, choice)
 
 
 def chunk_size(whole: int, is_gpu: bool) -> int:
@@ -248,22 +250,24 @@ def _wanted_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, token_b
     return min(allowed, max(SHARED_MODEL_LEN, int(kept / token_bytes)))
 
 
-def _max_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, wanted: int, kv_tokens: int) -> int:
-    """`wanted`, or as a default what the KV cache of `kv_tokens` holds of it; the log says why."""
+def _max_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, wanted: int, kv_tokens: int) -> tuple[int, str]:
+    """(`wanted`, or as a default what the KV cache of `kv_tokens` holds of it; why, for a default)."""
     length = wanted if config.max_model_len is not None else min(wanted, kv_tokens)
     if length > kv_tokens or length < 2:
         raise ConfigError(
             f"one request of max_model_len {config.max_model_len or allowed} tokens does not fit in the KV cache of "
             f"{sizes.kv_ceiling} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
         )
+    choice = ""
     if config.max_model_len is None:
         reason = "as far as the model's positions go"
         if length < wanted or (length < allowed and (sizes.whole is None or sizes.lora is None)):
             reason = f"all that the KV cache of {sizes.kv_ceiling} bytes holds; the model's positions end at {allowed}"
         elif length < allowed:
             reason = f"more would take from adapters' part of device_memory; the model's positions end at {allowed}"
-        logger.info("max_model_len: %d tokens (%s)", length, reason)
-    return length
+        choice = f"max_model_len: {length} tokens ({reason})"
+        logger.info("%s", choice)
+    return length, choice
 
 
 def _machine_bytes(device: torch.device) -> int | None:

@@ -88,9 +88,9 @@ def test_auto_takes_a_gpu_that_the_kernels_can_use(
 ) -> None:
     cuda = Cuda(monkeypatch, capability, built_for)
     with caplog.at_level(logging.INFO, "loraplex"):
-        config, found = with_device(EngineConfig(model="m", lora_backend=backend))
+        config, found, choice = with_device(EngineConfig(model="m", lora_backend=backend))
     assert (config.device, str(found)) == (device, device)
-    assert [record.getMessage() for record in caplog.records] == [f"device: {device} ({reason})"]
+    assert [record.getMessage() for record in caplog.records] == [choice] == [f"device: {device} ({reason})"]
     assert cuda.chosen == ([2] if device == "cuda:2" else [])
 
 
@@ -131,4 +131,5 @@ def test_an_engine_says_which_device_auto_was(
     with caplog.at_level(logging.INFO, "loraplex"):
         engine = build_engine(EngineConfig(model=str(zoo.base("llama")), lora=None, kv_cache_memory_bytes=1 << 20))
     assert engine.info.device == "cpu"
-    assert "device: cpu (" in caplog.text
+    (choice,) = [each for each in engine.info.choices if each.startswith("device: cpu (")]
+    assert choice in caplog.text
