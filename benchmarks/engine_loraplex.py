@@ -27,6 +27,7 @@ class LoraplexEngine:
         room = _adapter_room(job) if job.settings.get("enable_lora", True) else {}
         # Peers recompute every prompt in every run, so the prefix cache is off.
         settings: dict[str, Any] = {
+            "device": "cpu",  # as the peers have it, and whatever else the machine has
             "dtype": job.dtype,
             "num_threads": job.threads,
             "max_num_seqs": len(job.prompts),

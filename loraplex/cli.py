@@ -6,11 +6,12 @@ a command needs is imported when it runs, so that `--help` is quick.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import reduce
+from functools import partial, reduce
 from json import dumps as to_json
 from operator import getitem
 from pathlib import Path
@@ -21,14 +22,15 @@ from cyclopts import App, CycloptsError, Parameter
 from loraplex import __version__
 from loraplex.cli_help import explain, group_fields, in_group, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
-from loraplex.errors import ConfigError, LoraplexError
+from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexError
 from loraplex.lora_modules import OPTIONS, check_lora_modules, parse_lora_modules
 from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.views.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
-    from loraplex.adapters.registry import LoRARef
+    from loraplex.adapters.registry import LoadTurn, LoRARef
+    from loraplex.frontend.adapter_verbs import AdapterVerbs
     from loraplex.frontend.async_engine import AsyncEngine
 
 _log = logging.getLogger("loraplex.server")
@@ -422,24 +424,67 @@ async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Seq
             supervision=Supervision(server.engine_timeout_s, server.standby_engine, server.max_engine_restarts),
         )
         try:
-            resumed = {} if engine.registry is None else engine.registry.refs()
-            for done, (name, path) in enumerate(modules, 1):
-                if name in resumed:
-                    _warn_of_another_path(resumed[name], name, path)
-                else:
-                    await _load_module(engine, name, path)
-                progress.update("adapters", done, len(modules))
+            num_at_once = 1 if config.lora is None else config.lora.num_loader_threads
+            is_skipping = server.on_bad_adapter == "skip"
+            await load_modules(engine, modules, num_at_once, is_skipping, partial(progress.update, "adapters"))
         except BaseException:
             await engine.shutdown()
             raise
     return engine
 
 
-async def _load_module(engine: AsyncEngine, name: str, path: str) -> None:
-    try:
-        await engine.load_adapter(name, path)
-    except LoraplexError as error:
-        raise ConfigError(f"adapter {name!r} of {OPTIONS}: {error}") from error
+async def load_modules(
+    engine: AdapterVerbs,
+    modules: Sequence[tuple[str, str]],
+    num_at_once: int,
+    is_skipping: bool,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Load the operator's adapters, so many at a time; names and ids are in the order of the list.
+
+    One that cannot be loaded is logged and noted as skipped, or ends the loads (ConfigError). An error of the engine
+    always ends them.
+    """
+    from loraplex.adapters.registry import LoadTurn
+
+    resumed = {} if engine.registry is None else engine.registry.refs()
+    turns: list[LoadTurn] = []
+    for _ in modules:
+        turns.append(LoadTurn(turns[-1] if turns else None))
+    waiting = iter(enumerate(zip(modules, turns, strict=True)))
+    errors: dict[int, ConfigError] = {}
+    done = 0
+
+    async def load_one(name: str, path: str, turn: LoadTurn) -> None:
+        if name in resumed:
+            _warn_of_another_path(resumed[name], name, path)
+            return
+        try:
+            await engine.load_adapter(name, path, turn=turn)
+        except LoraplexError as error:
+            if not is_skipping or isinstance(error, EngineError | JournalError):
+                raise ConfigError(f"adapter {name!r} of {OPTIONS}: {error}") from error
+            assert engine.registry is not None
+            engine.registry.skip(name, str(error))
+            _log.error("adapter %r of %s is skipped: %s", name, OPTIONS, " ".join(str(error).split()))
+
+    async def load_some() -> None:
+        nonlocal done
+        for index, ((name, path), turn) in waiting:
+            try:
+                await load_one(name, path, turn)
+            except ConfigError as error:
+                errors[index] = error
+            finally:
+                turn.end()
+            if errors:
+                return
+            done += 1
+            on_progress(done, len(modules))
+
+    await asyncio.gather(*(load_some() for _ in range(min(num_at_once, len(modules)))))
+    if errors:
+        raise errors[min(errors)]
 
 
 def _warn_of_another_path(resumed: LoRARef, name: str, path: str) -> None:

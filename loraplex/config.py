@@ -210,7 +210,12 @@ class EngineSettings:
     dtype: str = setting(
         "auto", "type of weights and activations: auto (the checkpoint's), float32, float16 or bfloat16"
     )
-    device: str = setting("cpu", "torch device to run on, such as cpu or cuda", group="Kernels")
+    device: str = setting(
+        "auto",
+        "torch device to run on, such as cpu or cuda; auto: a GPU of compute capability 8.0 or later where torch has "
+        "one, else the CPU",
+        group="Kernels",
+    )
     lora_backend: str = setting("auto", "kernels: auto, native (CPU), triton (GPU), torch or reference")
     attention_backend: str = setting(
         "auto",
@@ -231,7 +236,7 @@ class EngineSettings:
     seed: int = setting(0, "seed of dummy weights and of sampling in `loraplex generate`")
     max_model_len: int | None = setting(
         None,
-        "longest prompt plus output in tokens (default: what the model allows, at most 8192)",
+        "longest prompt plus output in tokens (default: the model's own, as far as the KV cache holds it)",
         group="Scheduling",
     )
     max_num_seqs: int = setting(64, "most running requests")
@@ -320,7 +325,7 @@ class EngineSettings:
             f"max_model_len must be >= 2, got {self.max_model_len}",
         )
         _require(
-            not self.cuda_graph_sizes or (self.device.startswith("cuda") and not self.enforce_eager),
+            not self.cuda_graph_sizes or (self._may_be_gpu and not self.enforce_eager),
             f"cuda_graph_sizes {self.cuda_graph_sizes} need a CUDA device, not {self.device!r}, and no enforce_eager; "
             "leave them out",
         )
@@ -335,6 +340,11 @@ class EngineSettings:
             f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs})",
         )
 
+    @property
+    def _may_be_gpu(self) -> bool:
+        """Device `auto` is checked once more when it is known."""
+        return self.device == "auto" or self.device.startswith("cuda")
+
     def _check_shares(self) -> None:
         _require(self.monitor_interval_s > 0, f"monitor_interval_s must be > 0, got {self.monitor_interval_s}")
         _require(self.long_idle_s >= 0, f"long_idle_s must be >= 0, got {self.long_idle_s}")
@@ -348,7 +358,7 @@ class EngineSettings:
             f"gpu_memory_utilization must be > 0 and <= 1, got {self.gpu_memory_utilization}",
         )
         _require(
-            self.gpu_memory_utilization == DEFAULT_GPU_UTILIZATION or self.device.startswith("cuda"),
+            self.gpu_memory_utilization == DEFAULT_GPU_UTILIZATION or self._may_be_gpu,
             f"gpu_memory_utilization {self.gpu_memory_utilization} needs a CUDA device, not {self.device!r}; give "
             "device_memory there",
         )

@@ -400,7 +400,8 @@ class AdapterStore(Protocol):
 class EngineInfo:
     """What the front must know of a started engine to check requests and adapters. Sizes are bytes, lengths tokens.
 
-    backend_description: which kernels run, and why no faster ones, in words.
+    backend_description: which kernels run, and why no faster ones, in words. choices: what the engine chose where a
+    setting left it open, and why: a line for the log each.
     """
 
     model_path: str
@@ -416,6 +417,7 @@ class EngineInfo:
     kv_cache_dtype: str
     backend_description: str = ""
     device: str = "cpu"
+    choices: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------- what the scheduler sees of the memory

@@ -116,7 +116,7 @@ def run_profile(
         workload.check_fits(llm.engine.info.max_model_len)
         llm.start_lora_profiling(settings.targets)
         profiles = profile(llm, profiler, adapters, workload, pattern)
-        report = llm.generate_lora_performance_report()
+        report = llm.generate_lora_performance_report(settings.json or settings.report is not None)
     give_report(report, config.model, settings)
     if settings.json:
         return 0

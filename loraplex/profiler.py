@@ -14,6 +14,10 @@ from contextlib import contextmanager
 STEP_PARTS = ("schedule", "build", "forward", "sample", "wait", "commit")
 """What a step is made of, in order. wait: for a device beside the host; `forward` and `sample` then only launch."""
 
+DEVICE_PART = "device"
+"""A step's time on a device that runs beside the host, from its first kernel to its last, while a profile runs. The
+other parts are the host's: this one is beside them."""
+
 KERNEL_PARTS = ("gemm", "lora", "attention", "glue")
 """What `forward` is made of, beside the Python between the kernels. glue: norms, rotary with the KV write, SiLU."""
 

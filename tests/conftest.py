@@ -11,6 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("LORAPLEX_DEBUG", "1")  # each step of each engine checks its mapping
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before the kernels are imported; with a GPU, set it to 0
+if os.environ["TRITON_INTERPRET"] != "0":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # device `auto` is the CPU on every machine
 os.environ["LORAPLEX_CACHE"] = "none"  # no test leaves packed weights in the user's cache
 
 from pathlib import Path

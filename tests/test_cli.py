@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -29,18 +30,28 @@ from hypothesis import strategies as st
 
 import loraplex
 from loraplex import cli, doctor
-from loraplex.cli import app, parse_sizes
+from loraplex.adapters.registry import LoadTurn, OpenedAdapter
+from loraplex.cli import app, load_modules, parse_sizes
 from loraplex.cli_help import GROUPS, command_paths, group_fields, shown_default, with_options
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, setting
 from loraplex.demo import run as demo_run
 from loraplex.demo.tasks import TASKS, adapter_path, assets_path
-from loraplex.errors import ConfigError, ModelNotFoundError
+from loraplex.errors import (
+    AdapterPathNotFoundError,
+    ConfigError,
+    EngineShutdownError,
+    InvalidRequestError,
+    JournalError,
+    LoraplexError,
+    ModelNotFoundError,
+)
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.supervisor import Supervision
 from loraplex.kernels.native.choice import NoLibrary, open_library
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.lora_modules import parse_lora_modules
 from loraplex.server import run as server_run
+from loraplex.server.app import create_app
 from loraplex.server.config import ServerConfig, ServerSettings
 from loraplex.testing import FakeAsyncEngine
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
@@ -426,7 +437,7 @@ class Served:
         self.is_shut_down = False
         self.registry = None
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str, turn: LoadTurn) -> None:
         if path == "/bad":
             raise ModelNotFoundError("bad")
         self.loaded.append((name, path))
@@ -504,6 +515,113 @@ def test_an_adapter_that_fails_at_the_start_ends_the_engine(run: Run, served: Se
     code, _, err = run("serve", "/model", "--lora-modules", "x=/x", "y=/bad")
     assert (code, err.splitlines()[-1]) == (1, "error: adapter 'y' of --lora-modules or --lora-paths: bad")
     assert served.is_shut_down
+
+
+# ------------------------------------------------------------------------------------------- the adapters of the start
+
+
+BAD = AdapterPathNotFoundError("/bad is not\nthere")
+
+
+class SlowSources:
+    """An engine whose sources are opened when a test says so; `opening` are those that are being opened, in order."""
+
+    def __init__(self, **errors: LoraplexError) -> None:
+        self.engine = FakeAsyncEngine(errors_by_path={f"/{name}": error for name, error in errors.items()})
+        assert self.engine.registry is not None
+        self.registry = self.engine.registry
+        self.gates = {f"/{name}": threading.Event() for name in "abcdef"}
+        self.opening: list[str] = []
+        self.progress: list[tuple[int, int]] = []
+        loader = self.registry._loader
+        open_adapter = loader._open_adapter
+
+        def slowly(path: str) -> OpenedAdapter:
+            self.opening.append(path)
+            assert self.gates[path].wait(60)
+            return open_adapter(path)
+
+        loader._open_adapter = slowly
+
+    def load(self, names: str, num_at_once: int, is_skipping: bool = False) -> asyncio.Task[None]:
+        modules = [(name, f"/{name}") for name in names]
+        on_progress = lambda done, total: self.progress.append((done, total))  # noqa: E731
+        return asyncio.ensure_future(load_modules(self.engine, modules, num_at_once, is_skipping, on_progress))
+
+    async def until_opening(self, *paths: str) -> None:
+        while set(self.opening) != set(paths):
+            await asyncio.sleep(0.001)
+
+
+async def test_adapters_of_the_start_are_loaded_side_by_side_and_listed_in_their_order() -> None:
+    slow = SlowSources()
+    loads = slow.load("fbdace", num_at_once=3)
+    await slow.until_opening("/f", "/b", "/d")
+    for path in ("/d", "/b", "/a", "/c", "/e"):
+        slow.gates[path].set()
+    await asyncio.sleep(0.05)
+    assert slow.registry.names() == (), "they come after the first"
+    assert len(slow.opening) == 3, "three at a time"
+    slow.gates["/f"].set()
+    await loads
+    assert slow.registry.names() == tuple("fbdace")
+    ids = [ref.adapter_id for ref in slow.registry.refs().values()]
+    assert ids == sorted(ids)
+    assert slow.progress == [(done, 6) for done in range(1, 7)]
+
+
+async def test_the_first_bad_adapter_of_the_list_is_the_error_and_no_further_load_begins() -> None:
+    slow = SlowSources(b=BAD, c=InvalidRequestError("also bad"))
+    loads = slow.load("abcdef", num_at_once=3)
+    await slow.until_opening("/a", "/b", "/c")
+    for path in ("/c", "/b", "/a"):
+        slow.gates[path].set()
+        await asyncio.sleep(0.01)
+    with pytest.raises(ConfigError, match="adapter 'b' of --lora-modules or --lora-paths: /bad is not"):
+        await loads
+    assert set(slow.opening) == {"/a", "/b", "/c"}
+
+
+async def test_bad_adapters_are_skipped_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    slow = SlowSources(b=BAD, e=BAD)
+    for gate in slow.gates.values():
+        gate.set()
+    await slow.load("abcde", num_at_once=2, is_skipping=True)
+    assert slow.registry.names() == ("a", "c", "d")
+    assert slow.registry.skipped == {"b": str(BAD), "e": str(BAD)}
+    skipped = [each.getMessage() for each in caplog.records if "skipped" in each.getMessage()]
+    assert skipped == [
+        f"adapter {name!r} of --lora-modules or --lora-paths is skipped: /bad is not there" for name in "be"
+    ]
+    transport = httpx.ASGITransport(create_app(slow.engine, ServerConfig()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        assert 'loraplex:adapters_skipped{engine="0",model_name="base"} 2.0' in (await client.get("/metrics")).text
+        slow.engine.errors_by_path.clear()
+        assert (await client.post("/v1/adapters", json={"name": "b", "path": "/b"})).is_success
+    assert list(slow.registry.skipped) == ["e"]
+
+
+@pytest.mark.parametrize("error", [EngineShutdownError("over"), JournalError("disk full")])
+async def test_an_error_of_the_engine_is_no_bad_adapter(error: LoraplexError) -> None:
+    slow = SlowSources(a=error)
+    slow.gates["/a"].set()
+    with pytest.raises(ConfigError, match="adapter 'a' of"):
+        await slow.load("a", num_at_once=2, is_skipping=True)
+    assert slow.registry.skipped == {}
+
+
+def test_on_bad_adapter_is_passed_on(run: Run, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    async def load(_engine: Any, _modules: Any, num_at_once: int, is_skipping: bool, _on_progress: Any) -> None:
+        seen.append((num_at_once, is_skipping))
+
+    monkeypatch.setattr(cli, "load_modules", load)
+    run("serve", "/model", "--lora-modules", "x=/x")
+    run("serve", "/model", "--lora-modules", "x=/x", "--on-bad-adapter", "skip", "--num-loader-threads", "5")
+    assert seen == [(2, False), (5, True)]
+    code, _, err = run("serve", "/model", "--on-bad-adapter", "ignore")
+    assert (code, "--on-bad-adapter must be one of ('refuse', 'skip'), got 'ignore'" in err) == (1, True)
 
 
 def test_every_option_of_a_server_is_in_the_documentation() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,13 @@ from loraplex.config import EngineConfig
 from loraplex.demo.tasks import adapter_path, assets_path
 from loraplex.errors import ConfigError
 from loraplex.frontend.llm import LLM
+from loraplex.kernels.protocols import KernelBackend
+from loraplex.kernels.speedup import KernelShapes
+from loraplex.metrics import KernelSpeedup
+from loraplex.models import decoder
+from loraplex.models.config import ModelConfig
 from loraplex.profile import PARTS, Profile, StepProfiler, profile, run_profile
+from loraplex.views.profile_settings import ProfileSettings
 
 BASE = str(assets_path() / "base")
 ADAPTERS = [Path(adapter_path("sort"))]
@@ -58,6 +66,41 @@ def test_the_table_names_the_largest_part(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "decode: the largest part is" in out
     assert "detokenise" in out
+
+
+@pytest.mark.parametrize("has_report", [False, True])
+def test_kernels_are_timed_beside_their_fallbacks_for_a_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_report: bool
+) -> None:
+    seen: list[KernelShapes] = []
+
+    def measure(backend: KernelBackend, shapes: KernelShapes) -> tuple[KernelSpeedup, ...]:
+        seen.append(shapes)
+        return (KernelSpeedup("linear", backend.name, "torch", "1 x 1", 1.0, 2.0),)
+
+    monkeypatch.setattr(decoder, "measure_speedups", measure)
+    assert run_profile(EngineConfig(model=BASE), [], Workload(2, 8, 4), "base", ProfileSettings(json=has_report)) == 0
+    assert len(seen) == has_report
+    if has_report:
+        assert [each["op"] for each in json.loads(capsys.readouterr().out)["kernel_speedups"]] == ["linear"]
+        config = ModelConfig.from_dir(BASE)
+        assert (seen[0].hidden_size, seen[0].vocab_size) == (config.hidden_size, config.vocab_size)
+        assert (str(seen[0].device), seen[0].block_size) == ("cpu", 16)
+
+
+def test_the_kernels_of_an_engine_are_measured_in_bounded_time() -> None:
+    with LLM(BASE) as llm:
+        llm.start_lora_profiling()
+        llm.generate([[5, 6, 7]])
+        before, fallbacks = time.monotonic(), llm.stats().kernel_fallbacks
+        report = llm.generate_lora_performance_report(measure_kernels=True)
+        assert time.monotonic() - before < 10, "0.5 s, on a machine that is shared"
+        assert report.kernel_fallbacks == fallbacks
+        if llm.engine.info.backend == "native":
+            assert {each.op for each in report.kernel_speedups} >= {"linear", "add_lora", "row_argmax"}
+            assert all(each.speedup > 0 for each in report.kernel_speedups)
+        llm.generate([[5, 6, 7]])
+        llm.check_integrity()
 
 
 def test_the_prefill_is_one_whatever_the_prefix_cache_holds() -> None:

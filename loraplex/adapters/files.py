@@ -5,9 +5,9 @@
     adapter_model.safetensors.index.json       with its shards, or
     adapter_model.bin                          (bin_file.py)
 
-`max_tensors` bounds tensors and headers of the whole adapter, all shards together. JSON is counted before it is parsed: a value
-of a document is behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser makes
-of it.
+`max_tensors` bounds tensors and headers of the whole adapter, all shards together. JSON is counted before it is parsed:
+a value of a document is behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser
+makes of it.
 
 Sizes come from the file system, never from the file's own claims. Files are read, not mapped: a mapped file that its
 owner truncates kills the process (SIGBUS), and the bytes that were hashed must be the bytes that are served.

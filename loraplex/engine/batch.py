@@ -123,6 +123,10 @@ class BatchBuilder:
         self._table_width = table_width
         self._checked_table = table if os.environ.get(DEBUG_VARIABLE) else None
 
+    @property
+    def block_size(self) -> int:
+        return self._blocks.block_size
+
     def build(self, plan: SchedulePlan, padded_size: int | None = None) -> BuiltStep:
         """With `padded_size` (only where each sequence is sampled and has one token), rows of padding follow.
 

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 
+MIN_CAPABILITY = (8, 0)
+"""Of a GPU that device `auto` takes."""
+
 
 def build_engine(
     config: EngineConfig,
@@ -63,7 +66,7 @@ def build_engine(
         eviction_policy = config.lora.eviction_policy
     make_policy = None if eviction_policy is None else policy_maker(eviction_policy)
     torch.set_num_threads(chosen_threads(config.num_threads, torch.get_num_threads()))
-    device = _device(config.device)
+    config, device, device_choice = with_device(config)
     path = resolve_model(config.model, config.revision)
     model_config = ModelConfig.from_dir(path)
     dtype_name = model_config.effective_dtype(config.dtype)
@@ -89,7 +92,7 @@ def build_engine(
     runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
-    info = _info(config, path, model_config, memory, model, backend)
+    info = _info(config, path, model_config, memory, model, backend, device_choice)
     look_ahead = device.type == "cuda" if config.look_ahead is None else config.look_ahead
     waiting = config.max_waiting_requests
     return EngineCore(
@@ -104,6 +107,7 @@ def _info(
     memory: MemoryPlan,
     model: Decoder,
     backend: KernelBackend,
+    device_choice: str,
 ) -> EngineInfo:
     dtype_name = model_config.effective_dtype(config.dtype)
     return EngineInfo(
@@ -120,6 +124,7 @@ def _info(
         backend=backend.name,
         backend_description=backend.description,
         device=str(memory.arena.device),
+        choices=tuple(filter(None, (device_choice, memory.choice))),
     )
 
 
@@ -206,6 +211,35 @@ def _packed_cache(config: EngineConfig, path: Path, dtype_name: str, backend: Ke
     private_folder(folder, "the folder of packed weights", "give another with --packed-cache-dir")
     form = [dtype_name, *([config.quantization] if config.quantization else []), backend.packed_format]
     return PackedCache(folder, path, form)
+
+
+def with_device(config: EngineConfig) -> tuple[EngineConfig, torch.device, str]:
+    """(the settings with the device that `auto` means here, that device, why). Raises ConfigError."""
+    if config.device != "auto":
+        return config, _device(config.device), ""
+    name, reason = _automatic_device(config.lora_backend)
+    device = _device(name)
+    choice = f"device: {device} ({reason})"
+    logger.info("%s", choice)
+    return replace(config, device=str(device)), device, choice
+
+
+def _automatic_device(lora_backend: str) -> tuple[str, str]:
+    """(name, reason)."""
+    if lora_backend == "native":
+        return "cpu", "lora_backend native runs on a CPU"
+    if torch.version.cuda is None:
+        return "cpu", "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "cpu", "torch finds no GPU"
+    try:
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    except (RuntimeError, AssertionError) as error:
+        return "cpu", f"the GPU cannot be used: {str(error).splitlines()[0]}"
+    if capability < MIN_CAPABILITY:
+        needed = ".".join(map(str, MIN_CAPABILITY))
+        return "cpu", f"{name} has compute capability {capability[0]}.{capability[1]}, and the kernels need {needed}"
+    return "cuda", f"{name}, of compute capability {capability[0]}.{capability[1]}"
 
 
 def _device(name: str) -> torch.device:

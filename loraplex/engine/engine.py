@@ -23,7 +23,7 @@ from loraplex.events import EngineEvent, EventLog
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.weights.loading import is_device_lost, is_out_of_memory
-from loraplex.metrics import EngineStats, MemoryReport, StepTimes
+from loraplex.metrics import EngineStats, KernelSpeedup, MemoryReport, StepTimes
 from loraplex.performance.steps import StepProfile
 from loraplex.profiler import STEP_PARTS, Profiler
 
@@ -229,6 +229,12 @@ class EngineCore:
             return StepProfile()
         self._runner.measure_operators(False)
         return recorder.profile()
+
+    def measure_kernels(self) -> tuple[KernelSpeedup, ...]:
+        """Each kernel of the backend beside stock torch on this model's shapes, in about half a second. Only while no
+        step is in flight."""
+        assert not self._flights, "kernels share memory with a step in flight"
+        return self._runner.measure_kernels(self.info.dtype)
 
     def _step_times(self) -> StepTimes:
         seconds = self._profiler.seconds

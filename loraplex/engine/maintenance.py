@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
+import torch
+
 from loraplex.config import EngineConfig, LoRAConfig
 from loraplex.core import Request, TokenOutput
 from loraplex.engine.diagnosis import Diagnosis
@@ -59,7 +61,8 @@ def make_caretaker(
     """The caretaker of an engine with these parts, on the real clock."""
     lora = config.lora or LoRAConfig()
     forecast = Forecast(time.monotonic) if adapters is not None and lora.enable_prediction else None
-    memory = EngineMemory(adapters, blocks, runner, scheduler, system_pressure, forecast, time.monotonic)
+    gpu = GpuMemory(runner.device) if runner.device.type == "cuda" else None
+    memory = EngineMemory(adapters, blocks, runner, scheduler, system_pressure, forecast, time.monotonic, gpu)
     thresholds = Thresholds(
         config.monitor_interval_s,
         config.high_pressure,
@@ -290,10 +293,29 @@ class Workspace(Protocol):
     def release_workspace(self) -> int: ...
 
 
+class GpuMemory:
+    """A GPU's memory as the driver and torch's allocator see it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def taken_share(self) -> float:
+        """Of all processes, with what the allocator keeps for later. Waits for nothing."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return 1 - free_bytes / total_bytes
+
+    def release_cache(self) -> int:
+        """What the allocator keeps for later goes back to the driver; returns the bytes. Waits for the device."""
+        kept_bytes = torch.cuda.memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        return kept_bytes - torch.cuda.memory_reserved(self._device)
+
+
 class EngineMemory:
     """monitor.MonitoredMemory: an engine's tiers of adapters, its KV cache, scratch memory, and the machine.
 
-    `adapters` is None in an engine without LoRA; `forecast` is None when nothing is predicted.
+    `adapters` is None in an engine without LoRA; `forecast` is None when nothing is predicted;
+    `gpu` is None on a CPU.
     """
 
     def __init__(
@@ -305,7 +327,9 @@ class EngineMemory:
         system_pressure: Callable[[], float | None],
         forecast: Forecast | None,
         clock: Callable[[], float],
+        gpu: GpuMemory | None = None,
     ) -> None:
+        self._gpu = gpu
         self._adapters = adapters
         self._blocks = blocks
         self._workspace = workspace
@@ -318,7 +342,7 @@ class EngineMemory:
         pressure = {"kv": 1 - self._blocks.num_free_blocks / self._blocks.num_blocks}
         occupancy: dict[str, float] = {}
         used_bytes: dict[str, int] = {"workspace": self._workspace.workspace_nbytes}
-        fragmentation = 0.0
+        fragmentation = most_fragmentation = 0.0
         system = self._system_pressure()
         if system is not None:
             pressure["system"] = system
@@ -330,8 +354,9 @@ class EngineMemory:
                 used_bytes[name] = tier.used_bytes
                 if name == "device" or not self._adapters.is_shared:
                     pressure[name] = tier.pressure
-            fragmentation = report.most_fragmentation
-        return MemoryLook(pressure, occupancy, used_bytes, fragmentation)
+            fragmentation, most_fragmentation = report.fragmentation, report.most_fragmentation
+        gpu = None if self._gpu is None else self._gpu.taken_share()
+        return MemoryLook(pressure, occupancy, used_bytes, fragmentation, most_fragmentation, gpu)
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         return 0 if self._adapters is None else self._adapters.housekeeping.reclaim_idle(tier, idle_s, share)
@@ -346,14 +371,19 @@ class EngineMemory:
             return 0
         return self._adapters.housekeeping.prefetch(self._forecast.due())
 
-    def release_caches(self) -> int:
+    def release_caches(self, short_of: str | None) -> int:
         released = self._workspace.release_workspace()
         self._blocks.reset_cache()
         if self._adapters is not None:
             released += self._adapters.housekeeping.release_idle()
+            if short_of is not None:
+                released += self._adapters.housekeeping.release_host(is_machine_short=short_of == "system")
             self._adapters.release_pages()
         _trim_heap()
-        return released
+        return released + self.release_gpu()
+
+    def release_gpu(self) -> int:
+        return 0 if self._gpu is None else self._gpu.release_cache()
 
     def throttle(self, is_on: bool) -> None:
         self._scheduler.throttle(THROTTLED_SHARE if is_on else 1)

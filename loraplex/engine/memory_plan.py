@@ -6,6 +6,9 @@
                            other leaves it free
     unset, on a GPU        as if it were set to what the GPU has left, `shareable`, unless both ceilings are given
 
+max_model_len is by default as far as the model's positions go, as long as the KV cache holds it. In a shared arena it
+ends at half of what is not the adapters' floor, or at kv_cache_floor, but not below 8192 tokens that fit.
+
 The KV cache's floor holds one request of max_model_len; less, and that request could wait without end for adapters that
 are in use.
 
@@ -23,6 +26,7 @@ rounding, and for the driver.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from contextlib import suppress
@@ -46,7 +50,11 @@ from loraplex.memory.space.arena import Arena, Limits, Owner
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 
-MAX_DEFAULT_MODEL_LEN = 8192
+logger = logging.getLogger(__name__)
+
+SHARED_MODEL_LEN = 8192
+"""The default of max_model_len in a shared arena is at least this, where the model and the KV cache have it."""
+
 CHUNK_BYTES = 1 << 20
 GPU_CHUNK_BYTES = 16 << 20
 MIN_GPU_CHUNKS, MAX_GPU_CHUNKS = 64, 4096
@@ -58,7 +66,8 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 class MemoryPlan:
     """The arena, and all of it as KV blocks: block i is bytes [i, i + 1) * block bytes, for any owner of its chunk.
 
-    num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes.
+    num_kv_blocks: at the KV cache's ceiling. lora: the adapters' settings with their sizes in bytes. choice: why
+    max_model_len is what it is, where no setting says.
     """
 
     arena: Arena
@@ -67,6 +76,7 @@ class MemoryPlan:
     num_kv_blocks: int
     max_model_len: int
     lora: LoRAConfig | None
+    choice: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,13 +105,15 @@ def plan_memory(
     """gpu: its memory with the model on it, None elsewhere. ConfigError has both numbers of sizes that cannot be."""
     sizes = _sizes(_with_gpu(config, model_config, model.activation_dtype, gpu), device, gpu)
     block_bytes = math.prod(model.kv_shape(1, config.block_size)) * kv_dtype.itemsize
-    num_blocks = sizes.kv_ceiling // block_bytes
-    max_model_len = _max_model_len(config, model_config, sizes.kv_ceiling, num_blocks * config.block_size)
-    num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    most_blocks = sizes.kv_ceiling // block_bytes
+    wanted = _wanted_model_len(config, model_config.max_model_len, sizes, block_bytes / config.block_size)
+    num_blocks = min(most_blocks, config.max_num_seqs * -(-wanted // config.block_size))
     whole = sizes.kv_ceiling + sizes.adapters if sizes.whole is None else sizes.whole
     blocks_per_chunk = max(1, min(num_blocks, chunk_size(whole, gpu is not None) // block_bytes))
-    kv_ceiling, chunk_bytes = num_blocks // blocks_per_chunk, blocks_per_chunk * block_bytes
-    max_model_len = min(max_model_len, kv_ceiling * blocks_per_chunk * config.block_size)
+    chunk_bytes = blocks_per_chunk * block_bytes
+    kv_ceiling = min(-(-num_blocks // blocks_per_chunk), most_blocks // blocks_per_chunk)
+    kv_tokens = kv_ceiling * blocks_per_chunk * config.block_size
+    max_model_len, choice = _max_model_len(config, model_config.max_model_len, sizes, wanted, kv_tokens)
     longest = -(-max_model_len // (config.block_size * blocks_per_chunk))  # chunks of one request
     if sizes.whole is None:
         num_chunks = kv_ceiling + -(-sizes.adapters // chunk_bytes)
@@ -112,7 +124,7 @@ def plan_memory(
     arena = _arena(num_chunks, chunk_bytes, device, limits, gpu)
     kv = arena.memory.view(kv_dtype).view(model.kv_shape(num_chunks * blocks_per_chunk, config.block_size))
     num_kv_blocks = arena.ceiling(Owner.KV) * blocks_per_chunk
-    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora)
+    return MemoryPlan(arena, kv, blocks_per_chunk, num_kv_blocks, max_model_len, sizes.lora, choice)
 
 
 def chunk_size(whole: int, is_gpu: bool) -> int:
@@ -225,18 +237,39 @@ def _limits(
     }
 
 
-def _max_model_len(config: EngineConfig, model_config: ModelConfig, kv_bytes: int, kv_tokens: int) -> int:
-    wanted, allowed = config.max_model_len, model_config.max_model_len
-    if wanted is None:
-        wanted = min(allowed, MAX_DEFAULT_MODEL_LEN, kv_tokens)
-    if wanted > allowed:
-        raise ConfigError(f"max_model_len is {wanted}, the model's positions end at {allowed}; lower it")
-    if wanted > kv_tokens or wanted < 2:
+def _wanted_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, token_bytes: float) -> int:
+    """What is asked for, or the default; the KV cache's last part of a chunk may still be too small for it."""
+    if config.max_model_len is not None:
+        if config.max_model_len > allowed:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, the model's positions end at {allowed}; lower it"
+            )
+        return config.max_model_len
+    if sizes.whole is None or sizes.lora is None:
+        return min(allowed, int(sizes.kv_ceiling / token_bytes))
+    kept = (sizes.whole - sizes.adapter_floor) // 2 if sizes.kv_floor is None else sizes.kv_floor
+    return min(allowed, max(SHARED_MODEL_LEN, int(kept / token_bytes)))
+
+
+def _max_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, wanted: int, kv_tokens: int) -> tuple[int, str]:
+    """(`wanted`, or as a default what the KV cache of `kv_tokens` holds of it; why, for a default)."""
+    length = wanted if config.max_model_len is not None else min(wanted, kv_tokens)
+    if length > kv_tokens or length < 2:
         raise ConfigError(
             f"one request of max_model_len {config.max_model_len or allowed} tokens does not fit in the KV cache of "
-            f"{kv_bytes} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
+            f"{sizes.kv_ceiling} bytes, which holds {kv_tokens} tokens; "
+            "raise kv_cache_memory_bytes or lower max_model_len"
         )
-    return wanted
+    choice = ""
+    if config.max_model_len is None:
+        reason = "as far as the model's positions go"
+        if length < wanted or (length < allowed and (sizes.whole is None or sizes.lora is None)):
+            reason = f"all that the KV cache of {sizes.kv_ceiling} bytes holds; the model's positions end at {allowed}"
+        elif length < allowed:
+            reason = f"more would take from adapters' part of device_memory; the model's positions end at {allowed}"
+        choice = f"max_model_len: {length} tokens ({reason})"
+        logger.info("%s", choice)
+    return length, choice
 
 
 def _machine_bytes(device: torch.device) -> int | None:

@@ -20,8 +20,9 @@ from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
 from loraplex.memory.weights.copies import StepGate, StepPreparation
+from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
-from loraplex.profiler import Profiler
+from loraplex.profiler import DEVICE_PART, Profiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,20 @@ class _Arriving:
         return {request_id: errors[slot] for request_id, slot in self.slots.items() if slot in errors}
 
 
+@dataclass(frozen=True, slots=True)
+class _DeviceTime:
+    """The events around a step on a device that runs beside the host."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    profiler: Profiler
+
+    def add(self) -> None:
+        """To the profiler, once the step has ended."""
+        self.ended.synchronize()
+        self.profiler.add(DEVICE_PART, 1e-3 * self.began.elapsed_time(self.ended))
+
+
 class StepHandle:
     """A launched step. On a CPU it is done; on another device the host goes on until it asks for the result."""
 
@@ -55,7 +70,9 @@ class StepHandle:
         drawn: DrawnTokens | None = None,
         prompt_logprobs: Sequence[_PromptLogprobs] = (),
         arriving: _Arriving | None = None,
+        device_time: _DeviceTime | None = None,
     ) -> None:
+        self._device_time = device_time
         self._sampled = sampled
         self._drawn = drawn
         self._prompt_logprobs = prompt_logprobs
@@ -68,9 +85,11 @@ class StepHandle:
         """
         for each in self._prompt_logprobs:
             each.state.prompt_logprobs[each.first :] = [entry for finish in each.parts for entry in finish()]
-        if self._drawn is None:
+        output = None if self._drawn is None else self._drawn.result()
+        if self._device_time is not None:
+            self._device_time.add()
+        if output is None:
             return {}
-        output = self._drawn.result()
         token_ids: Sequence[int] = output.token_ids.tolist()
         tokens = {
             sequence.state.request.request_id: SampledToken(token_ids[row], output.logprobs[row])
@@ -117,8 +136,13 @@ class ModelRunner:
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
         self._adapters = adapters
         self.graphs = graphs
+        self._is_timing_device = False
         self._cpu = CpuMeter()
         self._has_own_threads = model.cpu_use(CpuUse()).num_threads > 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._kv.device
 
     @property
     def kv_block_bytes(self) -> int:
@@ -166,7 +190,9 @@ class ModelRunner:
         self._kv.index_copy_(0, to_blocks, self._kv.index_select(0, from_blocks))
 
     def measure_operators(self, is_on: bool) -> None:
-        """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell."""
+        """Add the seconds of each operator to the profiler from now on, or no more; where the backend can tell. Those
+        of each step on a GPU too."""
+        self._is_timing_device = is_on and self._kv.device.type == "cuda"
         self._model.measure_operators(self._add_operator if is_on else None)
 
     def _add_operator(self, operator: str, seconds: float) -> None:
@@ -181,9 +207,18 @@ class ModelRunner:
             step = self._builder.build(plan, None if self.graphs is None else self.graphs.padded_size(plan))
             self._take_pending(step)
         with self._profiler.part("forward"):
+            began = self._timed_event()
             hidden, logits = self._forward(step, arriving)
         with self._profiler.part("sample"):
-            return self._sample(step, hidden, logits, arriving)
+            return self._sample(step, hidden, logits, arriving, began)
+
+    def _timed_event(self) -> torch.cuda.Event | None:
+        """Recorded now, while a profile wants the device's time."""
+        if not self._is_timing_device:
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _take_pending(self, step: BuiltStep) -> None:
         """Write the tokens that the last step draws into this one's batch; what it did not draw belongs to requests
@@ -246,13 +281,24 @@ class ModelRunner:
         hidden: torch.Tensor | None,
         logits: torch.Tensor | None,
         arriving: _Arriving | None,
+        began: torch.cuda.Event | None = None,
     ) -> StepHandle:
         drawn: DrawnTokens | None = None
         if logits is not None:
             drawn = self._sampler.launch(logits, [_sampling_row(sequence) for sequence in step.sampled])
             self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
         scored = [] if hidden is None else [self._score_prompt(rows, hidden) for rows in step.prompt_rows]
-        return StepHandle(step.sampled, drawn, scored, arriving)
+        ended = self._timed_event()
+        device_time = None if began is None or ended is None else _DeviceTime(began, ended, self._profiler)
+        return StepHandle(step.sampled, drawn, scored, arriving, device_time)
+
+    @torch.inference_mode()
+    def measure_kernels(self, dtype_name: str) -> tuple[KernelSpeedup, ...]:
+        """Each kernel beside its fallback, on this model's shapes: about half a second, between steps.
+        dtype_name: of the weights."""
+        self.wait()
+        with self.threads():
+            return self._model.measure_kernels(getattr(torch, dtype_name), self._kv.device, self._builder.block_size)
 
     def _score_prompt(self, rows: PromptLogitRows, hidden: torch.Tensor) -> _PromptLogprobs:
         """A few rows of logits at a time: all of a prompt's chunk would be gigabytes for a large vocabulary."""

@@ -170,6 +170,8 @@ class AsyncEngine(AdapterVerbs):
 
     def _make_front(self, base_names: Iterable[str]) -> None:
         info = self.info
+        for choice in info.choices:  # the engine process logs warnings alone
+            logger.info("%s", choice)
         self.model_info = ModelInfo(
             self._served_model_name,
             info.model_path,

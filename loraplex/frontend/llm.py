@@ -547,14 +547,19 @@ class LLM:
         self._front.outputs.recorder = profile.requests
 
     @in_turn
-    def generate_lora_performance_report(self) -> LoraPerformanceReport:
-        """End the profile and say what it found. InvalidRequestError when none runs."""
+    def generate_lora_performance_report(self, measure_kernels: bool = False) -> LoraPerformanceReport:
+        """End the profile and say what it found. InvalidRequestError when none runs.
+
+        measure_kernels: each kernel is timed beside its fallback too, which takes about half a second.
+        """
         profile = check_profiling(self._lora_profile)
         self._see_events()
         self._lora_profile = self._front.outputs.recorder = None
         stats = self.engine.stats()
         adapters = [] if self._front.registry is None else self.adapters()
-        return profile.report(stats, self.engine.stop_profile(), kernels_of(self.engine.info), footprints_of(adapters))
+        steps, kernels = self.engine.stop_profile(), kernels_of(self.engine.info)
+        speedups = self.engine.measure_kernels() if measure_kernels else ()
+        return profile.report(stats, steps, kernels, footprints_of(adapters), speedups)
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         self._see_events()  # what the verb made the engine do came before

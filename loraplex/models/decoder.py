@@ -19,6 +19,7 @@ from loraplex.cpu import CpuUse
 from loraplex.errors import ModelConfigError
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
 from loraplex.kernels.protocols import KernelBackend, LayerOps
+from loraplex.kernels.speedup import KernelShapes, measure_speedups
 from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
 from loraplex.layers.linear import (
     MergedColumnParallelLinear,
@@ -29,6 +30,7 @@ from loraplex.layers.linear import (
     VocabParallelEmbedding,
 )
 from loraplex.layers.lora import BaseLayerWithLoRA, with_lora
+from loraplex.metrics import KernelSpeedup
 from loraplex.models.config import ModelConfig
 
 Linear = ParallelLinear | BaseLayerWithLoRA
@@ -234,6 +236,22 @@ class Decoder:
         """Tell `on_seconds(operator, seconds)` from now on; None: no longer. A backend with its own forward tells
         nothing."""
         self._run_layers = self._ops.captured(self._forward_layers, on_seconds)
+
+    def measure_kernels(self, dtype: torch.dtype, device: torch.device, block_size: int) -> tuple[KernelSpeedup, ...]:
+        """Each kernel beside its fallback, on this model's shapes. dtype: of the weights."""
+        config = self.config
+        shapes = KernelShapes(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size,
+            dtype,
+            device,
+            block_size=block_size,
+        )
+        return measure_speedups(self._ops, shapes)
 
     def base_bias(self, module_name: str) -> Tensor | None:
         """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""

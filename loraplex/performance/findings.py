@@ -19,6 +19,7 @@ SLOW_ADAPTER = 5.0
 GOOD_SERVICE = 0.99
 IDLE_DEVICE = 0.5
 NOTABLE_CONTENTION = 0.1
+SLOW_KERNEL = 0.8
 BUSY = 0.02
 """Threads that wanted a core for less of the time had nothing to wait for: an idle engine."""
 
@@ -150,6 +151,30 @@ def _kernels(report: LoraPerformanceReport) -> Iterator[Finding]:
         yield Finding("fallback", "advice", f"The native kernels did not run. {text}", remedy)
 
 
+def _kernel_fallbacks(report: LoraPerformanceReport) -> Iterator[Finding]:
+    most = sorted(report.kernel_fallbacks.items(), key=lambda item: -item[1])
+    if most:
+        (operator, count), others = most[0], len(most) - 1
+        more = f" ({others} other operator{'s' if others > 1 else ''} too)" if others else ""
+        text = f"Stock torch ran {count} calls of an operator that has a kernel{more}: {operator}."
+        remedy = "The reason says what the kernels do not cover; kernel_fallbacks of the report has all of them."
+        yield Finding("kernel_fallbacks", "advice", text, remedy)
+
+
+def _kernel_speedups(report: LoraPerformanceReport) -> Iterator[Finding]:
+    measured = sorted(report.kernel_speedups, key=lambda each: each.speedup)
+    if not measured:
+        return
+    first, last = measured[-1], measured[0]
+    text = (
+        f"{len(measured)} kernels were timed beside their fallback on this model's shapes: {first.op} is "
+        f"{first.speedup:.1f} times as fast, the least is {last.op} with {last.speedup:.1f}."
+    )
+    slow = [each.op for each in measured if each.speedup < SLOW_KERNEL]
+    remedy = f"Slower than stock torch here: {', '.join(slow)}. Measure on a quiet machine, then report it."
+    yield Finding("kernel_speedups", "advice" if slow else "info", text, remedy if slow else "")
+
+
 def _cost_of_lora(report: LoraPerformanceReport) -> Iterator[Finding]:
     operators = sum(report.operator_seconds.values())
     if operators:
@@ -183,7 +208,7 @@ def _steps(report: LoraPerformanceReport) -> Iterator[Finding]:
             "Threads wait for cores: see cpu_contention.",
         )
         yield Finding("tail", "advice", text, cores if _is_contended(report) else prompts)
-    if report.device_share < IDLE_DEVICE:
+    if report.device_share is not None and report.device_share < IDLE_DEVICE:
         text = f"The device computed {_percent(report.device_share)} of the time."
         yield Finding("idle", "info", text, "There was room for more load, or requests waited for something else.")
 
@@ -233,5 +258,7 @@ RULES: tuple[Rule, ...] = (
     _steps,
     _slow_adapters,
     _kernels,
+    _kernel_fallbacks,
+    _kernel_speedups,
     _few_requests,
 )

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from loraplex.events import Detail, EngineEvent, EventKind
-from loraplex.metrics import EngineStats
+from loraplex.metrics import EngineStats, KernelSpeedup
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Histogram
 from loraplex.performance.report import AdapterPerformance, LoraPerformanceReport, MixPerformance, SwitchCost
 from loraplex.performance.requests import OTHERS, Latencies, NameOf, RequestRecorder, ServiceTargets
 from loraplex.performance.steps import StepProfile, StepSums
-from loraplex.profiler import KERNEL_PARTS, STEP_PARTS
+from loraplex.profiler import DEVICE_PART, KERNEL_PARTS, STEP_PARTS
 
 MAX_LISTED_ADAPTERS = 200
 TIERS = ("device", "host", "disk", "source")
@@ -80,7 +80,12 @@ class LoraProfile:
         return time.perf_counter() - self._begun_s
 
     def report(
-        self, after: EngineStats, steps: StepProfile, kernels: Kernels, footprints: Sequence[AdapterFootprint]
+        self,
+        after: EngineStats,
+        steps: StepProfile,
+        kernels: Kernels,
+        footprints: Sequence[AdapterFootprint],
+        speedups: Sequence[KernelSpeedup] = (),
     ) -> LoraPerformanceReport:
         parts = steps.part_seconds
         before, counted = self._before.memory, after.memory
@@ -110,9 +115,9 @@ class LoraProfile:
             operator_seconds={part: parts[part] for part in KERNEL_PARTS if part in parts}
             if steps.has_kernel_parts
             else {},
-            device_share=(parts.get("forward", 0.0) + parts.get("sample", 0.0)) / steps.seconds
-            if steps.seconds
-            else 0.0,
+            device_share=_device_share(steps, kernels.device),
+            kernel_fallbacks=_counts(self._before.kernel_fallbacks, after.kernel_fallbacks),
+            kernel_speedups=tuple(speedups),
             cpu=after.cpu.since(self._before.cpu),
             mixes=mixes(steps),
             slowdown=slowdown([each for each in steps.sums if each.kind.num_adapters], steps.sums),
@@ -156,6 +161,16 @@ class LoraProfile:
             copy_s / num_copies if num_copies else 0.0,
             self._switches.quantiles(),
         )
+
+
+def _device_share(steps: StepProfile, device: str) -> float | None:
+    """On a CPU what forward and sampling take; another device runs beside the host, which only launches them."""
+    parts = steps.part_seconds
+    if not steps.num_steps or not steps.seconds:
+        return 0.0
+    if device == "cpu":
+        return (parts.get("forward", 0.0) + parts.get("sample", 0.0)) / steps.seconds
+    return parts[DEVICE_PART] / steps.seconds if DEVICE_PART in parts else None
 
 
 def _observe(histogram: Histogram, seconds: Detail | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from loraplex.cpu import CpuUse
-from loraplex.metrics import MemoryReport
+from loraplex.metrics import KernelSpeedup, MemoryReport
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.requests import ServiceTargets
 from loraplex.performance.steps import Timeline
@@ -81,7 +81,9 @@ class SwitchCost:
 class LoraPerformanceReport:
     """admitted: requests by what of their adapter they had to wait for; served_from: the tier where a request found its
     adapter; evictions and loads: by cause; part_seconds: of the steps (loraplex/profiler.py); device_share: of the
-    time, in forward and sampling; cpu: what the engine's threads got of the processor;
+    time, in steps on the device, None where that was not measured; cpu: what the engine's threads got of the processor;
+    kernel_fallbacks: calls that stock torch ran, by operator and reason; kernel_speedups: empty unless they were asked
+    for;
     operator_seconds: of forward, empty when the backend cannot tell; slowdown: of decode steps with adapters against
     those without.
     """
@@ -109,7 +111,9 @@ class LoraPerformanceReport:
     num_preemptions: int = 0
     part_seconds: Mapping[str, float] = field(default_factory=dict)
     operator_seconds: Mapping[str, float] = field(default_factory=dict)
-    device_share: float = 0.0
+    device_share: float | None = 0.0
+    kernel_fallbacks: Mapping[str, int] = field(default_factory=dict)
+    kernel_speedups: tuple[KernelSpeedup, ...] = ()
     cpu: CpuUse = field(default_factory=CpuUse)
     mixes: tuple[MixPerformance, ...] = ()
     slowdown: float | None = None

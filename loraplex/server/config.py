@@ -19,6 +19,7 @@ _HOST = re.compile(r"\*|(\*\.)?[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 _NO_HOST = "allowed_hosts has {!r}; write a name without scheme and port, such as api.example.com"
 _NO_ORIGIN = "cors_allowed_origins has {!r}; write scheme://host[:port] without a path, such as https://app.example.com"
+ON_BAD_ADAPTER = ("refuse", "skip")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -86,6 +87,12 @@ class ServerSettings:
         None,
         "directory where adapters' names, versions, pins and counters outlive the server (default: nowhere)",
         group="Server",
+    )
+    on_bad_adapter: str = setting(
+        "refuse",
+        "what an adapter of --lora-modules or --lora-paths that cannot be loaded does: refuse (the server does not "
+        "start), or skip (it starts without it)",
+        group="Model and adapters",
     )
     max_event_streams: int = setting(
         64, "most clients of GET /v1/events at a time; others are answered with 503", group="Limits"
@@ -163,6 +170,10 @@ class ServerSettings:
                 ),
                 (0 < self.probe_timeout_s < inf, f"probe_timeout_s must be > 0, got {self.probe_timeout_s}"),
                 (0 <= self.shutdown_grace_s < inf, f"shutdown_grace_s must be >= 0, got {self.shutdown_grace_s}"),
+                (
+                    self.on_bad_adapter in ON_BAD_ADAPTER,
+                    f"on_bad_adapter must be one of {ON_BAD_ADAPTER}, got {self.on_bad_adapter!r}",
+                ),
                 (self.state_dir != "", "state_dir is empty; give a directory, or leave it out"),
                 (0 < self.keep_alive_s < inf, f"keep_alive_s must be > 0, got {self.keep_alive_s}"),
                 (self.log_level in LOG_LEVELS, f"log_level must be one of {LOG_LEVELS}, got {self.log_level!r}"),

@@ -181,8 +181,9 @@ class HealthRoutes:
         context = self._context
         registry = context.engine.registry
         refs = {} if registry is None else registry.refs()
-        engine = context.engine
-        return context.metrics_page.render(await self._answer(engine.stats), refs, engine.events.counts)
+        num_skipped = 0 if registry is None else len(registry.skipped)
+        stats, counts = await self._answer(context.engine.stats), context.engine.events.counts
+        return context.metrics_page.render(stats, refs, counts, num_skipped)
 
     async def _answer(self, ask: Callable[[], Awaitable[T]]) -> T | None:
         if not self._context.engine.health().is_alive:

@@ -37,9 +37,10 @@ class MetricsPage:
         stats: EngineStats | None,
         refs: Mapping[str, LoRARef],
         num_events: Mapping[str, int] | None = None,
+        num_skipped: int = 0,
     ) -> bytes:
         """The page. `stats` is None when the engine does not answer; `refs` are the adapters by name."""
-        page: bytes = generate_latest(_Page(self.families(stats, refs, num_events)))
+        page: bytes = generate_latest(_Page(self.families(stats, refs, num_events, num_skipped)))
         return page
 
     def families(
@@ -47,15 +48,18 @@ class MetricsPage:
         stats: EngineStats | None,
         refs: Mapping[str, LoRARef],
         num_events: Mapping[str, int] | None = None,
+        num_skipped: int = 0,
     ) -> list[Metric]:
         """What the page has, in its order."""
         text = "What happened to adapters and memory, by kind (GET /v1/events)."
         events = self._counters("loraplex:events", text, "kind", num_events or {})
-        return [*self._registry.collect(), *self._families(stats, refs), events]
+        return [*self._registry.collect(), *self._families(stats, refs, num_skipped), events]
 
-    def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef]) -> Iterator[Metric]:
+    def _families(self, stats: EngineStats | None, refs: Mapping[str, LoRARef], num_skipped: int) -> Iterator[Metric]:
         yield self._gauge("loraplex:engine_up", "1 while the engine answers.", float(stats is not None))
         yield self._gauge("loraplex:adapters", "Names of adapters that resolve.", len(refs))
+        text = "Adapters of the command line that the server started without and that were not loaded since."
+        yield self._gauge("loraplex:adapters_skipped", text, num_skipped)
         if self._connections is not None:
             yield from self._connection_families(self._connections)
         if stats is not None:

@@ -54,6 +54,7 @@ def html_report(report: LoraPerformanceReport, source: str) -> str:
         _section("Loading and switching", _switching(report)),
         _section("Adapters mixed in a step", _mixes(report)),
         _section("Where the time of a step goes", _parts(report)),
+        _section("Kernels", _kernels(report)),
         _section("Memory", _memory(report)),
     ]
     return (
@@ -88,10 +89,16 @@ def _requests(report: LoraPerformanceReport) -> str:
         f"{requests.num_requests} requests began, {requests.num_finished} finished, {requests.num_failed} failed; "
         f"{requests.num_tokens / seconds:,.1f} tokens/s, {requests.num_finished / seconds:,.2f} requests/s. "
         f"Targets: first token {_ms(report.targets.first_token_s)}, between tokens "
-        f"{_ms(report.targets.inter_token_s)}; {_percent(requests.share_in_both)} of finished requests kept both. The "
-        f"device computed {_percent(report.device_share)} of the time, in {report.num_steps} steps."
+        f"{_ms(report.targets.inter_token_s)}; {_percent(requests.share_in_both)} of finished requests kept both. "
+        f"{_device(report)} in {report.num_steps} steps."
     )
     return _soft(text) + _table(("", "count", "mean", "p50", "p95", "p99", "max"), rows)
+
+
+def _device(report: LoraPerformanceReport) -> str:
+    if report.device_share is None:
+        return "The device's time was not measured,"
+    return f"The device computed {_percent(report.device_share)} of the time,"
 
 
 def _timeline(report: LoraPerformanceReport) -> str:
@@ -184,6 +191,25 @@ def _parts(report: LoraPerformanceReport) -> str:
     return bars(parts, "parts of a step") + inside
 
 
+def _kernels(report: LoraPerformanceReport) -> str:
+    speedups = [
+        (each.op, f"{each.speedup:.2f} x", _us(each.kernel_s), _us(each.fallback_s), each.shape)
+        for each in report.kernel_speedups
+    ]
+    heading = (
+        "kernel",
+        f"against {report.kernel_speedups[0].fallback}" if speedups else "",
+        "kernel",
+        "fallback",
+        "on",
+    )
+    return (
+        _soft(report.backend_description or report.backend)
+        + _counted("Calls that stock torch ran, by operator and reason", report.kernel_fallbacks)
+        + _table(heading, speedups)
+    )
+
+
 def _memory(report: LoraPerformanceReport) -> str:
     memory = report.memory
     tiers = [
@@ -261,6 +287,10 @@ def _ms(seconds: float) -> str:
     if seconds >= 10:
         return f"{seconds:,.1f} s"
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f} us"
 
 
 def _bytes(count: float) -> str:

@@ -23,7 +23,7 @@ from benchmarks.operators import (
     lora_parameters,
 )
 from benchmarks.timing import best_of, in_turn
-from loraplex.kernels.native.choice import open_library
+from loraplex.kernels.native.choice import NoLibrary, open_library
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.ops import get_backend
 
@@ -77,6 +77,37 @@ def test_a_ratio_is_measured_again_before_it_is_broken(monkeypatch: pytest.Monke
     monkeypatch.setattr(guard, "best_of", lambda calls, seconds: {"ours": 3.0, "theirs": 1.0})
     measured = guard.measure(Ratio("one", 2.0, lambda: (int, int)))
     assert (measured.measured, measured.is_broken) == (3.0, True)
+
+
+def test_a_latency_is_measured_again_before_it_is_broken() -> None:
+    tries = iter([0.060, 0.040, 9.0])
+    measured = guard.measure_latency(guard.Latency("one", 50.0, lambda: next(tries)))
+    assert (measured.measured_ms, measured.is_broken) == (40.0, False)
+    measured = guard.measure_latency(guard.Latency("one", 50.0, lambda: 0.051), attempts=2)
+    assert (measured.measured_ms, measured.is_broken) == (51.0, True)
+
+
+def test_latencies_that_are_broken_end_the_guard_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = guard.Latency("switch", 50.0, float, 60.0)
+    monkeypatch.setattr(guard, "measured_latencies", lambda attempts: [late])
+    assert guard.main(["--latencies"]) == 1
+    assert guard.main(["--latencies", "--show"]) == 0
+    monkeypatch.setattr(guard, "open_library", lambda: NoLibrary("they are not built"))
+    assert guard.main([]) == 1
+    late = guard.Latency("switch", 50.0, float, 40.0)
+    assert guard.main(["--latencies"]) == guard.main([]) == 0
+
+
+def test_the_promises_are_measured_on_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, with a limit that nothing reaches: what is timed runs."""
+    monkeypatch.setattr(guard, "TRIES", 1)
+    measured = guard.measured_latencies(attempts=1)
+    assert [(each.name, each.limit_ms) for each in measured] == [
+        ("alternating, both resident", 1.0),
+        ("host to device", 10.0),
+        ("switch_lora", 5.0),
+    ]
+    assert all(each.measured_ms < float("inf") for each in measured)
 
 
 def test_the_table_names_what_broke() -> None:

@@ -95,11 +95,11 @@ class FakeGpu(TorchFunctionMode):
             self.pin(result)
         return result
 
-    def pin(self, memory: Tensor) -> bool:
+    def pin(self, memory: Tensor) -> Callable[[], None]:
         """memory.pinning.pin"""
         assert not _is_there(memory), "only the host's memory is page-locked"
         self.host.pinned.add(memory)
-        return True
+        return lambda: self.host.pinned.remove(memory)
 
     def _other(self, name: str, func: Callable[..., Any], *args: Any, **options: Any) -> Any:
         device = options.get("device")

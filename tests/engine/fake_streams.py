@@ -198,6 +198,11 @@ class PinnedMemory:
             self._tensors[start] = tensor
             bisect.insort(self._starts, start)
 
+    def remove(self, tensor: Tensor) -> None:
+        start = tensor.untyped_storage().data_ptr()
+        del self._tensors[start]
+        self._starts.remove(start)
+
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in it: views do, copies do not."""
         index = bisect.bisect_right(self._starts, tensor.data_ptr()) - 1

@@ -8,10 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from loraplex import LoRAConfig
 from loraplex.errors import AdapterFaultError
+from loraplex.frontend.lora_profiling import kernels_of
 from loraplex.kernels.triton import attention_choice, lora
+from loraplex.metrics import MemoryMode
+from loraplex.performance.profile import LoraProfile
 from tests.engine.driver import Driver
 from tests.engine.fake_gpu import ArgumentLauncher, FakeGpu, fake_gpu
 from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
@@ -98,6 +102,57 @@ def test_no_step_waits_for_the_device(bench: Bench, settings: dict[str, Any]) ->
         if not settings.get("enforce_eager"):
             assert driver.stats.graph_steps["lora"] > NUM_TOKENS
             assert driver.stats.eager_steps.keys() == {"prefill"}
+        driver.close()
+
+
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_a_profile_counts_the_devices_own_time(bench: Bench, look_ahead: bool) -> None:
+    """A millisecond a step on this GPU. Without a profile no events are recorded around steps."""
+    with fake_gpu() as gpu:
+        driver = make(bench, {"enable_diagnosis": False}, look_ahead=look_ahead)
+        loaded(driver, bench)
+        run(driver, gpu)
+        assert "device" not in driver.engine._profiler.seconds
+        driver.engine.start_profile()
+        run(driver, gpu)
+        steps = driver.engine.stop_profile()
+        assert steps.part_seconds["device"] == pytest.approx(1e-3 * steps.num_steps)
+        report = LoraProfile({}.get).report(driver.stats, steps, kernels_of(driver.engine.info), [])
+        assert report.device_share == pytest.approx(1e-3 * steps.num_steps / steps.seconds)
+        run(driver, gpu)
+        assert driver.engine._profiler.seconds["device"] == pytest.approx(1e-3 * steps.num_steps)
+        driver.close()
+
+
+def test_the_monitor_reads_the_gpus_memory_and_gives_back_what_the_allocator_keeps(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """96 % are taken, by others too: no low-memory mode, which is about the host. A machine without memory then has
+    the host tier unlocked, and requests are answered after that."""
+    kept = [96 << 20]
+    with fake_gpu() as gpu:
+        driver = make(bench, {"enable_diagnosis": False, "disk_memory_bytes": 0}, enforce_eager=True)
+        loaded(driver, bench)
+        monitor, memory = driver.engine._caretaker.monitor, driver.engine._caretaker.monitor._memory
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4, 100))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: kept[0])
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.__setitem__(0, 0))
+        memory._system_pressure = lambda: 0.1  # type: ignore[attr-defined]
+        monitor._next_look_s = 0.0
+        gpu.host.waits.clear()
+        monitor.tick()
+        assert gpu.host.waits == []
+        assert monitor.history[-1].pressure["gpu"] == pytest.approx(0.96)
+        assert (monitor.mode, kept) == (MemoryMode.NORMAL, [0])
+        kept[0] = 32 << 20
+        assert memory.release_gpu() == 32 << 20
+        arena = driver.engine.adapters._tiers.host.pool.arena
+        assert arena.is_pinned
+        memory._system_pressure = lambda: 0.99  # type: ignore[attr-defined]
+        monitor._next_look_s = 0.0
+        monitor.tick()
+        assert (monitor.mode, arena.is_pinned) == (MemoryMode.LOW_MEMORY, False)
+        run(driver, gpu)
         driver.close()
 
 
@@ -235,7 +290,7 @@ def test_weights_are_checked_beside_the_steps(bench: Bench) -> None:
 
 
 def test_blocks_are_moved_and_memory_is_released_between_steps(bench: Bench) -> None:
-    """None of which waits."""
+    """Moves wait for nothing; what the allocator keeps is given back once the device is idle."""
     with fake_gpu() as gpu:
         driver = make(bench, device_memory="16MiB")
         loaded(driver, bench)
@@ -247,7 +302,7 @@ def test_blocks_are_moved_and_memory_is_released_between_steps(bench: Bench) -> 
         driver.engine._caretaker.monitor.alarm("a test")
         assert gpu.host.waits == []
         driver.step(20)
-        check_waits(gpu)
+        check_waits(gpu, "GpuMemory.release_cache")
         assert driver.errors == {}
         driver.close()
 

@@ -30,7 +30,7 @@ def test_as_asked() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cuda_graph_sizes": (8,)}, "need a CUDA device, not 'cpu'"),
+        ({"cuda_graph_sizes": (8,), "device": "cpu"}, "need a CUDA device, not 'cpu'"),
         ({"cuda_graph_sizes": (8,), "device": "cuda:1", "enforce_eager": True}, "no enforce_eager"),
         ({"cuda_graph_sizes": (0, 8), "device": "cuda"}, r"1\.\.max_num_seqs \(64\), got \(0, 8\)"),
         ({"cuda_graph_sizes": (65,), "device": "cuda"}, r"1\.\.max_num_seqs \(64\)"),

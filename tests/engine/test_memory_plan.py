@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from loraplex.kernels.ops import get_backend
 from loraplex.memory.space.arena import Arena, Owner
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
+from tests.fixtures import ModelZoo
 
 MIB = 1 << 20
 DEFAULT_LORA = LoRAConfig()
@@ -252,11 +256,97 @@ def test_what_is_said_wins() -> None:
     assert base_only.arena.num_bytes == pytest.approx(8 * GIB, rel=0.01)
 
 
+# --------------------------------------------------------------------------------------- the longest prompt plus output
+
+
+def with_positions(zoo: ModelZoo, folder: Path, num_positions: int) -> Path:
+    """A tiny llama whose positions go that far; its weights are drawn (load_format dummy)."""
+    settings = json.loads((zoo.base("llama") / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": num_positions}))
+    return folder
+
+
+def length_of(caplog: pytest.LogCaptureFixture, model: Path, **settings: Any) -> tuple[int, str]:
+    """(max_model_len, the line of the log)."""
+    lora = settings.pop("lora", None)
+    config = EngineConfig(model=str(model), load_format="dummy", num_threads=1, lora=lora, **settings)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "loraplex"):
+        core = build_engine(config)
+    core.close()
+    found = [text for text in map(logging.LogRecord.getMessage, caplog.records) if text.startswith("max_model_len")]
+    return core.info.max_model_len, " ".join(found)
+
+
+def test_the_default_length_is_the_models_own(zoo: ModelZoo, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = with_positions(zoo, tmp_path, 20_000)
+    assert length_of(caplog, model) == (20_000, "max_model_len: 20000 tokens (as far as the model's positions go)")
+    assert length_of(caplog, model, max_model_len=64) == (64, "")
+
+
+def test_the_default_length_ends_with_the_kv_cache_and_does_not_enlarge_it(
+    zoo: ModelZoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_positions(zoo, tmp_path, 1 << 20)
+    length, line = length_of(caplog, model, kv_cache_memory_bytes=8 * MIB)
+    assert 8192 < length < 1 << 20
+    assert line == (
+        f"max_model_len: {length} tokens (all that the KV cache of {8 * MIB} bytes holds; the model's positions end at "
+        f"{1 << 20})"
+    )
+    config = EngineConfig(model=str(model), load_format="dummy", lora=None, kv_cache_memory_bytes=8 * MIB)
+    core = build_engine(config)
+    assert core.info.num_kv_blocks * core.memory_report().kv_block_bytes <= 8 * MIB
+    core.close()
+    with pytest.raises(ConfigError, match=rf"max_model_len {length + 1024} tokens does not fit in the KV cache of"):
+        length_of(caplog, model, kv_cache_memory_bytes=8 * MIB, max_model_len=length + 1024)
+
+
+def test_the_default_length_leaves_adapters_half_of_a_shared_memory(
+    zoo: ModelZoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_positions(zoo, tmp_path, 1 << 20)
+    shared: dict[str, Any] = {"device_memory": 32 * MIB, "lora": LoRAConfig(adapter_floor=12 * MIB)}
+    length, line = length_of(caplog, model, **shared)
+    alone, _ = length_of(caplog, model, device_memory=32 * MIB)
+    assert length == pytest.approx(alone * 10 / 32, rel=0.01)
+    assert line.startswith(f"max_model_len: {length} tokens (more would take from adapters' part of device_memory")
+    with_floor, _ = length_of(caplog, model, **shared, kv_cache_floor=16 * MIB)
+    assert with_floor == pytest.approx(alone / 2, rel=0.01)
+    longer, _ = length_of(caplog, model, **shared, max_model_len=with_floor)
+    assert longer == with_floor, "as asked, where it can be had"
+
+
+def test_the_default_length_of_a_small_shared_memory_is_what_it_was() -> None:
+    """What the rule leaves of 1.5 GiB holds 5,500 tokens; 8192 take 1 GiB."""
+    assert plan_for_gpu(device_memory=3 * GIB // 2).max_model_len == 8192
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
+def test_a_length_that_was_asked_for_is_had_whatever_the_number_of_requests(
+    zoo: ModelZoo, tmp_path: Path, caplog: pytest.LogCaptureFixture, max_num_seqs: int
+) -> None:
+    """The KV cache ends with its last whole chunk, and that of one request had been cut there."""
+    model = with_positions(zoo, tmp_path, 20_000)
+    assert length_of(caplog, model, max_num_seqs=max_num_seqs, max_model_len=12_345)[0] == 12_345
+
+
+def test_a_length_that_the_last_part_of_a_chunk_lacks_is_refused(
+    zoo: ModelZoo, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_positions(zoo, tmp_path, 1 << 20)
+    length, _ = length_of(caplog, model, kv_cache_memory_bytes=5 * MIB // 2)
+    with pytest.raises(
+        ConfigError, match=rf"does not fit in the KV cache of {5 * MIB // 2} bytes, which holds {length}"
+    ):
+        length_of(caplog, model, kv_cache_memory_bytes=5 * MIB // 2, max_model_len=length + 16)
+
+
 def test_a_gpu_without_room_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match=rf"gpu_memory_utilization 0.9 of {24 * GIB} bytes.*{16 * GIB} are taken"):
         plan_for_gpu(total=24 * GIB, free=8 * GIB, max_num_batched_tokens=65536)
     with pytest.raises(ConfigError, match="needs a CUDA device, not 'cpu'"):
-        EngineConfig(model="m", gpu_memory_utilization=0.5)
+        EngineConfig(model="m", device="cpu", gpu_memory_utilization=0.5)
     with pytest.raises(ConfigError, match="gpu_memory_utilization must be"):
         EngineConfig(model="m", gpu_memory_utilization=1.5)
 

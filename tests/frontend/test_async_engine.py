@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import pytest_asyncio
@@ -36,6 +37,7 @@ from loraplex.errors import (
     UnknownMessageError,
 )
 from loraplex.events import EventKind
+from loraplex.frontend import async_engine
 from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import AsyncEngine
 from loraplex.frontend.supervisor import Supervision
@@ -61,7 +63,9 @@ async def engine(base: str) -> AsyncIterator[AsyncEngine]:
     starting = AsyncEngine.start(
         demo_config(model=base), served_model_name="base", supervision=Supervision(module=holding_process.MODULE)
     )
-    engine = await within(starting)
+    with patch.object(async_engine.logger, "info") as logged:
+        engine = await within(starting)
+    assert [call.args[1] for call in logged.call_args_list] == list(engine.info.choices), "a line each"
     for name in LOADED:
         await within(engine.load_adapter(name, str(adapter_path(name))))
     yield engine
@@ -155,6 +159,9 @@ async def test_what_the_engine_is(client: Client, base: str) -> None:
     info = client.engine.model_info
     assert (info.served_model_name, info.root, info.max_model_len) == ("base", base, MAX_MODEL_LEN)
     assert client.engine.info.vocab_size == info.vocab_size
+    device, length = client.engine.info.choices
+    assert device.startswith("device: cpu (")
+    assert length == f"max_model_len: {MAX_MODEL_LEN} tokens (as far as the model's positions go)"
     await client.ask("banana=")
     stats = await within(client.engine.stats())
     assert stats.num_generated_tokens > 0

@@ -199,6 +199,7 @@ class Rig:
     copies: FakeCopies | None = None  # for a device with memory of its own; None: copies are done at once
     is_gated: bool = True
     backend: str = "reference"
+    host_compression: str = "none"
     slack_bytes: int = 0  # memory beyond the budget, so that pieces never run out first
     source: FakeSource = field(default_factory=FakeSource)
     clock: FakeClock = field(default_factory=FakeClock)
@@ -213,6 +214,7 @@ class Rig:
             max_loras=self.num_device if self.is_bound_by_count else None,
             max_cpu_loras=self.num_host if self.is_bound_by_count else None,
             eviction_policy=self.policy,
+            host_compression=self.host_compression,
         )
         self.is_separate |= self.copies is not None
         spare = CHUNK_BYTES + self.slack_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex.cpu import CpuUse
-from loraplex.metrics import ChunkRun, MemoryMode, MemoryReport
+from loraplex.metrics import ChunkRun, KernelSpeedup, MemoryMode, MemoryReport
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.report import AdapterPerformance, Finding, LoraPerformanceReport, SwitchCost
@@ -34,6 +34,10 @@ GOOD = LoraPerformanceReport(
     device_share=0.8,
     num_prefill_tokens=1,
 )
+
+
+def speedup(op: str, times: float) -> KernelSpeedup:
+    return KernelSpeedup(op, "native", "torch", "16 x 64", 1.0, times)
 
 
 def findings(**changes: Any) -> dict[str, Finding]:
@@ -85,6 +89,24 @@ def test_nothing_stands_out() -> None:
             {"cpu": CpuUse(10.0, 3.0, 2.0, 412, 2, 1)},
             *("cpu_contention", "warning", "412 involuntary context switches", "num_threads"),
         ),
+        (
+            {"kernel_fallbacks": {"linear: no kernel for it": 5, "rms_norm: too wide": 70, "silu_mul: odd": 1}},
+            *("kernel_fallbacks", "advice", "70 calls of an operator that has a kernel (2 other operators too)"),
+            "kernel_fallbacks of the report",
+        ),
+        (
+            {"kernel_fallbacks": {"linear: no kernel for it": 5}},
+            "kernel_fallbacks",
+            "advice",
+            "linear: no kernel",
+            "do not cover",
+        ),
+        (
+            {"kernel_speedups": (speedup("linear", 2.0), speedup("row_argmax", 0.5), speedup("silu_mul", 9.0))},
+            *("kernel_speedups", "advice", "silu_mul is 9.0 times as fast, the least is row_argmax with 0.5"),
+            "Slower than stock torch here: row_argmax.",
+        ),
+        ({"kernel_speedups": (speedup("linear", 2.0),)}, "kernel_speedups", "info", "1 kernels were timed", ""),
         ({"device_share": 0.2}, "idle", "info", "20 %", "room for more load"),
         ({"requests": replace(GOOD_REQUESTS, num_failed=2)}, "failed", "warning", "2 of 100", "log"),
         ({"requests": replace(GOOD_REQUESTS, num_finished=3)}, "few_requests", "info", "Only 3", "longer"),
@@ -152,6 +174,10 @@ def test_a_compiler_is_advised_only_where_slow_kernels_run_on_a_cpu(backend: str
     found = findings(backend=backend, device=device)
     assert "fallback" not in found
     assert found["kernels"].severity == "info"
+
+
+def test_a_device_whose_time_was_not_measured_is_not_called_idle() -> None:
+    assert "idle" not in findings(device_share=None, device="cuda:0")
 
 
 def test_a_core_that_is_rarely_missed_is_no_finding() -> None:

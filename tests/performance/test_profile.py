@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from loraplex.core import FinishReason, Request, SamplingParams, TokenOutput
 from loraplex.events import EngineEvent, EventKind
-from loraplex.metrics import EngineStats, MemoryReport
+from loraplex.metrics import EngineStats, KernelSpeedup, MemoryReport
 from loraplex.performance.profile import MAX_LISTED_ADAPTERS, AdapterFootprint, Kernels, LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
-from loraplex.performance.steps import StepProfile
+from loraplex.performance.steps import StepKind, StepProfile, StepSums
 
 KERNELS = Kernels("native", "native avx512")
 BEFORE = EngineStats(
@@ -63,6 +67,32 @@ def test_counters_are_of_the_profile_alone() -> None:
     assert (found.num_preemptions, found.fragmentation_before, found.memory.fragmentation) == (0, 0.25, 0.5)
     cost = found.switch_cost
     assert (cost.num_promotions, cost.num_copies, cost.promote_mean_s) == (5, 4, 0.5)
+
+
+def test_fallbacks_are_those_of_the_profile_and_speedups_what_was_measured() -> None:
+    before = replace(BEFORE, kernel_fallbacks={"linear: a reason": 3, "rms_norm: another": 2})
+    after = replace(AFTER, kernel_fallbacks={"linear: a reason": 8, "rms_norm: another": 2})
+    assert report(before, after).kernel_fallbacks == {"linear: a reason": 5}
+    speedup = KernelSpeedup("linear", "native", "torch", "1 x 1", 1.0, 2.0)
+    found = LoraProfile({}.get).report(AFTER, StepProfile(), KERNELS, [], [speedup])
+    assert found.kernel_speedups == (speedup,)
+    assert "kernel_speedups" in {each.name for each in found.findings}
+
+
+@pytest.mark.parametrize(
+    ("device", "seconds", "share"),
+    [
+        ("cpu", {"forward": 4.0, "sample": 1.0, "wait": 2.0}, 0.5),
+        ("cuda:0", {"forward": 4.0, "sample": 1.0, "device": 8.0}, 0.8),
+        ("cuda:0", {"forward": 4.0, "sample": 1.0}, None),
+    ],
+)
+def test_the_devices_share_is_no_time_of_launches(device: str, seconds: dict[str, float], share: float | None) -> None:
+    steps = StepProfile(10.0, (StepSums(StepKind(0, 1, False), num_steps=5, seconds=seconds),))
+    found = LoraProfile({}.get).report(AFTER, steps, Kernels("triton", "triton", device), [])
+    assert found.device_share == share
+    assert ("idle" in {each.name for each in found.findings}) is False
+    assert "device" not in found.part_seconds
 
 
 def test_an_engine_that_started_again() -> None:

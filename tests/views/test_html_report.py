@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from loraplex.metrics import ChunkRun, MemoryReport, TierReport
+from loraplex.metrics import ChunkRun, KernelSpeedup, MemoryReport, TierReport
 from loraplex.performance.histogram import Quantiles
 from loraplex.performance.report import (
     AdapterPerformance,
@@ -48,6 +48,8 @@ FULL = LoraPerformanceReport(
     part_seconds={"build": 0.5, "forward": 4.0},
     operator_seconds={"gemm": 3.0, "lora": 0.5},
     mixes=(MixPerformance(0, 5, 2.0, 100.0, TIMES), MixPerformance(4, 5, 6.0, 90.0, TIMES, 0.2, 1.25)),
+    kernel_fallbacks={EVIL: 7},
+    kernel_speedups=(KernelSpeedup("linear", "native", "torch", EVIL, 2e-5, 5e-5),),
     timeline=Timeline(0.5, [10, 20, 15]),
     findings=(Finding("service", "warning", EVIL, EVIL), Finding("kernels", "info", "Kernels: native.")),
 )
@@ -99,7 +101,9 @@ def test_findings_are_at_the_top() -> None:
     assert '<li class="warning">' in text
 
 
-@pytest.mark.parametrize("heading", ["Latency by adapter", "Adapters mixed in a step", "Where the time of a step goes"])
+@pytest.mark.parametrize(
+    "heading", ["Latency by adapter", "Adapters mixed in a step", "Where the time of a step goes", "Kernels"]
+)
 def test_every_section_has_something_in_it(heading: str) -> None:
     section = html_report(FULL, "x").split(f"<h2>{heading}</h2>")[1].split("</section>")[0]
     assert "<svg" in section
@@ -110,6 +114,18 @@ def test_what_the_tables_say() -> None:
     for cell in ("4 to 7", "1.25 x", "20.0 %", "(base model)", "2.0 KiB", "100 ms"):
         assert cell in texts
     assert any("10 requests began, 9 finished, 1 failed; 10.0 tokens/s" in text for text in texts)
+
+
+def test_kernels_are_beside_their_fallbacks() -> None:
+    texts = Page(html_report(FULL, "x")).texts
+    for cell in ("against torch", "2.50 x", "20.0 us", "50.0 us", EVIL):
+        assert cell in texts
+
+
+def test_a_devices_time_that_was_not_measured_is_said() -> None:
+    assert "The device computed 0.0 % of the time, in 50 steps." in "".join(Page(html_report(FULL, "x")).texts)
+    page = Page(html_report(replace(FULL, device_share=None), "x"))
+    assert "The device's time was not measured, in 50 steps." in "".join(page.texts)
 
 
 def test_a_profile_of_nothing_is_a_page_too() -> None:

@@ -3,7 +3,7 @@
 from loraplex.adapters.registry.adapter_name import check_clients_name
 from loraplex.adapters.registry.records import Journal, NameChange, NameRecord, NameUsage, VersionRecord
 from loraplex.adapters.registry.registry import LoRARegistry, OnChange, start_thread
-from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, SwitchResult, UnloadResult
+from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadTurn, SwitchResult, UnloadResult
 from loraplex.adapters.registry.version import LoRARef, OpenedAdapter
 from loraplex.adapters.registry.views import AdapterInfo, NameQuery, VersionInfo, VersionState
 
@@ -14,6 +14,7 @@ __all__ = [
     "LoRARegistry",
     "LoadResult",
     "LoadStatus",
+    "LoadTurn",
     "NameChange",
     "NameQuery",
     "NameRecord",

@@ -84,15 +84,18 @@ class AdapterLoader:
     def _load(self, wish: LoadWish, verb: Verb) -> LoadResult:
         began_s = time.monotonic()
         opened = self._open_adapter(wish.path)
+        wish.turn.wait_for_id()
         with self._names.change() as table:
             previous = table.current.get(wish.name)
             if wish.keeps_equal and previous is not None and _is_equal(previous, wish, opened):
                 return LoadResult(LoadStatus.ALREADY_LOADED, table.keep(verb).ref)
             version = self._new_version(wish, opened, previous)
+        wish.turn.took_id()
         evicted = self._store.add_adapter(version.spec).evicted
         drains: tuple[PendingDrain, ...] | None = None
         try:
             self._pin(version, previous)
+            wish.turn.wait_for_name()
             with self._names.change() as table:
                 drains = table.publish(version, verb)
         except BaseException:

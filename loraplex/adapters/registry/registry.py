@@ -33,7 +33,15 @@ from loraplex.adapters.registry.name_table import NameTable
 from loraplex.adapters.registry.records import Journal, NameRecord, NameUsage
 from loraplex.adapters.registry.shared_table import SharedTable
 from loraplex.adapters.registry.switch import AdapterSwitch
-from loraplex.adapters.registry.verbs import LoadResult, LoadStatus, LoadWish, SwitchResult, UnloadResult
+from loraplex.adapters.registry.verbs import (
+    NO_TURN,
+    LoadResult,
+    LoadStatus,
+    LoadTurn,
+    LoadWish,
+    SwitchResult,
+    UnloadResult,
+)
 from loraplex.adapters.registry.version import AdapterVersion, LoRARef, OpenedAdapter, PendingDrain
 from loraplex.adapters.registry.views import AdapterInfo, NameQuery, Views
 from loraplex.core import AdapterSpec, AdapterStore, AddOutcome
@@ -95,6 +103,7 @@ class LoRARegistry:
         self._switch = AdapterSwitch(store, self._names, self._drain)
         self._loader = AdapterLoader(store, open_adapter, clock, self._names, self._drain, run_later)
         self._views = Views(store, self._names)
+        self._skipped: dict[str, str] = {}
         if journal is not None:
             journal.count(self.take_usage)
 
@@ -163,21 +172,34 @@ class LoRARegistry:
         is_pinned: bool = False,
         origin: str = "",
         keeps_equal: bool = False,
+        turn: LoadTurn = NO_TURN,
     ) -> LoadResult:
         """Make `name` resolve to the adapter at `path` (a directory or a hub id).
 
         A name that is loaded from `path` already is a no-op that says so (and pins, if asked, what answers for the
         name). One that is loaded from another path, or has another number, is refused; `load_inplace` replaces it by a
         new version (with `keeps_equal` only if path or content differ, so that saying it twice does not push the
-        version before out of what is kept).
+        version before out of what is kept). turn: its place among loads that run side by side.
         """
         check_adapter_name(name, self._base_names)
         check_lora_int_id(name, lora_int_id)
         path = normalize_source(name, path)
-        result = self._loader.load(LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal))
+        wish = LoadWish(name, path, lora_int_id, load_inplace, is_pinned, origin, keeps_equal, turn)
+        result = self._loader.load(wish)
         if is_pinned and result.status is LoadStatus.ALREADY_LOADED:
             self.pin(name)
         return result
+
+    def skip(self, name: str, reason: str) -> None:
+        """An adapter that was to be there from the start is not, and the server starts without it."""
+        with self._lock:
+            self._skipped[name] = reason
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Name to reason of those that `skip` was told of and that were not loaded since."""
+        with self._lock:
+            return {name: reason for name, reason in self._skipped.items() if name not in self._table.current}
 
     def unload(self, name: str, deadline_s: float | None = None, force: bool = False) -> UnloadResult:
         """The name resolves to nothing at once. Requests on any version of it finish, then every tier is freed.

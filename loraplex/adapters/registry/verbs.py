@@ -6,10 +6,45 @@ Times are seconds; names in `evicted` lost a tier to make room.
 from __future__ import annotations
 
 import enum
+import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from loraplex.adapters.registry.version import LoRARef
+
+
+class LoadTurn:
+    """The place of a load in a list of loads that run side by side: its id and its name come after those of `before`.
+
+    The owner of the list calls `end` when the load is over, however it ended; until then the later ones wait. Loads are
+    begun in the list's order.
+    """
+
+    def __init__(self, before: LoadTurn | None = None) -> None:
+        self._before = before
+        self._has_id = threading.Event()
+        self._is_over = threading.Event()
+
+    def wait_for_id(self) -> None:
+        """Until the loads before it have their ids, or are over."""
+        if self._before is not None:
+            self._before._has_id.wait()
+
+    def took_id(self) -> None:
+        self._has_id.set()
+
+    def wait_for_name(self) -> None:
+        """Until the loads before it are over."""
+        if self._before is not None:
+            self._before._is_over.wait()
+            self._before = None  # else the last of a thousand would keep them all
+
+    def end(self) -> None:
+        self._has_id.set()
+        self._is_over.set()
+
+
+NO_TURN = LoadTurn()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +58,7 @@ class LoadWish:
     is_pinned: bool = False
     origin: str = ""
     keeps_equal: bool = False
+    turn: LoadTurn = NO_TURN
 
 
 @dataclass(eq=False, slots=True)

@@ -95,6 +95,30 @@ class Housekeeping:
                 self._let_go_locked(each, tier, "low_memory")
             return released + (0 if self._compressed is None else self._compressed.clear())
 
+    def release_host(self, is_machine_short: bool) -> int:
+        """Of idle adapters in a host tier beside the device, the half that was used longest ago leaves, then the rest
+        is compressed where that is on; returns the bytes that left.
+
+        is_machine_short: the tier is no longer page-locked then, since locked pages do not go back to the system.
+        Copies of what is on the device stay.
+        """
+        if self._tiers.is_shared:
+            return 0  # release_idle has done it
+        with self._residents.held():
+            idle = [
+                each for each in self._residents.idle_locked(Tier.HOST, NUM_WAITING_PASSES) if not each.is_on_device
+            ]
+            oldest_first = sorted(idle, key=lambda each: each.last_used_s)
+            num_leaving = -(-len(idle) // 2)
+            for each in oldest_first[:num_leaving]:
+                self._let_go_locked(each, Tier.HOST, "low_memory")
+            if self._compressed is not None:
+                for each in oldest_first[num_leaving:]:
+                    self._compress_soon(each, self._compressed)
+            if is_machine_short:
+                self._tiers.host.pool.arena.unlock()
+            return sum(each.nbytes for each in oldest_first[:num_leaving])
+
     def prefetch(self, adapter_ids: Sequence[int]) -> int:
         """Bring adapters nearer that are expected, the likeliest first; none leaves for another. Returns how many."""
         with self._residents.held():

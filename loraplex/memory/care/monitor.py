@@ -5,6 +5,7 @@
     occupancy  used / budget: a full cache is no danger, but from `high` on the long idle leave, a few at each look
     critical   system or host pressure >= critical, or an allocation failed  ->  low-memory mode
     relaxed    both of these < relaxed for RELAXED_LOOKS looks in a row      ->  normal again
+    gpu        taken share of a GPU's memory >= critical  ->  torch's allocator gives back what it keeps, in any mode
 
 No thread of its own: the engine calls `tick` between steps and when it is idle. What it does is behind
 `MonitoredMemory`.
@@ -50,12 +51,18 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLook:
-    """What the monitor sees. Pressure by `device`, `host`, `kv`, `system`; occupancy and bytes by tier."""
+    """What the monitor sees. Pressure by `device`, `host`, `kv`, `system`; occupancy and bytes by tier.
+
+    fragmentation: of the device's adapters; most_fragmentation: of those or of the host's. gpu: the share of the GPU's
+    memory that is taken, by all processes; no pressure, since the arena is a fixed part of it. None without a GPU.
+    """
 
     pressure: Mapping[str, float]
     occupancy: Mapping[str, float]
     used_bytes: Mapping[str, int]
     fragmentation: float
+    most_fragmentation: float
+    gpu: float | None = None
 
 
 class MonitoredMemory(Protocol):
@@ -75,9 +82,17 @@ class MonitoredMemory(Protocol):
         """Bring adapters nearer that are about to be asked for; returns how many."""
         ...
 
-    def release_caches(self) -> int:
+    def release_caches(self, short_of: str | None) -> int:
         """Give back what can be made again: idle adapters on the device, scratch memory, cached prefixes, free pages;
-        returns bytes."""
+        returns bytes.
+
+        short_of: what is critical, `host` or `system`; then copies of a host tier beside the device leave too. None: an
+        allocation failed.
+        """
+        ...
+
+    def release_gpu(self) -> int:
+        """Have torch's allocator give back what it keeps for later; returns bytes."""
         ...
 
     def throttle(self, is_on: bool) -> None:
@@ -139,10 +154,12 @@ class MemoryMonitor:
             CRITICAL_LOOK_S if self.mode is MemoryMode.LOW_MEMORY else self._thresholds.interval_s
         )
         self.history.append(
-            MemorySample(self._wall_clock(), self.mode, look.pressure, look.used_bytes, look.fragmentation)
+            MemorySample(self._wall_clock(), self.mode, _shown(look), look.used_bytes, look.fragmentation)
         )
+        if look.gpu is not None and look.gpu >= self._thresholds.critical:
+            self._memory.release_gpu()
         self._reclaim(look)
-        self._is_compacting = self._is_compacting or look.fragmentation > self._thresholds.max_fragmentation
+        self._is_compacting = self._is_compacting or look.most_fragmentation > self._thresholds.max_fragmentation
         self._is_relaxed = max(look.pressure.values(), default=0.0) < self._thresholds.high
         self.prefetch()
 
@@ -162,27 +179,28 @@ class MemoryMonitor:
         worst, pressure = max(
             ((name, look.pressure.get(name, 0.0)) for name in ("host", "system")), key=lambda item: item[1]
         )
+        short_of = worst if pressure >= self._thresholds.critical else None
         reason = alarm or (
             f"{worst} pressure is {pressure:.0%}, critical from {self._thresholds.critical:.0%}"
-            if pressure >= self._thresholds.critical
+            if short_of is not None
             else None
         )
         if reason is not None:
             self._num_relaxed = 0
             if self.mode is MemoryMode.NORMAL:
-                self._enter(reason)
+                self._enter(reason, short_of)
             else:
-                self._memory.release_caches()
+                self._memory.release_caches(short_of)
         elif self.mode is MemoryMode.LOW_MEMORY:
             self._num_relaxed = self._num_relaxed + 1 if pressure < self._thresholds.relaxed else 0
             if self._num_relaxed >= RELAXED_LOOKS:
                 self._leave()
 
-    def _enter(self, reason: str) -> None:
+    def _enter(self, reason: str, short_of: str | None) -> None:
         self.mode = MemoryMode.LOW_MEMORY
         self.num_mode_changes += 1
         self._entered_s = self._clock()
-        released = self._memory.release_caches()
+        released = self._memory.release_caches(short_of)
         self._memory.throttle(True)
         text = f"low-memory mode: {reason}; {released} bytes released, fewer requests are admitted"
         self._events.add(EventKind.MODE, text, mode=self.mode.value, reason=reason, released_bytes=released)
@@ -195,6 +213,10 @@ class MemoryMonitor:
         seconds = self._clock() - self._entered_s
         text = f"normal mode again after {seconds:.0f} s of low memory"
         self._events.add(EventKind.MODE, text, mode=self.mode.value, seconds=seconds)
+
+
+def _shown(look: MemoryLook) -> Mapping[str, float]:
+    return look.pressure if look.gpu is None else {**look.pressure, "gpu": look.gpu}
 
 
 # ------------------------------------------------------------------------------------------------------- system memory

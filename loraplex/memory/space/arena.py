@@ -85,8 +85,7 @@ class Arena:
         self.device = torch.device(device)
         self.memory = torch.empty(self.num_chunks * chunk_bytes, dtype=torch.uint8, device=self.device)
         assert self.memory.data_ptr() % ALIGNMENT == 0, "the allocator of this device aligns to less than 64 bytes"
-        self.is_pinned = is_pinned and pin(self.memory)
-        self._is_pageable = self.device.type == "cpu" and not self.is_pinned
+        self._unpin = pin(self.memory) if is_pinned else None
         self._limits = dict(limits or {})
         assert sum(limit.floor for limit in self._limits.values()) <= self.num_chunks, "the floors exceed the arena"
         self._owners: list[Owner | None] = [None] * self.num_chunks
@@ -201,12 +200,29 @@ class Arena:
         """The memory of an extent, uint8."""
         return self.memory[extent.offset : extent.end]
 
+    @property
+    def is_pinned(self) -> bool:
+        return self._unpin is not None
+
+    def unlock(self) -> None:
+        """Page-locked memory becomes usual memory, whose free pages can go back to the system; for good, since to lock
+        it again would take all of it back. Nothing for other memory. No copy may begin meanwhile."""
+        if self._unpin is not None:
+            torch.cuda.synchronize()  # copies under way read the locked pages
+            self._unpin()
+            self._unpin = None
+            logger.warning(
+                "%d bytes of host memory for adapters are no longer page-locked, since the machine is short of memory: "
+                "cold adapters take longer and hold steps up until the engine starts again; lower host_memory_bytes",
+                self.num_bytes,
+            )
+
     def release_pages(self) -> int:
         """Give the pages of free chunks back to the operating system until they are written again; returns the bytes.
 
         Those of fenced chunks too. 0 where that cannot be: another device, pinned memory, not Linux.
         """
-        if not self._is_pageable:
+        if self.device.type != "cpu" or self.is_pinned:
             return 0
         with self._lock:  # or a chunk would be lent, and written, in between
             free = [chunk for chunk, owner in enumerate(self._owners) if owner in (None, Owner.FENCED)]
@@ -326,9 +342,11 @@ def forget_refusal() -> None:
         torch.zeros(1, device="cuda")
 
 
-def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None] = forget_refusal) -> bool:
-    """Page-lock a tensor's memory as long as the tensor is there; False, with a warning, when the system does not allow
-    it: copies hold steps up then.
+def pin(
+    memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None] = forget_refusal
+) -> Callable[[], object] | None:
+    """Page-lock a tensor's memory as long as the tensor is there, or until what this returns is called; None, with a
+    warning, when the system does not allow it: copies hold steps up then.
 
     As one block, of exactly its size (torch's own pinned allocator rounds up to a power of two). The system makes every
     page of it now: about a second for 4 GiB. cuda: the module, forget: what is called after a refusal, for tests.
@@ -339,8 +357,9 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
     except RuntimeError as error:
         status, reason = -1, str(error)
     if status == 0:
-        weakref.finalize(memory, _unpin, cuda, memory.data_ptr()).atexit = False
-        return True
+        unpin = weakref.finalize(memory, _unpin, cuda, memory.data_ptr())
+        unpin.atexit = False
+        return unpin
     forget()
     logger.warning(
         "%d bytes of host memory for adapters could not be page-locked (%s): cold adapters take longer and hold steps "
@@ -348,7 +367,7 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
         memory.numel(),
         reason,
     )
-    return False
+    return None
 
 
 def _unpin(cuda: Any, address: int) -> None:

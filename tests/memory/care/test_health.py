@@ -215,3 +215,49 @@ def test_low_memory_lets_go_what_nobody_uses(rig: Rig) -> None:
         rig.manager.poll()
     assert rig.manager.housekeeping.release_idle() > 0
     assert [rig.tier_of(i) for i in (1, 2)] == ["device", "host" if rig.is_separate else "source"]
+
+
+def test_a_host_without_memory_lets_the_oldest_copies_go(rig: Rig) -> None:
+    """What is on the device keeps its copy there. Where both are one memory, `release_idle` has done all of it."""
+    rig.add(1, 2, 3)
+    for adapter_id in (3, 1, 2):
+        rig.clock.now_s += 10
+        rig.acquire(adapter_id)
+        rig.manager.release(adapter_id)
+    rig.acquire(2)
+    for _ in range(3):
+        rig.manager.poll()
+    unlocked: list[int] = []
+    arena = rig.manager._tiers.host.pool.arena
+    arena.unlock = lambda: unlocked.append(1)  # type: ignore[method-assign]
+    housekeeping = rig.manager.housekeeping
+    housekeeping.release_idle()
+    released = housekeeping.release_host(is_machine_short=False)
+    assert (released > 0) is rig.is_separate
+    assert [rig.tier_of(i) for i in (3, 1, 2)] == ["source", "host" if rig.is_separate else "source", "device"]
+    assert unlocked == []
+    housekeeping.release_host(is_machine_short=True)
+    assert unlocked == ([1] if rig.is_separate else [])
+    assert [rig.tier_of(i) for i in (3, 1, 2)] == ["source", "source", "device"]
+    if rig.is_separate:
+        assert rig.manager.report().evictions["host_low_memory"] == 2
+    rig.manager.check_integrity()
+
+
+def test_the_younger_half_is_compressed_where_that_is_on() -> None:
+    rig = Rig(num_device=2, num_host=16, is_separate=True, is_gated=False, host_compression="lossless")
+    for adapter_id in (1, 2, 3, 4):
+        rig.clock.now_s += 10
+        rig.add(adapter_id)
+    for _ in range(3):
+        rig.manager.poll()
+    assert rig.manager.housekeeping.release_host(is_machine_short=False) > 0
+    for _ in range(200):  # a loader's thread compresses
+        if rig.manager.report().tier("host").num_adapters == 0:
+            break
+        rig.manager.wait_for_change(0.05)
+    assert rig.manager.report().tier("host").num_adapters == 0
+    assert rig.manager.report().tier("compressed").num_adapters == 2
+    assert [rig.tier_of(i) for i in (1, 2, 3, 4)] == ["source", "source", "host", "host"]
+    rig.manager.check_integrity()
+    rig.manager.close()

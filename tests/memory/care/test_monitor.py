@@ -27,11 +27,16 @@ class FakeMemory:
     occupancy: dict[str, float] = field(default_factory=dict)
     fragmentation: float = 0.0
     chunks_to_free: int = 0
+    gpu: float | None = None
+    of_device: float = 0.0
     calls: list[str] = field(default_factory=list)
+    short_of: list[str | None] = field(default_factory=list)
 
     def look(self) -> MemoryLook:
         self.calls.append("look")
-        return MemoryLook(dict(self.pressure), dict(self.occupancy), {"host": 7}, self.fragmentation)
+        return MemoryLook(
+            dict(self.pressure), dict(self.occupancy), {"host": 7}, self.of_device, self.fragmentation, self.gpu
+        )
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
         self.calls.append(f"reclaim {tier} after {idle_s:.0f}")
@@ -46,9 +51,14 @@ class FakeMemory:
         self.calls.append("prefetch")
         return 0
 
-    def release_caches(self) -> int:
+    def release_caches(self, short_of: str | None) -> int:
         self.calls.append("release")
+        self.short_of.append(short_of)
         return 640
+
+    def release_gpu(self) -> int:
+        self.calls.append("release gpu")
+        return 64
 
     def throttle(self, is_on: bool) -> None:
         self.calls.append(f"throttle {is_on}")
@@ -108,6 +118,7 @@ def test_critical_pressure_enters_low_memory_mode_and_relaxed_looks_leave_it(tie
     bench.memory.pressure[tier] = 0.96
     assert bench.after(30) == ["look", "release", "throttle True"]
     assert bench.monitor.mode is MemoryMode.LOW_MEMORY
+    assert bench.memory.short_of == [tier]
     bench.memory.pressure[tier] = 0.75  # under critical, not yet relaxed
     for _ in range(5):
         assert bench.after(CRITICAL_LOOK_S) == ["look"]
@@ -133,6 +144,31 @@ def test_a_full_device_is_load_and_no_danger(tier: str) -> None:
     bench.memory.pressure[tier] = 1.0
     bench.after(30)
     assert bench.monitor.mode is MemoryMode.NORMAL
+
+
+def test_a_gpu_that_is_nearly_all_taken_gets_back_what_the_allocator_keeps_and_is_no_pressure() -> None:
+    bench = Bench()
+    bench.memory.gpu = 0.94
+    assert bench.after(30) == ["look", "prefetch"]
+    assert bench.monitor.history[-1].pressure["gpu"] == 0.94
+    bench.memory.gpu = 0.95
+    assert bench.after(30) == ["look", "release gpu", "prefetch"]
+    assert bench.monitor.mode is MemoryMode.NORMAL
+
+
+def test_the_devices_fragmentation_is_shown_and_that_of_either_memory_is_acted_on() -> None:
+    bench = Bench()
+    bench.memory.of_device, bench.memory.fragmentation = 0.1, 0.3
+    assert "compact" in bench.after(30)
+    assert bench.monitor.history[-1].fragmentation == 0.1
+    assert "gpu" not in bench.monitor.history[-1].pressure
+
+
+def test_a_failed_allocation_alone_leaves_the_hosts_copies() -> None:
+    bench = Bench()
+    bench.monitor.alarm("no memory")
+    bench.after(1)
+    assert bench.memory.short_of == [None]
 
 
 def test_a_failed_allocation_is_looked_at_at_once() -> None:

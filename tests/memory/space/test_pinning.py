@@ -77,7 +77,30 @@ def test_what_cannot_be_locked_is_told(cuda: FakeCuda, caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("is_possible", [False, True])
 def test_pages_that_are_locked_are_not_given_back(monkeypatch: pytest.MonkeyPatch, is_possible: bool) -> None:
-    monkeypatch.setattr("loraplex.memory.space.arena.pin", lambda memory: is_possible)
+    monkeypatch.setattr("loraplex.memory.space.arena.pin", lambda memory: print if is_possible else None)
     arena = Arena(1 << 16, 1 << 13, "cpu", is_pinned=True)
     assert arena.is_pinned is is_possible
     assert (arena.release_pages() == 0) is is_possible
+
+
+def test_memory_that_is_unlocked_gives_its_pages_back_and_is_unlocked_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda, waits = FakeCuda(0), []
+    monkeypatch.setattr("loraplex.memory.space.arena.pin", lambda memory: pin(memory, cuda, _never))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(cuda.unregistered)))
+    arena = Arena(1 << 16, 1 << 13, "cpu", is_pinned=True)
+    address = arena.memory.data_ptr()
+    for _ in range(2):
+        arena.unlock()
+    assert (arena.is_pinned, cuda.unregistered) == (False, [address])
+    assert waits == [0], "copies under way read the locked pages"
+    assert arena.release_pages() > 1 << 15, "whole pages"
+    assert f"{1 << 16} bytes of host memory for adapters are no longer page-locked" in caplog.text
+    del arena
+    assert cuda.unregistered == [address]
+
+
+def test_other_memory_is_not_unlocked(caplog: pytest.LogCaptureFixture) -> None:
+    Arena(1 << 16, 1 << 13, "cpu").unlock()
+    assert caplog.text == ""
