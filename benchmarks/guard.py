@@ -162,8 +162,8 @@ def _demo_batches() -> tuple[Call, Call]:
 
 def _demo_batch(backend: str) -> Call:
     config = EngineConfig(
-        model=str(assets_path() / "base"), device="cpu", num_threads=1, lora_backend=backend, lora=None, kv_cache_memory_bytes=1 << 26,
-        packed_cache_dir="none", enable_prefix_caching=False,
+        model=str(assets_path() / "base"), device="cpu", num_threads=1, lora_backend=backend, lora=None,
+        kv_cache_memory_bytes=1 << 26, packed_cache_dir="none", enable_prefix_caching=False,
     )  # fmt: skip
     llm = LLM.from_config(config)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

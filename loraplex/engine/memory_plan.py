@@ -256,7 +256,8 @@ def _max_model_len(config: EngineConfig, allowed: int, sizes: _Sizes, wanted: in
     if length > kv_tokens or length < 2:
         raise ConfigError(
             f"one request of max_model_len {config.max_model_len or allowed} tokens does not fit in the KV cache of "
-            f"{sizes.kv_ceiling} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower max_model_len"
+            f"{sizes.kv_ceiling} bytes, which holds {kv_tokens} tokens; raise kv_cache_memory_bytes or lower "
+            "max_model_len"
         )
     choice = ""
     if config.max_model_len is None:

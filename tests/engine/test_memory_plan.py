@@ -256,7 +256,7 @@ def test_what_is_said_wins() -> None:
     assert base_only.arena.num_bytes == pytest.approx(8 * GIB, rel=0.01)
 
 
-# ---------------------------------------------------------------------------------------- the longest prompt plus output
+# --------------------------------------------------------------------------------------- the longest prompt plus output
 
 
 def with_positions(zoo: ModelZoo, folder: Path, num_positions: int) -> Path:

@@ -213,8 +213,8 @@ class Arena:
             self._unpin()
             self._unpin = None
             logger.warning(
-                "%d bytes of host memory for adapters are no longer page-locked, since the machine is short of memory: cold "
-                "adapters take longer and hold steps up until the engine starts again; lower host_memory_bytes",
+                "%d bytes of host memory for adapters are no longer page-locked, since the machine is short of memory: "
+                "cold adapters take longer and hold steps up until the engine starts again; lower host_memory_bytes",
                 self.num_bytes,
             )
 
