@@ -247,7 +247,7 @@ class Rig:
         from loraplex.memory.weights.packing import Packer
 
         packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
-        return sum(packer.plan(model).sizes)
+        return packer.lay_out(model).nbytes
 
     def spec(self, adapter_id: int, digest: str = "", rank: int = 4) -> AdapterSpec:
         """Adapter `adapter_id` with a source that holds its content."""

@@ -341,12 +341,12 @@ class WeightReader:
     def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         with self._busy:
             model: LoRAModel = read_weights(job.weights, job.sources)
-            plan = self._packer.plan(model)
-        views = self._views(reserve(plan.sizes))
+            layout = self._packer.lay_out(model)
+        views = self._views(reserve(layout.sizes))
         if views is None:
-            return LoadedWeights(plan.layout, (), Tier.SOURCE.value, is_placed=False)
+            return LoadedWeights(layout, (), Tier.SOURCE.value, is_placed=False)
         with self._busy:
-            layout = plan.write(views)
+            self._packer.write(model, layout, views)
             checksums = self._packer.checksums(views)
             if self._disk is not None:
                 self._disk.write(job.weights.digest, layout, views, checksums)

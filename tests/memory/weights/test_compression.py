@@ -34,9 +34,10 @@ def packed(
     layers = {name: in_dtype(layer, dtype, spread) for name, layer in model.layers.items()}
     model = replace(model, layers=layers)
     packer = Packer(TARGETS, get_backend(backend, CPU), dtype, BASE_BIAS.get)
-    plan = packer.plan(model)
-    views = list(torch.full((sum(plan.sizes),), 255, dtype=torch.uint8).split(list(plan.sizes)))
-    return packer, plan.write(views), views
+    layout = packer.lay_out(model)
+    views = list(torch.full((layout.nbytes,), 255, dtype=torch.uint8).split(list(layout.sizes)))
+    packer.write(model, layout, views)
+    return packer, layout, views
 
 
 def in_dtype(layer: LoRALayerWeights, dtype: torch.dtype, spread: float) -> LoRALayerWeights:
@@ -191,9 +192,11 @@ def test_int8_is_half_of_bfloat16(backend: str) -> None:
     target = LoraTarget("t", 0, 896, 896, (LoraSlice("t", 0, 896, 896),))
     packer = Packer([target], get_backend(backend, CPU), BF16, lambda name: None)
     a, b = torch.randn(16, 896).to(BF16), torch.randn(896, 16).to(BF16)
-    plan = packer.plan(LoRAModel("d", 16, {"t": LoRALayerWeights("t", 16, 16.0, a, b, None, None, 1.0)}))
-    views = [torch.empty(plan.sizes[0], dtype=torch.uint8)]
-    copy = Int8Compression(packer).compress(plan.write(views), views)
+    model = LoRAModel("d", 16, {"t": LoRALayerWeights("t", 16, 16.0, a, b, None, None, 1.0)})
+    layout = packer.lay_out(model)
+    views = [torch.empty(layout.nbytes, dtype=torch.uint8)]
+    packer.write(model, layout, views)
+    copy = Int8Compression(packer).compress(layout, views)
     assert 0.5 < copy.nbytes / copy.original_nbytes < 0.51
 
 
