@@ -320,7 +320,7 @@ class WeightReader:
         if views is None:
             return LoadedWeights(kept.layout, (), COMPRESSED, is_placed=False)
         with self._busy:
-            copies.compression.restore(kept.copy, kept.layout, views)
+            copies.compression.restore(kept, views)
             checksums = self._packer.checksums(views)
         copies.drop(digest)
         if kept.checksums not in (None, checksums):
