@@ -103,24 +103,24 @@ class LoRAModelManager:
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
-        self._disk, self._compressed = disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
+        disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
         host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
-        tiers = Tiers(host, device, copies or SynchronousCopies(), packer.checksums)
+        copies = copies or SynchronousCopies()
+        self._tiers = tiers = Tiers(host, device, copies, packer.checksums, clock, compressed, disk)
         tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
-        self._tiers = tiers
         self._loader = loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._log = log = MemoryLog(events or EventLog())
-        self._residency = residency = WeightStore(tiers, clock, log, disk, compressed)
-        self._damage = damage = DamageControl(residency, tiers, log, clock)
+        self._residency = residency = WeightStore(tiers, log)
+        self._damage = damage = DamageControl(residency, tiers, log)
         reader = WeightReader(packer, host.pool, disk, compressed, lora_config.num_loader_threads)
         self.steps: StepPreparation = residency
         self.victims_for = residency.victims_for  # what the store does whole is the store's own
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
         self.wait_for_change = residency.wait_for_change
-        self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log, clock)
-        self._compactor = Compactor(residency, tiers, clock, log.events)
-        self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, transfers.let_damaged_go_locked)
-        self.housekeeping = Housekeeping(residency, tiers, loader, log, clock, compressed, transfers.advance_locked)
+        self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
+        self._compactor = Compactor(residency, tiers, log.events)
+        self.health = AdapterHealth(residency, tiers, damage, loader, log, transfers.let_damaged_go_locked)
+        self.housekeeping = Housekeeping(residency, tiers, loader, log, transfers.advance_locked)
 
     # ---------------------------------------------------------------------------------- core.ResidencyView: never waits
 
@@ -389,10 +389,10 @@ class LoRAModelManager:
 
     def report(self) -> MemoryReport:
         """What `GET /v1/memory` shows of the adapters' memory; the engine adds the KV cache's part."""
-        report, compressed = self._residency.report(), self._compressed
+        report, compressed = self._residency.report(), self._tiers.compressed
         return replace(
             report,
-            tiers=(*report.tiers, *resting_tiers(compressed, self._disk)),
+            tiers=(*report.tiers, *resting_tiers(compressed, self._tiers.disk)),
             chunks=chunk_runs(self._tiers.pool_of(Tier.DEVICE).arena),
             quarantined=self.health.quarantined(),
             counters={**report.counters, "compression_max_error": 0.0 if compressed is None else compressed.max_error},

@@ -9,7 +9,7 @@ fenced    a chunk that does not hold a pattern, or whose contents were found dam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -60,18 +60,17 @@ class Residents(Protocol):
 class DamageControl:
     """device_lost: why the device cannot be used any more."""
 
-    def __init__(self, residents: Residents, tiers: Tiers, log: MemoryLog, clock: Callable[[], float]) -> None:
+    def __init__(self, residents: Residents, tiers: Tiers, log: MemoryLog) -> None:
         self._residents = residents
         self._tiers = tiers
         self._log = log
-        self._clock = clock
         self._num_faults: Counter[tuple[Tier, int]] = Counter()
         self._spoilt: list[StoredWeights] = []
         self.device_lost: DeviceLostError | None = None
 
     def find_unless_fresh(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
         """`Tiers.changed`; [] for what was read or checked less than FRESH_S ago."""
-        now_s = self._clock()
+        now_s = self._tiers.clock()
         if now_s - weights.checked_s < FRESH_S:
             return []
         weights.checked_s = now_s

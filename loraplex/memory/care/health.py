@@ -30,28 +30,21 @@ from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.loading import Loader
 
 
+@dataclass(eq=False)
 class AdapterHealth:
     """Thread-safe. let_damaged_go_locked: lets copies whose bytes have changed go (Transfers.let_damaged_go_locked)."""
 
-    def __init__(
-        self,
-        residents: Residents,
-        tiers: Tiers,
-        damage: DamageControl,
-        loader: Loader,
-        log: MemoryLog,
-        clock: Callable[[], float],
-        let_damaged_go_locked: Callable[[StoredWeights], None],
-    ) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._damage = damage
-        self._loader = loader
-        self._log = log
-        self._let_damaged_go_locked = let_damaged_go_locked
-        self._recovery = Recovery(clock)
-        self._last_scrubbed = ""
-        self._is_scrubbing = False
+    _residents: Residents
+    _tiers: Tiers
+    _damage: DamageControl
+    _loader: Loader
+    _log: MemoryLog
+    _let_damaged_go_locked: Callable[[StoredWeights], None]
+    _last_scrubbed: str = ""
+    _is_scrubbing: bool = False
+
+    def __post_init__(self) -> None:
+        self._recovery = Recovery(self._tiers.clock)
 
     # ------------------------------------------------------------------------------------------------- wrong results
 

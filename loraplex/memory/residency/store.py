@@ -39,30 +39,18 @@ from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tier
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
 from loraplex.memory.stats import MemoryLog
-from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.copies import Arriving, StepGate
-from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import PackedLayout
 from loraplex.metrics import MemoryReport
 
 
 class WeightStore:
-    """compressed, disk: where weights may rest outside the memory that kernels read."""
+    """The records of all weights, under one lock."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        clock: Callable[[], float],
-        log: MemoryLog,
-        disk: DiskCache | None = None,
-        compressed: CompressedCopies | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, log: MemoryLog) -> None:
         self._lock = threading.Condition(threading.Lock())
         self.tiers = tiers
-        self.clock = clock
         self.log = log
-        self.disk = disk
-        self.compressed = compressed
         self.retired = RetiredMemory(tiers.pool_of(Tier.DEVICE))
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
         self.draining: dict[int, StoredAdapter] = {}  # removed ones on which requests still run
@@ -193,7 +181,7 @@ class WeightStore:
         """One request less, with all that follows from the last one."""
         weights = adapter.weights
         adapter.count_running(-1)
-        self.tiers.touch(weights, self.clock())
+        self.tiers.touch(weights)
         if adapter.num_running == 0 and adapter.is_removed:
             del self.draining[adapter.adapter_id]
             self._detach_locked(adapter)
@@ -301,7 +289,7 @@ class WeightStore:
     def _begin_job_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob:
         weights.failure = None
         weights.is_prefetch_off = False
-        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.clock(), may_wait=may_wait)
+        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.tiers.clock(), may_wait=may_wait)
         return weights.job
 
     def _end_job_locked(self, job: LoadJob) -> None:
@@ -320,7 +308,7 @@ class WeightStore:
         elif weights.state is WeightState.LOADING:
             self._leave_host_locked(weights)
         if job.is_awaited and not isinstance(error, AdapterNoRoomError):  # of an add: requests wait for room
-            weights.failure = LoadFailure(job, self.clock())
+            weights.failure = LoadFailure(job, self.tiers.clock())
         weights.is_prefetch_off = True
         self.log.counters.num_load_failures += 1
         text = f"could not be loaded: {error}"
@@ -379,10 +367,10 @@ class WeightStore:
             self.leave_device_locked(weights)
         if tier is not Tier.DEVICE:
             self._leave_host_locked(weights)
-        if tier is Tier.DISK and self.compressed is not None:
-            self.compressed.drop(weights.digest)
-        if tier is Tier.DISK and self.disk is not None:
-            self.disk.drop(weights.digest)
+        if tier is Tier.DISK and self.tiers.compressed is not None:
+            self.tiers.compressed.drop(weights.digest)
+        if tier is Tier.DISK and self.tiers.disk is not None:
+            self.tiers.disk.drop(weights.digest)
 
     def drop_locked(self, weights: StoredWeights) -> None:
         """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its
@@ -505,7 +493,7 @@ class WeightStore:
     def want_locked(self, weights: StoredWeights) -> None:
         """It is asked for in this scheduling pass; that is no use."""
         weights.wanted_in_pass = self.room.pass_id
-        self.tiers.touch(weights, weights.last_used_s)
+        self.tiers.rank_as_touched(weights)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
         """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling
@@ -536,9 +524,10 @@ class WeightStore:
     def resting_tier_locked(self, weights: StoredWeights) -> Tier:
         """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its
         source."""
-        if self.compressed is not None and self.compressed.get(weights.digest) is not None:
+        compressed, disk = self.tiers.compressed, self.tiers.disk
+        if compressed is not None and compressed.get(weights.digest) is not None:
             return Tier.HOST
-        return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
+        return Tier.DISK if disk is not None and disk.has(weights.digest) else Tier.SOURCE
 
     def report(self) -> MemoryReport:
         with self._lock:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex.core import Tier
@@ -22,7 +22,9 @@ from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Place, StoredWeights
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
+from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.copies import CopyEngine
+from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import PackedLayout
 
 MAX_IMAGES = 64
@@ -153,19 +155,31 @@ class DeviceCache(Budget):
         return frozenset(self._free_slots)
 
 
+@dataclass(eq=False)
 class Tiers:
-    """Both tiers, and how bytes get from one to the other. `host_checksums`: of extents in the host's memory.
+    """Where weights may be, and how bytes get from the host to the device.
 
-    is_shared: both are one memory. in_memory: the tiers with a memory of their own, the nearest first.
+    host_checksums: of extents in the host's memory. compressed, disk: where weights rest outside the memory that
+    kernels read, None for a tier that is off.
     """
 
-    def __init__(self, host: HostCache, device: DeviceCache, copies: CopyEngine, host_checksums: Checksums) -> None:
-        self.host = host
-        self.device = device
-        self.copies = copies
-        self.host_checksums = host_checksums
-        self.is_shared = device.pool is None
-        self.in_memory = (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
+    host: HostCache
+    device: DeviceCache
+    copies: CopyEngine
+    host_checksums: Checksums
+    clock: Callable[[], float]
+    compressed: CompressedCopies | None = None
+    disk: DiskCache | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether host and device are one memory."""
+        return self.device.pool is None
+
+    @property
+    def in_memory(self) -> tuple[Tier, ...]:
+        """The tiers with a memory of their own, the nearest first."""
+        return (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
 
     def cache(self, tier: Tier) -> HostCache | DeviceCache:
         return self.device if tier is Tier.DEVICE else self.host
@@ -179,9 +193,13 @@ class Tiers:
         """Where in `pool_of(tier)` the weights are."""
         return weights.device if tier is Tier.DEVICE and not self.is_shared else weights.host
 
-    def touch(self, weights: StoredWeights, now_s: float) -> None:
+    def touch(self, weights: StoredWeights) -> None:
         """Looked at now. A request that gets the weights is a use: that happens once, this with every ask."""
-        weights.last_used_s = now_s
+        weights.last_used_s = self.clock()
+        self.rank_as_touched(weights)
+
+    def rank_as_touched(self, weights: StoredWeights) -> None:
+        """Is expected soon: that moves it in the order of eviction, and is no use."""
         self.host.policy.touch(weights.digest)
         self.device.policy.touch(weights.digest)
 
