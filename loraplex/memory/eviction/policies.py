@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from loraplex.errors import ConfigError
 
@@ -45,51 +46,51 @@ GHOSTS_PER_KEY = 4
 more."""
 
 
-class EvictionPolicy(Protocol):
-    """The keys of one tier. Not thread-safe: the manager calls it under its lock."""
+class EvictionPolicy(ABC):
+    """The keys of one tier. Not thread-safe: the store calls it under its lock.
 
-    @property
-    def name(self) -> str: ...
+    evicts: whether anything is ever evicted to make room; if not, a full tier refuses.
+    """
 
-    @property
-    def evicts(self) -> bool:
-        """Whether anything is ever evicted to make room; if not, a full tier refuses."""
-        ...
+    name: ClassVar[str]
+    evicts: ClassVar[bool] = True
 
+    @abstractmethod
     def enter(self, key: str, nbytes: int, reload_s: float | None = None) -> None:
         """`key` is in the tier from now on, and would take `reload_s` to come back (None: not timed yet). Again: that
         is known better."""
-        ...
 
+    @abstractmethod
     def use(self, key: str) -> None:
         """One request got `key`; that counts for its history also when it is not in the tier."""
-        ...
 
     def touch(self, key: str) -> None:
         """`key` was waited for, prefetched or given back. Nothing for a key that is not in the tier."""
-        ...
+        return
 
     def evict(self, key: str) -> None:
         """`key` leaves to make room for another."""
-        ...
+        self.forget(key)
 
+    @abstractmethod
     def forget(self, key: str) -> None:
         """`key` is not in the tier any more, for whatever reason; nothing if it never was."""
-        ...
 
+    @abstractmethod
     def order(self, is_queued: IsQueued | None = None) -> Iterator[str]:
         """All keys in the tier, the one that goes first in front. Do not change the policy while iterating.
 
         is_queued: whether a waiting request asks for a key; a policy may spare those.
         """
-        ...
 
 
 # ---------------------------------------------------------------------------------------------------------- in sequence
 
 
-class _Sequence:
-    """Keys one after another, the next to go in front."""
+class FIFO(EvictionPolicy):
+    """The first that entered goes first, however much it is used."""
+
+    name = "fifo"
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
@@ -100,13 +101,6 @@ class _Sequence:
     def use(self, key: str) -> None:
         self.touch(key)
 
-    def touch(self, key: str) -> None:
-        if key in self._keys:
-            self._keys.move_to_end(key)
-
-    def evict(self, key: str) -> None:
-        self.forget(key)
-
     def forget(self, key: str) -> None:
         self._keys.pop(key, None)
 
@@ -114,24 +108,17 @@ class _Sequence:
         return iter(self._keys)
 
 
-class LRU(_Sequence):
+class LRU(FIFO):
     """The least recently used goes first."""
 
     name = "lru"
-    evicts = True
-
-
-class FIFO(_Sequence):
-    """Who entered first goes first, however much it is used."""
-
-    name = "fifo"
-    evicts = True
 
     def touch(self, key: str) -> None:
-        pass
+        if key in self._keys:
+            self._keys.move_to_end(key)
 
 
-class NoEviction(_Sequence):
+class NoEviction(LRU):
     """Nothing goes by itself: an adapter is evicted by name only, and a full tier refuses."""
 
     name = "none"
@@ -152,15 +139,13 @@ class _Tracked:
     place: tuple[float, int, str] | None = None
 
 
-class _Ranking:
+class _Ranking(EvictionPolicy):
     """Keys by value, the lowest first; of equal ones, the one that was ranked first.
 
     A key that has just entered is valued as if the use that it came for had happened: a newcomer is not the first to
     go. Ranking a key is a binary search and a move in a flat list; the order is there at any time. By default the value
     is the number of uses.
     """
-
-    evicts = True
 
     def __init__(self) -> None:
         self._tracked: dict[str, _Tracked] = {}
@@ -191,12 +176,6 @@ class _Ranking:
         else:
             tracked.uses, tracked.is_used = self._count(tracked.uses), True
             self._rank(key, tracked)
-
-    def touch(self, key: str) -> None:
-        pass
-
-    def evict(self, key: str) -> None:
-        self.forget(key)
 
     def forget(self, key: str) -> None:
         tracked = self._tracked.pop(key, None)

@@ -118,11 +118,6 @@ class Arena:
         ceiling, most = self.limits(owner).ceiling, self.num_chunks - others
         return most if ceiling is None else min(ceiling, most)
 
-    def num_lendable(self, owner: Owner) -> int:
-        """Free chunks that `owner` may have now: within its ceiling, and beside what is kept for others."""
-        with self._lock:
-            return self._num_lendable(owner)
-
     @property
     def is_kv_scattered(self) -> bool:
         """Whether KV chunks lie behind free ones, so that less of those is adjacent than could be."""
@@ -190,10 +185,6 @@ class Arena:
             self._fence_pending.add(chunk)
             return owner
 
-    def chunk_at(self, offset: int) -> int:
-        """The chunk of a byte."""
-        return offset // self.chunk_bytes
-
     def bytes_of(self, chunks: range) -> torch.Tensor:
         """The memory of adjacent chunks, uint8."""
         return self.memory[chunks.start * self.chunk_bytes : chunks.stop * self.chunk_bytes]
@@ -230,6 +221,7 @@ class Arena:
                 assert self._owners[chunk] in (Owner.KV, Owner.ADAPTERS), f"chunk {chunk} is not lent"
 
     def _num_lendable(self, owner: Owner) -> int:
+        """Free chunks that `owner` may have now: within its ceiling, and beside what is kept for others."""
         kept = sum(max(0, each.floor - self._num_of[other]) for other, each in self._limits.items() if other != owner)
         return max(0, min(self._num_of[None] - kept, self.ceiling(owner) - self._num_of[owner]))
 

@@ -186,7 +186,7 @@ class LoRAMemoryPool:
             start, end = self._space.take_over(chunks)
             if end - start >= sizes[0]:
                 return self._space.place_in(start, end, sizes)
-            self._space.give_up(start, end)
+            self._space.add_hole(start, end)
         return ()
 
 
