@@ -101,12 +101,8 @@ class Arena:
     def num_free_chunks(self) -> int:
         return self._num_of[None]
 
-    @property
-    def fenced_bytes(self) -> int:
-        """Bytes that are not lent again; those of chunks whose owner still has to give them back are not among them."""
-        return self._num_of[Owner.FENCED] * self.chunk_bytes
-
     def num_lent(self, owner: Owner) -> int:
+        """Chunks of `owner`; a chunk that is to be fenced is its owner's until that gives it back."""
         return self._num_of[owner]
 
     def limits(self, owner: Owner) -> Limits:

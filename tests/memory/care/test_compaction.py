@@ -130,10 +130,10 @@ def test_a_fenced_chunk_of_adapters_goes_when_its_extents_do() -> None:
     for _ in range(200):
         extent = pool.allocate(64)
         assert extent is None or extent.offset // CHUNK != chunk
-    assert pool.arena.fenced_bytes == 0
+    assert pool.arena.num_lent(Owner.FENCED) == 0
     pool.free_all(extents)
     assert pool.arena.owners()[chunk] is Owner.FENCED
-    assert pool.arena.fenced_bytes == CHUNK
+    assert pool.arena.num_lent(Owner.FENCED) == 1
     pool.check_integrity()
     assert pool.fence(chunk) == []
 
