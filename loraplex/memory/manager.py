@@ -112,7 +112,7 @@ class LoRAModelManager:
         self._log = log = MemoryLog(events or EventLog())
         self._residency = residency = WeightStore(tiers, log)
         self._damage = damage = DamageControl(residency, tiers, log)
-        reader = WeightReader(packer, host.pool, disk, compressed, lora_config.num_loader_threads)
+        reader = WeightReader(packer, tiers, lora_config.num_loader_threads)
         self.steps: StepPreparation = residency
         self.victims_for = residency.victims_for  # what the store does whole is the store's own
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed

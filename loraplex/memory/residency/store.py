@@ -26,15 +26,7 @@ from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShut
 from loraplex.events import EventKind
 from loraplex.memory.care.integrity import check_integrity
 from loraplex.memory.eviction.room import Room
-from loraplex.memory.residency.records import (
-    Demand,
-    LoadFailure,
-    LoadJob,
-    Place,
-    StoredAdapter,
-    StoredWeights,
-    WeightState,
-)
+from loraplex.memory.residency.records import Demand, LoadJob, Place, StoredAdapter, StoredWeights, WeightState
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
@@ -93,8 +85,7 @@ class WeightStore:
     def begin_pass(self) -> list[str]:
         """A new scheduling pass; the contents that the KV cache is to forget."""
         with self._lock:
-            self.room.pass_id += 1
-            self.pass_id = self.room.pass_id
+            self.pass_id = self.room.pass_id = self.room.pass_id + 1
             forgotten = [digest for digest in self._dropped if digest not in self.weights] + self._suspect
             self._dropped.clear()
             self._suspect.clear()
@@ -308,7 +299,7 @@ class WeightStore:
         elif weights.state is WeightState.LOADING:
             self._leave_host_locked(weights)
         if job.is_awaited and not isinstance(error, AdapterNoRoomError):  # of an add: requests wait for room
-            weights.failure = LoadFailure(job, self.tiers.clock())
+            weights.failure, job.failed_s = job, self.tiers.clock()
         weights.is_prefetch_off = True
         self.log.counters.num_load_failures += 1
         text = f"could not be loaded: {error}"

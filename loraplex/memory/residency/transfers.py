@@ -109,7 +109,7 @@ class Transfers:
 
     def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
         """`advance_locked` for a request. Raises the error of a failed load to those who waited for it
-        (`LoadFailure`)."""
+        (`StoredWeights.failure`)."""
         weights = adapter.weights
         if weights.fault is not None or weights.job is not None or weights.failure is not None:
             self._raise_failure_locked(adapter)
@@ -177,7 +177,7 @@ class Transfers:
             return
         if failure.raised_in_pass is None and self._tiers.clock() - failure.failed_s <= FAILURE_TTL_S:
             failure.raised_in_pass = self._store.pass_id
-        error = failure.job.error_of(adapter)
+        error = failure.error_of(adapter)
         if failure.raised_in_pass == self._store.pass_id and error is not None:
             raise_again(error)
 
