@@ -29,7 +29,7 @@ from loraplex.errors import AdapterConflictError, ConfigError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import SlotTable
-from loraplex.memory.care.compaction import CompactionResult, Compactor
+from loraplex.memory.care.compaction import Compactor
 from loraplex.memory.care.damage import DamageControl
 from loraplex.memory.care.health import AdapterHealth
 from loraplex.memory.care.housekeeping import Housekeeping
@@ -103,10 +103,11 @@ class LoRAModelManager:
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
-        disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, clock)
+        compressed, host_bytes = compressed_copies(lora_config, packer), lora_config.host_memory_bytes
+        host_bytes -= 0 if compressed is None else compressed.max_bytes
+        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, host_bytes, clock)
         copies = copies or SynchronousCopies()
-        self._tiers = tiers = Tiers(host, device, copies, packer.checksums, clock, compressed, disk)
+        self._tiers = tiers = Tiers(host, device, copies, packer.checksums, clock, compressed, disk_tier(packer))
         tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
         self._loader = loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._log = log = MemoryLog(events or EventLog())
@@ -116,11 +117,12 @@ class LoRAModelManager:
         self.steps: StepPreparation = residency
         self.victims_for = residency.victims_for  # what the store does whole is the store's own
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
-        self.wait_for_change = residency.wait_for_change
+        self.wait_for_change, self.check_integrity = residency.wait_for_change, residency.check_integrity
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
-        self._compactor = Compactor(residency, tiers, log.events)
+        self.compact = Compactor(residency, tiers, log.events).run
         self.health = AdapterHealth(residency, tiers, damage, loader, log, transfers.let_damaged_go_locked)
         self.housekeeping = Housekeeping(residency, tiers, loader, log, transfers.advance_locked)
+        self.reclaim_chunks = self.housekeeping.reclaim_chunks
 
     # ---------------------------------------------------------------------------------- core.ResidencyView: never waits
 
@@ -157,16 +159,6 @@ class LoRAModelManager:
         if self.on_digest_dropped is not None:
             for digest in forgotten:
                 self.on_digest_dropped(digest)
-
-    def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict idle adapters that no request waits for, until that many chunks of the arena came free; returns how
-        many did."""
-        return self.housekeeping.reclaim_chunks(num_chunks)
-
-    def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Move extents out of sparse chunks, at most `max_bytes` and until the manager's clock says `deadline_s`; from
-        any thread."""
-        return self._compactor.run(max_bytes, deadline_s)
 
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
 
@@ -398,10 +390,6 @@ class LoRAModelManager:
             counters={**report.counters, "compression_max_error": 0.0 if compressed is None else compressed.max_error},
         )
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
-        self._residency.check_integrity()
-
     def close(self) -> None:
         """Stop the loader's threads. Threads that wait get EngineShutdownError."""
         self._residency.close()
@@ -414,13 +402,13 @@ def build_tiers(
     packer: Packer,
     arena: Arena,
     host_arena: Arena | None,
+    host_bytes: int,
     clock: Callable[[], float],
 ) -> tuple[HostCache, DeviceCache]:
     """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
     pool = LoRAMemoryPool(arena)
     host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
     name = lora_config.eviction_policy
-    host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
     host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
     most = host.max_bytes if host_arena is None else most_bytes(arena)
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
@@ -447,14 +435,9 @@ def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Pa
             logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)
 
 
-def compressed_bytes(lora_config: LoRAConfig) -> int:
-    """The part of the host's budget that is for compressed copies."""
-    return 0 if lora_config.host_compression == "none" else lora_config.host_memory_bytes // HOST_SHARE
-
-
 def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopies | None:
     compression = get_compression(lora_config.host_compression, packer)
-    return None if compression is None else CompressedCopies(compression, compressed_bytes(lora_config))
+    return None if compression is None else CompressedCopies(compression, lora_config.host_memory_bytes // HOST_SHARE)
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:

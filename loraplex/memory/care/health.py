@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -63,10 +63,7 @@ class AdapterHealth:
 
     def doubt(self, adapter_id: int) -> None:
         """A result of this adapter was odd. It is served on; `doubted` tells when to look at it."""
-        with self._residents.held():
-            weights = self._weights_locked(adapter_id)
-            if weights is not None:
-                self._recovery.doubt(weights.digest)
+        self._note(adapter_id, self._recovery.doubt)
 
     def doubted(self) -> list[int]:
         """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`."""
@@ -82,10 +79,7 @@ class AdapterHealth:
 
     def looked(self, adapter_id: int) -> None:
         """The diagnosis of an adapter in doubt was made, or could not be: the next one is an interval later."""
-        with self._residents.held():
-            weights = self._weights_locked(adapter_id)
-            if weights is not None:
-                self._recovery.looked(weights.digest)
+        self._note(adapter_id, self._recovery.looked)
 
     def refusal(self, adapter_id: int) -> AdapterFaultError | None:
         """The error for a request of a quarantined adapter; None for one that is well or unknown."""
@@ -139,21 +133,17 @@ class AdapterHealth:
             weights.is_restoring = weights.num_pinned > 0
             return next(iter(weights.adapters))
 
-    @contextmanager
-    def borrowed(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, int] | None]:
+    def borrowed(self, is_wanted: Callable[[str], bool]) -> AbstractContextManager[tuple[str, int] | None]:
         """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted`
         takes none.
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
-        with self._lend(lambda weights: self._is_lendable(weights, is_wanted)) as lent:
-            yield lent
+        return self._lend(lambda weights: self._is_lendable(weights, is_wanted))
 
-    @contextmanager
-    def lent(self, adapter_id: int) -> Iterator[tuple[str, int] | None]:
+    def lent(self, adapter_id: int) -> AbstractContextManager[tuple[str, int] | None]:
         """`borrowed` of one adapter, whatever runs on it; None when it is not on the device."""
-        with self._lend(lambda weights: adapter_id in weights.adapters and weights.is_on_device) as lent:
-            yield lent
+        return self._lend(lambda weights: adapter_id in weights.adapters and weights.is_on_device)
 
     @contextmanager
     def _lend(self, is_meant: Callable[[StoredWeights], bool]) -> Iterator[tuple[str, int] | None]:
@@ -188,10 +178,7 @@ class AdapterHealth:
 
     def postpone(self, adapter_id: int) -> None:
         """The diagnosis could not be made: it is due again soon."""
-        with self._residents.held():
-            weights = self._weights_locked(adapter_id)
-            if weights is not None:
-                self._recovery.postpone(weights.digest)
+        self._note(adapter_id, self._recovery.postpone)
 
     def still_ill(self, adapter_id: int, reason: str) -> None:
         """The diagnosis failed; the next one is later, or never."""
@@ -223,9 +210,8 @@ class AdapterHealth:
         """As `scrub`, of one adapter at once; not while others are checked beside the steps."""
         with self._residents.held():
             weights = self._weights_locked(adapter_id)
-            return (
-                {} if weights is None or not weights.is_at_rest or self._is_scrubbing else self._scrub_locked([weights])
-            )
+            is_free = weights is not None and weights.is_at_rest and not self._is_scrubbing
+            return self._scrub_locked([weights]) if weights is not None and is_free else {}
 
     def _scrub_locked(self, chosen: list[StoredWeights]) -> dict[int, str]:
         in_use: dict[int, str] = {}
@@ -276,17 +262,11 @@ class AdapterHealth:
                 self._discard_or_name_locked(weights)
 
     def _after_last_locked(self, max_bytes: int) -> list[StoredWeights]:
-        resident = sorted(
-            (
-                each
-                for each in self._residents.contents_locked().values()
-                if each.host is not None or each.device is not None
-            ),
-            key=lambda each: (each.digest <= self._last_scrubbed, each.digest),
-        )
+        contents = self._residents.contents_locked().values()
         chosen: list[StoredWeights] = []
-        for each in resident:
-            if each.is_at_rest and each.layout is not None and max_bytes > 0:
+        for each in sorted(contents, key=lambda each: (each.digest <= self._last_scrubbed, each.digest)):
+            is_resident = each.host is not None or each.device is not None
+            if is_resident and each.is_at_rest and each.layout is not None and max_bytes > 0:
                 chosen.append(each)
                 max_bytes -= each.nbytes
         return chosen
@@ -296,6 +276,13 @@ class AdapterHealth:
             return {adapter.adapter_id: adapter.name for adapter in weights.adapters.values()}
         self._let_damaged_go_locked(weights)
         return {}
+
+    def _note(self, adapter_id: int, note: Callable[[str], None]) -> None:
+        """Tell the open cases of the adapter's content, if it is still there."""
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
+            if weights is not None:
+                note(weights.digest)
 
     def _weights_locked(self, adapter_id: int) -> StoredWeights | None:
         adapter = self._residents.known_locked().get(adapter_id)

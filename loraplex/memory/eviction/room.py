@@ -91,12 +91,8 @@ class Room:
         cache = self._device if wanted.host is not None else self._host
         victims: list[StoredWeights] = []
         for each in in_use if self._is_kv_in_the_way(cache) else ():
-            if (
-                _holds(cache, each)
-                and each is not wanted
-                and _can_give_way(each)
-                and sum(v.nbytes for v in victims) < wanted.nbytes
-            ):
+            is_lacking = sum(victim.nbytes for victim in victims) < wanted.nbytes
+            if is_lacking and each is not wanted and _holds(cache, each) and _can_give_way(each):
                 victims.append(each)
         return victims
 
@@ -134,8 +130,9 @@ class Room:
         others = (each for each in self._weights.values() if each is not wanted)
         return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
 
-    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
+    def check_can_come(self, cache: Budget, wanted: StoredWeights) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
+        nbytes = wanted.nbytes
         if self._retired.nbytes or self.promised(cache) not in (None, wanted):
             return
         if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
@@ -144,7 +141,7 @@ class Room:
         can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
         is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
         if not (cache.policy.evicts and can_fit and is_in_motion):
-            raise self.no_room(cache, wanted, name, nbytes)
+            raise self.no_room(cache, wanted, next(iter(wanted.adapters.values())).name, nbytes)
 
     def check_pinnable(self, weights: StoredWeights, name: str) -> None:
         """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
@@ -172,9 +169,8 @@ class Room:
         held = [each for each in self._held(cache) if each is not wanted]
         pinned = sum(each.nbytes for each in held if each.num_pinned)
         in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
-        bound = (
-            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
-        )
+        most = cache.max_adapters
+        bound = "" if most is None else f" ({cache.num_adapters} of at most {most} adapters)"
         rule = "" if cache.policy.evicts else "; eviction_policy is none, so nothing is evicted"
         if cache.fits(nbytes):
             has_kv = self._is_kv_in_the_way(cache)

@@ -131,7 +131,7 @@ class WeightStore:
 
     def in_use_locked(self, adapter_id: int) -> StoredAdapter:
         """The same; raises AdapterNotFoundError."""
-        return self.draining.get(adapter_id) or self.adapter_locked(adapter_id)
+        return self.find_in_use_locked(adapter_id) or self.adapter_locked(adapter_id)
 
     def contents_locked(self) -> Mapping[str, StoredWeights]:
         """By digest."""
@@ -197,7 +197,7 @@ class WeightStore:
         if weights.layout is not None and not may_wait:
             weights.host = self._take_locked(self.tiers.host, weights, weights.layout.sizes, demand)
             if weights.host is None:
-                self._check_can_come_locked(self.tiers.host, weights)
+                self.room.check_can_come(self.tiers.host, weights)
                 return None
         weights.state = WeightState.LOADING
         return self._begin_job_locked(weights, demand, may_wait)
@@ -230,7 +230,7 @@ class WeightStore:
         assert weights.layout is not None
         place = self._take_locked(self.tiers.device, weights, weights.layout.sizes, demand)
         if place is None:
-            self._check_can_come_locked(self.tiers.device, weights)
+            self.room.check_can_come(self.tiers.device, weights)
             return False
         weights.device, weights.state = place, WeightState.DEVICE
         self._publish_locked(place, weights.layout, weights.host.extents)
@@ -249,7 +249,7 @@ class WeightStore:
         weights.device = self._take_locked(device, weights, weights.layout.sizes, demand)
         if weights.device is None:
             if job is None:
-                self._check_can_come_locked(device, weights)
+                self.room.check_can_come(device, weights)
             return None
         weights.state = WeightState.ARRIVING
         if job is None:
@@ -465,11 +465,6 @@ class WeightStore:
             self.leave_device_locked(victim)
         else:
             self.leave_locked(victim, Tier.HOST)
-
-    def _check_can_come_locked(self, cache: Budget, weights: StoredWeights) -> None:
-        """Raises AdapterNoRoomError when no room can come."""
-        name = next(iter(weights.adapters.values())).name
-        self.room.check_can_come(cache, weights, name, weights.nbytes)
 
     def check_pinnable_locked(self, adapter: StoredAdapter) -> None:
         """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""

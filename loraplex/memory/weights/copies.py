@@ -29,16 +29,22 @@ from loraplex.errors import LoraplexError
 from loraplex.kernels.checksum import checksums
 
 
-class Arrival(Protocol):
-    """Copies under way, in order: piece i is there before piece i + 1."""
+class Arrival:
+    """Copies under way, in order: piece i is there before piece i + 1. events: one a piece; none when all are there."""
+
+    def __init__(self, steps: Any = None, events: Sequence[Any] = ()) -> None:
+        self._steps = steps
+        self._events = events
 
     def hold_steps(self, index: int) -> None:
         """What this thread launches from now on begins when piece `index` is there. The host does not wait."""
-        ...
+        if self._events:
+            self._steps.wait_event(self._events[index])
 
     def join(self) -> None:
         """Wait until everything is there. Raises RuntimeError or OSError when a copy failed."""
-        ...
+        if self._events:
+            self._events[-1].synchronize()
 
 
 class CopyEngine(Protocol):
@@ -65,16 +71,6 @@ class CopyEngine(Protocol):
         ...
 
 
-class _Arrived:
-    """The arrival of a copy that is done."""
-
-    def hold_steps(self, index: int) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-
 class SynchronousCopies:
     """Everything is done in the thread that asks."""
 
@@ -83,26 +79,13 @@ class SynchronousCopies:
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
-        return _Arrived()
+        return Arrival()
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return checksums(pieces)
-
-
-class _CudaArrival:
-    def __init__(self, steps: Any, events: Sequence[Any]) -> None:
-        self._steps = steps
-        self._events = events
-
-    def hold_steps(self, index: int) -> None:
-        self._steps.wait_event(self._events[index])
-
-    def join(self) -> None:
-        if self._events:
-            self._events[-1].synchronize()
 
 
 class CudaCopies:
@@ -132,7 +115,7 @@ class CudaCopies:
             except RuntimeError:
                 self._copies.synchronize()
                 raise
-        return _CudaArrival(self._steps, events)
+        return Arrival(self._steps, events)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         with self._cuda.stream(self._steps):
@@ -182,7 +165,7 @@ class StepGate:
     """kernels.plan.LayerGate of one step: the adapters in it that were arriving when it was launched."""
 
     def __init__(self, arriving: Mapping[int, Arriving]) -> None:
-        self._arriving = dict(arriving)
+        self._arriving = arriving
 
     def wait_for_layer(self, layer: int) -> None:
         """Kernels launched from now on begin when every adapter's weights of this layer are there."""

@@ -205,7 +205,7 @@ def test_it_is_told_and_ends_with_its_time() -> None:
     assert rig.manager.compact(1 << 30, deadline_s=0.0) == CompactionResult()
     assert rig.manager.compact(0, deadline_s=1.0) == CompactionResult()
     result = rig.manager.compact(1 << 30, deadline_s=1.0)
-    (event,) = [each for each in rig.manager._compactor._events.take() if each.kind is EventKind.COMPACTION]
+    (event,) = [each for each in rig.manager._residency.log.events.take() if each.kind is EventKind.COMPACTION]
     assert event.details == {"num_moved": result.num_moved, "nbytes": result.moved_bytes}
     assert rig.manager.compact(1 << 30, deadline_s=1.0).num_chunks_freed == 0
 
