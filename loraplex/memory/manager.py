@@ -31,7 +31,7 @@ from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import SlotTable
 from loraplex.memory.care.compaction import Compactor
 from loraplex.memory.care.damage import DamageControl
-from loraplex.memory.care.health import AdapterHealth
+from loraplex.memory.care.health import AdapterHealth, Recovery
 from loraplex.memory.care.housekeeping import Housekeeping
 from loraplex.memory.eviction.policies import get_policy
 from loraplex.memory.residency.records import Demand, LoadJob, StoredAdapter
@@ -42,7 +42,7 @@ from loraplex.memory.space.arena import Arena
 from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_tiers
 from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
-from loraplex.memory.weights.copies import CopyEngine, StepPreparation, SynchronousCopies
+from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
 from loraplex.memory.weights.packing import BaseBias, Packer
@@ -71,8 +71,7 @@ class SwitchOutcome:
 
 
 class LoRAModelManager:
-    """The residency of adapters: core.ResidencyView for the scheduler, and core.AdapterStore but for `abort_adapter`
-    (the engine's).
+    """The residency of adapters: core.ResidencyView and, but for the engine's `abort_adapter`, core.AdapterStore.
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine
     (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
@@ -103,26 +102,28 @@ class LoRAModelManager:
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
-        compressed, host_bytes = compressed_copies(lora_config, packer), lora_config.host_memory_bytes
-        host_bytes -= 0 if compressed is None else compressed.max_bytes
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, host_bytes, clock)
         copies = copies or SynchronousCopies()
-        self._tiers = tiers = Tiers(host, device, copies, packer.checksums, clock, compressed, disk_tier(packer))
+        self._tiers = tiers = build_tiers(lora_config, targets, packer, arena, host_arena, copies, clock)
+        tiers.disk = disk_tier(packer)
         tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
+        self.table = tiers.device.table  # where kernels find adapters
+        self.is_shared = tiers.is_shared
         self._loader = loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._log = log = MemoryLog(events or EventLog())
         self._residency = residency = WeightStore(tiers, log)
         self._damage = damage = DamageControl(residency, tiers, log)
         reader = WeightReader(packer, tiers, lora_config.num_loader_threads)
-        self.steps: StepPreparation = residency
-        self.victims_for = residency.victims_for  # what the store does whole is the store's own
+        # what a part does whole is that part's own
+        self.prepare_step, self.victims_for = residency.prepare, residency.victims_for
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
         self.wait_for_change, self.check_integrity = residency.wait_for_change, residency.check_integrity
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
         self.compact = Compactor(residency, tiers, log.events).run
-        self.health = AdapterHealth(residency, tiers, damage, loader, log, transfers.let_damaged_go_locked)
+        self._recovery = recovery = Recovery(clock)
+        self.health = AdapterHealth(residency, tiers, damage, loader, log, recovery, transfers.let_damaged_go_locked)
         self.housekeeping = Housekeeping(residency, tiers, loader, log, transfers.advance_locked)
         self.reclaim_chunks = self.housekeeping.reclaim_chunks
+        self.release_pages = tiers.host.pool.arena.release_pages
 
     # ---------------------------------------------------------------------------------- core.ResidencyView: never waits
 
@@ -137,8 +138,7 @@ class LoRAModelManager:
             return AcquireResult(residency.acquire_locked(adapter))
 
     def release(self, adapter_id: int) -> None:
-        """Return a reference, once no launched step reads the adapter any more. The last one of a removed adapter frees
-        it."""
+        """Return a reference, once no launched step reads the adapter. The last one of a removed adapter frees it."""
         with self._residency.held():
             self._residency.release_locked(self._residency.in_use_locked(adapter_id))
 
@@ -173,7 +173,7 @@ class LoRAModelManager:
         spec, opener = self._spec_of(adapter)
         with self._residency.held():
             known = self._known_locked(spec)
-            self.health.forgive_locked(spec.adapter_digest)
+            self._recovery.forgive(spec.adapter_digest)
             stored = known or self._residency.attach_locked(spec, opener)
             job, is_mine = self._load_of_locked(stored, is_new=known is None)
         try:
@@ -191,8 +191,7 @@ class LoRAModelManager:
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
     def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
-        """Know adapters without reading them: what needs their weights first loads them, and gets the error if that
-        fails.
+        """Know adapters without reading them: what needs their weights first loads them, or gets the error.
 
         Known ids with the same content are passed over. Raises AdapterConflictError for another content.
         """
@@ -236,8 +235,7 @@ class LoRAModelManager:
         return self._residency.begin_load_locked(weights, Demand("add"), may_wait=True), True
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
-        """Run or await a load; False when it failed without having tried the source of `adapter`. Raises its error
-        otherwise."""
+        """Run or await a load; raises its error. False when that did not try the source of `adapter`."""
         if is_mine:
             self._transfers.run_load(job)
         with self._residency.held():
@@ -245,8 +243,7 @@ class LoRAModelManager:
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget the adapter, pinned or not; False when it is unknown. Running requests finish on it, then its memory
-        is freed."""
+        """Forget it, pinned or not; False if unknown. Running requests finish on it, then its memory is freed."""
         with self._residency.held():
             adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
@@ -261,8 +258,7 @@ class LoRAModelManager:
     # ----------------------------------------------------------------------------------------------- nearer and farther
 
     def promote_adapter(self, adapter_id: int) -> AddOutcome:
-        """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned
-        or in use."""
+        """Bring it to the device; waits for loads. AdapterNoRoomError when all there is pinned or in use."""
         with self._residency.held():
             demand = Demand("promote")
             is_new = self._transfers.bring_locked(self._residency.adapter_locked(adapter_id), demand)
@@ -273,8 +269,7 @@ class LoRAModelManager:
         return self.promote_adapter(adapter_id).is_new
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Drop the pin and leave the device, unless requests run on it or another adapter of the same content is
-        pinned."""
+        """Drop the pin and leave the device, unless it is in use or an adapter of its content is pinned."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             was_pinned = adapter.set_pinned(False)
@@ -293,8 +288,7 @@ class LoRAModelManager:
             return True
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """Promote, and keep there. Raises AdapterNoRoomError, with both numbers, when the pinned ones would exceed the
-        device."""
+        """Promote and keep there. AdapterNoRoomError, with both numbers, if the pins would exceed the device."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             if adapter.is_pinned:
@@ -347,23 +341,9 @@ class LoRAModelManager:
         with self._residency.held():
             return self._residency.in_use_locked(adapter_id).weights.digest
 
-    @property
-    def table(self) -> SlotTable:
-        """Where kernels find adapters."""
-        return self._tiers.device.table
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether host and device are one memory."""
-        return self._tiers.is_shared
-
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
         self._log.alarm = alarm
-
-    def release_pages(self) -> int:
-        """Give the pages of free memory back to the system; returns the bytes."""
-        return self._tiers.host.pool.arena.release_pages()
 
     def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> list[AdapterResidency]:
         """Of these adapters those that resolve; by default all, in the order in which they were added."""
@@ -374,7 +354,7 @@ class LoRAModelManager:
                 residency_of(
                     each,
                     self._residency.resting_tier_locked(each.weights),
-                    self.health.state_of_locked(each.weights.digest),
+                    self._recovery.state_of(each.weights.digest),
                 )
                 for each in filter(None, map(known.get, asked))
             ]
@@ -402,13 +382,14 @@ def build_tiers(
     packer: Packer,
     arena: Arena,
     host_arena: Arena | None,
-    host_bytes: int,
+    copies: CopyEngine,
     clock: Callable[[], float],
-) -> tuple[HostCache, DeviceCache]:
+) -> Tiers:
     """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
     pool = LoRAMemoryPool(arena)
     host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
-    name = lora_config.eviction_policy
+    name, compressed = lora_config.eviction_policy, compressed_copies(lora_config, packer)
+    host_bytes = lora_config.host_memory_bytes - (0 if compressed is None else compressed.max_bytes)
     host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, get_policy(name, clock))
     most = host.max_bytes if host_arena is None else most_bytes(arena)
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
@@ -417,12 +398,11 @@ def build_tiers(
     device = DeviceCache(table, device_pool, max_bytes, get_policy(name, clock))
     is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
     _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
-    return host, device
+    return Tiers(host, device, copies, packer.checksums, clock, compressed)
 
 
 def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
-    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is said in the
-    log."""
+    """ConfigError for a budget that refuses every adapter; the log names one that refuses all but tiny ones."""
     least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
     for cache in caches:
         size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"

@@ -296,7 +296,7 @@ class Rig:
     def check_output(self, lora_slot: int, model: LoRAModel) -> None:
         """The kernels see exactly `model` in `lora_slot`: no byte of anything else. They wait for layers that
         arrive."""
-        backend, gate = get_backend(self.backend, CPU), self.manager.steps.prepare([lora_slot])
+        backend, gate = get_backend(self.backend, CPU), self.manager.prepare_step([lora_slot])
         for target in TARGETS:
             if gate is not None:
                 gate.wait_for_layer(target.layer)

@@ -116,8 +116,7 @@ class DamageControl:
         self._residents.suspect_locked(weights)
 
     def spoil_locked(self, weights: StoredWeights, error: LoraplexError) -> None:
-        """Requests run on what is not to be used: `take_faults` tells it, and requests that come until then get the
-        error."""
+        """Requests run on what is not to be used: `take_faults` tells it; requests until then get the error."""
         if weights.fault is None:
             self._spoilt.append(weights)
         weights.fault = error
@@ -149,8 +148,7 @@ class DamageControl:
         return len(bad)
 
     def _fence_chunks_locked(self, tier: Tier, chunks: set[int], besides: StoredWeights) -> None:
-        """They take nothing new, and what is idle in them leaves; what is in use leaves them when it moves or is
-        evicted."""
+        """They take nothing new. What is idle in them leaves now; what is in use when it moves or is evicted."""
         pool = self._tiers.pool_of(tier)
         lying_there = {extent for chunk in chunks for extent in pool.fence(chunk)}
         for each in list(self._residents.contents_locked().values()):

@@ -39,18 +39,15 @@ class AdapterHealth:
     _damage: DamageControl
     _loader: Loader
     _log: MemoryLog
+    _recovery: Recovery
     _let_damaged_go_locked: Callable[[StoredWeights], None]
     _last_scrubbed: str = ""
     _is_scrubbing: bool = False
 
-    def __post_init__(self) -> None:
-        self._recovery = Recovery(self._tiers.clock)
-
     # ------------------------------------------------------------------------------------------------- wrong results
 
     def quarantine(self, adapter_id: int, reason: str) -> list[int]:
-        """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose
-        requests must end."""
+        """Serve a content no more until a diagnosis clears it; returns its adapters, whose requests must end."""
         with self._residents.held():
             weights = self._weights_locked(adapter_id)
             if weights is None:
@@ -89,14 +86,6 @@ class AdapterHealth:
                 return None
             return self._recovery.refusal(weights.digest, weights.adapters[adapter_id].name)
 
-    def forgive_locked(self, digest: str) -> None:
-        """An adapter of this content is added: what was given up is served again, and judged again."""
-        self._recovery.forgive(digest)
-
-    def state_of_locked(self, digest: str) -> str | None:
-        """Why a content is quarantined."""
-        return self._recovery.state_of(digest)
-
     def quarantined(self) -> dict[int, str]:
         """adapter_id -> why."""
         with self._residents.held():
@@ -134,8 +123,7 @@ class AdapterHealth:
             return next(iter(weights.adapters))
 
     def borrowed(self, is_wanted: Callable[[str], bool]) -> AbstractContextManager[tuple[str, int] | None]:
-        """(digest, lora_slot) of an adapter on the device that stays there within the block; None when `is_wanted`
-        takes none.
+        """(digest, lora_slot) of an adapter that stays on the device in the block; None if `is_wanted` takes none.
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
@@ -192,8 +180,7 @@ class AdapterHealth:
     # ------------------------------------------------------------------------------------------------ damaged memory
 
     def scrub(self, max_bytes: int) -> dict[int, str]:
-        """Check about `max_bytes` of weights, those after the last ones checked; ids and names of adapters that run on
-        damaged ones.
+        """Check about `max_bytes` of weights, after those checked last; ids and names that run on damaged ones.
 
         What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are
         asynchronous a loader's thread does it beside the steps, and those that run are told by `take_faults`.
@@ -250,8 +237,7 @@ class AdapterHealth:
         self._is_scrubbing = False
 
     def take_faults(self) -> dict[int, LoraplexError]:
-        """Adapters whose requests must end, since they run on weights that are damaged or did not arrive; `restore`
-        them then."""
+        """Adapters whose requests must end: their weights are damaged or did not arrive; `restore` them then."""
         return self._damage.take_faults()
 
     def restore(self, adapter_id: int) -> None:
@@ -304,8 +290,7 @@ DIAGNOSIS_S = 1.0
 
 @dataclass(slots=True)
 class Case:
-    """One content that is ill. retry_at_s: when its next diagnosis is due; None while one runs, and when tries have run
-    out."""
+    """One content that is ill. retry_at_s: of its next diagnosis; None while one runs, and when tries have run out."""
 
     digest: str
     reason: str
@@ -319,7 +304,7 @@ class Case:
 
 
 class Recovery:
-    """The open cases. Pure bookkeeping, not thread-safe: AdapterHealth calls it with the lock held."""
+    """The open cases. Pure bookkeeping, not thread-safe: called with the residency's lock held."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -386,7 +371,7 @@ class Recovery:
         case.retry_at_s, case.is_running = self._clock() + DIAGNOSIS_S, False
 
     def forgive(self, digest: str) -> None:
-        """It is loaded again: a content that was given up has another chance."""
+        """It is loaded again: a content that was given up is served again, and judged again."""
         case = self._cases.get(digest)
         if case is not None and case.is_given_up:
             del self._cases[digest]

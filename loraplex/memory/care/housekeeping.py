@@ -37,8 +37,7 @@ class Housekeeping:
     _advance_locked: Callable[[StoredWeights, Demand], WaitsFor | None]
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
-        """One in `share` (at least one) of the adapters that were not used for `idle_s` leaves a tier, longest idle
-        first; how many.
+        """One in `share` (at least one) of those not used for `idle_s` leaves a tier, longest idle first; how many.
 
         What the policy `none` keeps, stays.
         """
@@ -57,8 +56,7 @@ class Housekeeping:
             return len(leaving)
 
     def _compress_soon(self, weights: StoredWeights, copies: CompressedCopies) -> None:
-        """Held as by a request until a loader's thread has compressed it; then it leaves, unless it is wanted
-        meanwhile."""
+        """Held as by a request until a loader's thread has compressed it; then it leaves, unless it is wanted."""
         adapter = next(iter(weights.adapters.values()))
         adapter.count_running(1)
         self._loader.submit(partial(self._compress, adapter, copies))
@@ -87,8 +85,7 @@ class Housekeeping:
             return released
 
     def prefetch(self, adapter_ids: Sequence[int]) -> int:
-        """Bring adapters nearer that are expected, the likeliest first; none of them leaves for another. How many were
-        begun."""
+        """Bring expected adapters nearer, the likeliest first; none leaves for another. How many were begun."""
         with self._residents.held():
             known = self._residents.known_locked()
             expected = [known[each].weights for each in adapter_ids if each in known]
@@ -109,8 +106,7 @@ class Housekeeping:
         return is_begun
 
     def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict, in the policy's order, as little as gives `num_chunks` chunks of the device's arena back; returns how
-        many came.
+        """Evict, in the policy's order, as little as frees `num_chunks` chunks of the device; how many came.
 
         None leaves when all that may leave is not enough: it would come back for nothing. An eviction leaves holes in
         several chunks: once they add up, compaction makes chunks of them. Adapters keep their floor. What a step in
@@ -132,8 +128,7 @@ class Housekeeping:
             return max(0, had_bytes - pool.lent_bytes) // pool.arena.chunk_bytes
 
     def _victims_locked(self, tier: Tier, nbytes: int) -> list[StoredWeights] | None:
-        """The first to go that have `nbytes` together and that no request asked for in this pass; None when all of them
-        have less."""
+        """The first to go that have `nbytes` together, not asked for in this pass; None when all have less."""
         cache, arena = self._tiers.cache(tier), self._tiers.pool_of(tier).arena
         spare_bytes = cache.used_bytes - arena.limits(Owner.ADAPTERS).floor * arena.chunk_bytes
         victims: list[StoredWeights] = []

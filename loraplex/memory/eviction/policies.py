@@ -2,14 +2,7 @@
 never tiers.
 
 A tier tells its policy who enters, who is used, who leaves; the room asks for the order and skips what may not go
-(running, pinned, loading). Policies are chosen by name:
-
-    lru          the least recently used goes first
-    lfu          the least often used
-    fifo         the first that entered
-    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a victim's highest value
-    cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
-    none         nothing goes by itself
+(running, pinned, loading). Policies are chosen by name (`get_policy`).
 
 A `use` is a request that gets the weights: one each. A `touch` is any other sign of interest in them, however often (a
 waiting request asks in every step), and says something of recency alone.
@@ -130,8 +123,7 @@ class NoEviction(LRU):
 
 @dataclass(slots=True)
 class _Tracked:
-    """A key in the tier. uses: as its policy counts, None before the first. is_used: since it entered. place: its entry
-    in the ranking."""
+    """A key in the tier. uses: None before the first. is_used: since it entered. place: its entry in the ranking."""
 
     uses: float | None
     seconds_per_byte: float = 0.0
@@ -211,8 +203,9 @@ class LFU(_Ranking):
 
 
 class GDSF(_Ranking):
-    """value := clock at the last use + uses * reload seconds / bytes; clock := the highest value of a victim so far.
+    """Greedy-dual-size-frequency (Cherkasova, 1998).
 
+    value := clock at the last use + uses * reload seconds / bytes; clock := the highest value of a victim so far.
     So what was valued long ago falls behind what is used now.
     """
 

@@ -35,8 +35,7 @@ class Room:
     # ------------------------------------------------------------------------------------------------------- promises
 
     def promise(self, cache: Budget, weights: StoredWeights) -> None:
-        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it
-        is asked for."""
+        """The memory on its way back to `cache` is for `weights` before other requests, while it is asked for."""
         if self.promised(cache) is None:
             self._promises[cache.tier] = weights
 
@@ -203,8 +202,7 @@ def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> b
 
 
 def _is_soon_at_rest(weights: StoredWeights) -> bool:
-    """Not when requests still run on what did not arrive: they end in the engine's thread, which may be the one that
-    asks."""
+    """Not when requests run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
     job = weights.job
     return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
 

@@ -29,8 +29,7 @@ class WeightState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter is in a tier: its extents (none where the tier shares another's memory) and its lora_slot, if
-    the tier has slots."""
+    """Where an adapter is in a tier: extents (none in another tier's memory), and a lora_slot if the tier has slots."""
 
     extents: tuple[Extent, ...] = ()
     lora_slot: int | None = None
@@ -54,12 +53,12 @@ class Demand:
 class LoadJob:
     """One load or copy under way. A request for the same weights waits for it: one job, one outcome for all.
 
-    damaged_copies: tiers whose read failed. sources: the adapters whose sources may be read. is_awaited: a request was
-    told to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done
-    while requests run on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not
-    the same. failed_s, raised_in_pass: since when the requests that waited for it may have its error, and in which pass
-    the first one got it. may_wait: for memory on its way back, since it runs in the thread of who asked; a loader's thread must
-    not, or no thread is left to bring that memory back.
+    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it. may_wait: for memory
+    on its way back, in the thread of a verb; a loader's thread must not, or none is left to bring that memory back.
+    arriving: its copies, once they are under way. damaged_copies: tiers whose read failed.
+    error: known before the job is done while requests run on what did not arrive. errors: what it is to each of
+    `sources`, by adapter_id, where that differs. failed_s, raised_in_pass: since when requests that waited may have the
+    error, and the scheduling pass in which the first one got it.
     """
 
     weights: StoredWeights
@@ -84,8 +83,7 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class StoredAdapter:
-    """One adapter id. `open_weights` reads its source. A removed one stays with its weights until its last request
-    ends.
+    """One adapter id. `open_weights` reads its source. A removed one stays until its last request ends.
 
     is_attached: it was registered without a load, and stays when its first load fails.
     """
@@ -128,8 +126,7 @@ class StoredAdapter:
 
 @dataclass(slots=True, eq=False)
 class StoredWeights:
-    """The weights of one digest. `layout` is known from the first load on and stays true: equal content is packed
-    equally.
+    """The weights of one digest. `layout` is known from the first load on: equal content is packed equally.
 
     host, device: the place in either tier, None when it is not there (on a CPU the device's has no extents of its own).
     num_running, num_pinned: sums over `adapters`. num_readers: threads beside the engine's that read its memory.

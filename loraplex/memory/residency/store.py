@@ -103,7 +103,10 @@ class WeightStore:
                 self._lock.notify_all()
 
     def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
-        """copies.StepPreparation: the slot table is right on the device, and the step waits for what is arriving."""
+        """Make the slot table right on the device; the gate of those that are arriving, None when all are there.
+
+        Called by the thread that launches steps, where it launches them. lora_slots: held by the step's requests.
+        """
         slots, table = list(lora_slots), self.tiers.device.table
         if slots and table.has_changes:
             with self._lock:
@@ -352,8 +355,7 @@ class WeightStore:
         self._lock.notify_all()
 
     def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
-        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of the compressed copies and the disk
-        tier too."""
+        """Out of `tier` and all that is nearer; DISK: out of the compressed copies and the disk tier too."""
         if weights.device is not None:
             self.leave_device_locked(weights)
         if tier is not Tier.DEVICE:
@@ -364,8 +366,7 @@ class WeightStore:
             self.tiers.disk.drop(weights.digest)
 
     def drop_locked(self, weights: StoredWeights) -> None:
-        """No adapter has this content: every tier is freed, and the KV cache is told. A job or reader does it at its
-        end."""
+        """No adapter has the content: every tier is freed, the KV cache told. A job or reader does it at its end."""
         if not weights.is_at_rest:
             return
         self.leave_locked(weights, Tier.DISK)
@@ -482,8 +483,7 @@ class WeightStore:
         self.tiers.rank_as_touched(weights)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
-        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` scheduling
-        passes."""
+        """What may leave a tier, first to go first: no request asked in the last `num_passes` passes."""
         cache = self.tiers.cache(tier)
         leaving = self.room.candidates(cache, None, Demand("idle"))
         return [each for each in leaving if self.is_unwanted_locked(each, num_passes)]
@@ -508,8 +508,7 @@ class WeightStore:
         self._lock.notify_all()
 
     def resting_tier_locked(self, weights: StoredWeights) -> Tier:
-        """What has a content when no memory that kernels could read has it: the host (compressed), the disk, or its
-        source."""
+        """What has it when no memory that kernels read does: the host (compressed), the disk, or its source."""
         compressed, disk = self.tiers.compressed, self.tiers.disk
         if compressed is not None and compressed.get(weights.digest) is not None:
             return Tier.HOST

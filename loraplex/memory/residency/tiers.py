@@ -1,8 +1,5 @@
 """The two tiers in memory, as budgets over extents.
 
-    HostCache    packed weights at rest: extents of a pool, bounded in bytes and optionally in number
-    DeviceCache  what kernels can reach: a lora_slot each, rows of the slot table, bounded in bytes and in slots
-
 On a CPU both are the same memory: an extent of the host cache is "on the device" while rows of the slot table point at
 it, so the device budget bounds those and the host budget both. On another device the device cache has a pool of its own
 and weights are copied. Not thread-safe: the store calls them under its lock.
@@ -81,7 +78,7 @@ class Budget:
 
 
 class HostCache(Budget):
-    """Packed weights at rest, in extents of `pool`."""
+    """Packed weights at rest, in extents of `pool`; bounded in bytes and optionally in number."""
 
     def __init__(self, pool: LoRAMemoryPool, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy) -> None:
         super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, most_bytes(pool.arena)), max_adapters, policy)
@@ -98,7 +95,8 @@ class HostCache(Budget):
 
 
 class DeviceCache(Budget):
-    """What kernels can reach. `pool` is None where the device reads the host cache's memory (a CPU)."""
+    """What kernels can reach: a lora_slot each, bounded in bytes and in slots. `pool` is None where the device reads the
+    host cache's memory (a CPU)."""
 
     def __init__(self, table: SlotTable, pool: LoRAMemoryPool | None, max_bytes: int, policy: EvictionPolicy) -> None:
         super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)

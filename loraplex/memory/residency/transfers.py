@@ -108,8 +108,7 @@ class Transfers:
         return None if weights.is_on_device else WaitsFor.LOAD
 
     def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
-        """`advance_locked` for a request. Raises the error of a failed load to those who waited for it
-        (`StoredWeights.failure`)."""
+        """`advance_locked` for a request. Raises the error of a failed load to those who waited for it."""
         weights = adapter.weights
         if weights.fault is not None or weights.job is not None or weights.failure is not None:
             self._raise_failure_locked(adapter)
@@ -129,8 +128,7 @@ class Transfers:
         return waits_for
 
     def prefetch_locked(self, weights: StoredWeights) -> None:
-        """`advance_locked` for a request that is not admitted yet. A source that failed is not read again before a
-        request asks."""
+        """`advance_locked` before admission. A source that failed is read again only when a request asks."""
         weights.wanted_in_pass = self._store.pass_id
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
@@ -153,8 +151,7 @@ class Transfers:
         return has_changed
 
     def join_locked(self, job: LoadJob, adapter: StoredAdapter) -> None:
-        """Wait for a job; raises its error for `adapter` if it failed, also while requests still run on what did not
-        arrive.
+        """Wait for a job; raises its error for `adapter`, also while requests run on what did not arrive.
 
         When it failed without having tried the adapter's source, nothing is raised: another job is to be begun.
         """
@@ -165,8 +162,7 @@ class Transfers:
             raise_again(error)
 
     def _raise_failure_locked(self, adapter: StoredAdapter) -> None:
-        """The error of a failed load, to those who waited for it; of weights that are not to be used, to all until they
-        are gone."""
+        """Of a failed load, to those who waited for it; of weights not to be used, to all while they are there."""
         weights = adapter.weights
         if weights.fault is not None:
             raise_again(weights.fault)
@@ -182,8 +178,7 @@ class Transfers:
             raise_again(error)
 
     def let_damaged_go_locked(self, weights: StoredWeights) -> None:
-        """No request runs on it: copies whose bytes have changed leave. A pinned adapter does not wait outside for a
-        request."""
+        """No request runs on it: copies that changed leave. A pinned adapter comes back without a request."""
         self._damage.discard_damaged_locked(weights)
         if weights.num_pinned:
             try:
@@ -252,8 +247,7 @@ class Transfers:
             raise
 
     def _send_locked(self, weights: StoredWeights, demand: Demand, error: Exception | None = None) -> bool:
-        """Begin the copies, at another place when one cannot be written. False: it waits for room. Raises the job's
-        error if all fail.
+        """Begin the copies, elsewhere when a place cannot be written. False: no room yet. Raises if all fail.
 
         error: of copies that were begun before and failed.
         """

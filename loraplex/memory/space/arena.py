@@ -1,10 +1,9 @@
 """One flat piece of memory in chunks, lent to the KV cache and to adapters by demand.
 
-    Arena    who has which chunk, within a floor and a ceiling for each        KV takes them from the front, adapters from the back
-
-The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that
-turned out to be bad is fenced: it is not lent again. What free memory holds is undefined: `poison()` of its owner fills
-it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
+KV takes chunks from the front, adapters from the back. The floor of an owner is kept free for it as long as it has
+less; its ceiling is the most that it may have. A chunk that turned out to be bad is fenced: it is not lent again. What
+free memory holds is undefined: `poison()` of its owner fills it with 0xFF (NaN in every float dtype), so that a test
+sees who reads or writes what it does not own.
 """
 
 from __future__ import annotations
@@ -154,8 +153,7 @@ class Arena:
             return True
 
     def lend_lower(self, owner: Owner, chunk: int) -> int | None:
-        """The first free chunk before `chunk`, which `owner` moves there and gives back next: limits are not looked
-        at."""
+        """The first free chunk before `chunk`, to move that there and give it back next: without limits."""
         with self._lock:
             lower = next((each for each in range(chunk) if self._owners[each] is None), None)
             if lower is not None:
@@ -171,8 +169,7 @@ class Arena:
                 self._fence_pending.discard(chunk)
 
     def fence(self, chunk: int) -> Owner | None:
-        """Never lend `chunk` again. Returns who still has it and must give it back (`fence` of that owner's pool does);
-        None: done."""
+        """Never lend `chunk` again. Returns who has it and must give it back (its pool's `fence` does); None: done."""
         with self._lock:
             owner = self._owners[chunk]
             if owner is None or owner is Owner.FENCED:
@@ -204,8 +201,7 @@ class Arena:
             )
 
     def check_integrity(self) -> None:
-        """Assert that the counts are true, no owner has more than its ceiling, and only lent chunks wait for their
-        fence."""
+        """Assert that counts are true, ceilings are kept, and only lent chunks wait for their fence."""
         with self._lock:
             for owner, count in self._num_of.items():
                 assert count == self._owners.count(owner), (
@@ -289,8 +285,7 @@ def _runs(chunks: Iterable[int]) -> list[range]:
 
 
 def release_pages(address: int, nbytes: int) -> int:
-    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until they are written
-    again.
+    """Drop the whole pages in [address, address + nbytes): they hold zeros, and cost nothing until written again.
 
     Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be private and writable.
     """
@@ -318,8 +313,7 @@ def forget_refusal() -> None:
 
 
 def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None] = forget_refusal) -> bool:
-    """Page-lock a tensor's memory as long as the tensor is there; False, with a warning, when the system does not allow
-    it: copies hold steps up then.
+    """Page-lock a tensor's memory while the tensor is there; False, with a warning, where the system refuses it.
 
     As one block, of exactly its size (torch's own pinned allocator rounds up to a power of two). The system makes every
     page of it now: about a second for 4 GiB. cuda: the module, forget: what is called after a refusal, for tests.
@@ -343,7 +337,6 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
 
 
 def _unpin(cuda: Any, address: int) -> None:
-    """Before the memory goes back: other pages may come to lie at its address, and a GPU would go on reading the old
-    ones."""
+    """Before the memory goes back: a GPU would go on reading the old pages when others lie at the address."""
     with suppress(RuntimeError):
         cuda.cudart().cudaHostUnregister(address)

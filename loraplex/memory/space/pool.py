@@ -1,9 +1,5 @@
 """The adapters' side of an arena: extents of true size in borrowed chunks.
 
-    LoRAMemoryPool   extents inside the adapters' chunks          best fit, 64-byte aligned
-    MoveFinder       which extents compaction moves, and where to
-    RetiredMemory    freed extents wait here until no step that was launched before can still read them
-
 An extent may lie across the border of adjacent chunks, so that nothing is lost to rounding; one that is larger than a
 chunk takes adjacent ones. A chunk without extents goes back to the arena at once.
 """
@@ -28,8 +24,7 @@ from loraplex.memory.space.space import Range, Space
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Bytes of a pool. lent = used + free; `free_bytes` lie in holes of lent chunks, the largest of
-    `largest_hole_bytes`.
+    """Bytes of a pool. lent = used + free; `free_bytes` lie in holes, the largest of `largest_hole_bytes`.
 
     fragmentation := 1 - ceil(used / chunk) / chunks, the share of the lent chunks that perfect packing would give
     back (0 when nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents
@@ -69,8 +64,7 @@ class LoRAMemoryPool:
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """An extent of `nbytes` rounded up to ALIGNMENT; None when neither the holes, nor the arena, nor the KV cache
-        have room."""
+        """An extent of `nbytes` rounded up to ALIGNMENT; None when holes, arena and KV cache have no room."""
         extents = self.allocate_all((nbytes,))
         return None if extents is None else extents[0]
 
@@ -112,8 +106,7 @@ class LoRAMemoryPool:
 
     @property
     def is_kv_in_the_way(self) -> bool:
-        """Whether the KV cache has chunks that this pool may have, once requests end, or has them where adjacent ones
-        are needed."""
+        """Whether the KV cache has chunks that this pool may have when requests end, or has adjacent ones apart."""
         arena = self.arena
         if self.ask_kv is None or arena.num_lent(Owner.ADAPTERS) >= arena.ceiling(Owner.ADAPTERS):
             return False
@@ -138,13 +131,8 @@ class LoRAMemoryPool:
             self._space.close(chunk)
             return list(self._space.touching(chunk))
 
-    def is_closed(self, chunk: int) -> bool:
-        """Whether the chunk takes no new extents: it is fenced, or compaction empties it."""
-        return self._space.is_closed(chunk)
-
     def compaction_moves(self, max_bytes: int, may_move: Callable[[Extent], bool]) -> list[Move]:
-        """The moves to make next, of one chunk or of one extent (MoveFinder); at most `max_bytes`. [] when nothing is
-        to be had.
+        """The next moves, of one chunk or one extent (MoveFinder), at most `max_bytes`; [] when none gains.
 
         Targets are lent; free the sources when they are no longer read. may_move is called with this pool's lock held.
         """
@@ -157,8 +145,7 @@ class LoRAMemoryPool:
             self._space.poison()
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are
-        untouched."""
+        """Assert that extents and free ranges tile the lent chunks, and that poisoned ranges are untouched."""
         with self._lock:
             self._space.check_integrity()
 
@@ -177,8 +164,7 @@ class LoRAMemoryPool:
         return extents
 
     def _borrow_free(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """In free chunks of the arena: as many as hold the first size, or fewer beside a hole when the arena is nearly
-        full."""
+        """In free chunks: as many as hold the first size, or fewer beside a hole in a nearly full arena."""
         for num_chunks in range(math.ceil(sizes[0] / self.arena.chunk_bytes), 0, -1):
             chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
             if chunks is None:
@@ -206,16 +192,14 @@ MAX_EMPTYING_TRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An extent and its new place, which is lent already; who moves the bytes frees `source`, or `target` if it does
-    not."""
+    """An extent and its new place, lent already; who moves the bytes frees `source`, or else `target`."""
 
     source: Extent
     target: Extent
 
 
 class MoveFinder:
-    """Finds the moves of one chunk in a space, at most `max_bytes` of them. Targets are lent, sources are still to be
-    freed.
+    """Finds the moves of one chunk, at most `max_bytes`. Targets are lent, sources are still to be freed.
 
     The next of these that is to be had:
 
@@ -313,8 +297,7 @@ class MoveFinder:
         return start // self._chunk_bytes not in near and (end - 1) // self._chunk_bytes not in near
 
     def _gain_of_even_trade(self, extent: Extent, own: list[int], size: int) -> int:
-        """How much sum(hole bytes ** 2) grows when it leaves its chunks for as many beside a hole of `size`; 0 when it
-        has others too."""
+        """As `_gain`, for as many chunks beside a hole of `size` as it leaves; 0 when it has other chunks too."""
         start, end = min(own) * self._chunk_bytes, (max(own) + 1) * self._chunk_bytes
         if extent.offset < start or extent.end > end:
             return 0
@@ -324,8 +307,7 @@ class MoveFinder:
         return rest**2 + outside[0] ** 2 + outside[1] ** 2 - size**2 - before**2 - after**2
 
     def _borrow_beside(self, start: int, end: int, num_chunks: int) -> Range | None:
-        """The hole [start, end) with `num_chunks` borrowed chunks before or after it, no hole any more; any chunks for
-        no hole."""
+        """The hole [start, end) with `num_chunks` borrowed beside it, no hole any more; for no hole any chunks."""
         arena = self._space.arena
         if start == end:
             chunks = arena.lend(Owner.ADAPTERS, num_chunks)

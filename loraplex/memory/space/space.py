@@ -18,8 +18,7 @@ Range = tuple[int, int]
 
 
 class Space:
-    """Extents and free ranges tile the chunks that are lent to the adapters. Not thread-safe: the pool calls it under
-    its lock.
+    """Extents and free ranges tile the chunks lent to adapters. Not thread-safe: the pool calls it under its lock.
 
     chunks: those it has, with the bytes of extents in each. A chunk without extents goes back to the arena at once.
     """
@@ -48,16 +47,14 @@ class Space:
         return next(iter(self.place_row((size,))), None)
 
     def place_row(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """Extents side by side: for all of `sizes` in the smallest hole that holds them, or for as many of them as the
-        largest hole holds; () when that is none."""
+        """Side by side, in the smallest hole for all of `sizes`, or as many as the largest hole holds; else ()."""
         largest = self.holes.largest
         if not sizes or sizes[0] > largest:
             return ()
         return self.place_in(*self.holes.take_best(min(sum(sizes), largest)), sizes)
 
     def place_in(self, start: int, end: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """As many of `sizes` as fit, at least one, at the end of a range that is no hole any more; what is left of it
-        becomes one."""
+        """As many of `sizes` as fit, at least one, at the end of a range that is no hole; its rest becomes one."""
         ends = list(itertools.accumulate(sizes))
         num_extents = bisect_right(ends, end - start)
         assert num_extents, f"[{start}, {end}) does not hold {sizes[0]} bytes"
@@ -134,8 +131,7 @@ class Space:
     # ----------------------------------------------------------------------------------------------------------- chunks
 
     def take_over(self, chunks: range) -> Range:
-        """Chunks that the arena has lent, with the holes that touch them: a range that is no hole yet (`place_in`,
-        `add_hole`)."""
+        """Chunks from the arena with the holes beside them: no hole yet (`place_in`, `add_hole`)."""
         self.chunks.update(dict.fromkeys(chunks, 0))
         if self._is_poisoned:
             self.arena.bytes_of(chunks).fill_(POISON)
@@ -188,8 +184,7 @@ class Space:
         return [*self.holes, *(piece for pieces in self._closed.values() for piece in pieces)]
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks exactly, once, and that poisoned ranges are
-        untouched."""
+        """Assert that extents and free ranges tile the lent chunks, and that poisoned ranges are untouched."""
         lent = self.arena.chunks_of(Owner.ADAPTERS)
         assert sorted(self.chunks) == lent, "pool and arena disagree on who has which chunk"
         self.holes.check_integrity()
@@ -252,8 +247,7 @@ class Holes:
         self._start_of[end] = start
 
     def take_best(self, size: int) -> Range:
-        """Remove and return the smallest range of at least `size`, which is at most `largest`; among equals the
-        first."""
+        """Remove and return the smallest range of at least `size` (at most `largest`), the first of equals."""
         start = self._by_size[bisect_left(self._by_size, (size, 0))][1]
         return start, self._remove(start)
 

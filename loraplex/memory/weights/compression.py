@@ -37,8 +37,7 @@ PROBE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class CompressedCopy:
-    """An adapter's extents, smaller. `data` is its compression's own: bytes are deflated, tensors (uint8) are as they
-    are.
+    """An adapter's extents, smaller. `data` is its compression's own: deflated bytes, or tensors (uint8) as they are.
 
     max_error: largest |restored - original| of a weight over the largest |original| in its rank row; 0 for an exact
     copy. checksums: of the extents as they were; None for a lossy copy, whose extents will have others.
@@ -123,8 +122,7 @@ def _deflated(plane: NDArray[np.uint8]) -> bytes | torch.Tensor:
 
 
 def _deflate(plane: NDArray[np.uint8]) -> bytes:
-    """With runs and Huffman codes alone: weights do not repeat, and looking for it makes a tenth more of them (0.72 for
-    0.67)."""
+    """Runs and Huffman codes alone: weights do not repeat, and to look for it costs a tenth (0.72 for 0.67)."""
     deflate = zlib.compressobj(level=1, strategy=zlib.Z_RLE)
     return deflate.compress(plane.data) + deflate.flush()
 

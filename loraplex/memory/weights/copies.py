@@ -1,8 +1,5 @@
 """Copies of weights between the host and a device, beside the steps.
 
-    CudaCopies          enqueued on a stream of their own, with an event for each piece; no host thread waits
-    SynchronousCopies   any other device: done when the call returns
-
 Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a
 move or a KV block still touches is not overwritten, whatever gave it back. What a step launches after `hold_steps(i)`
 begins when piece i is there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind
@@ -19,7 +16,7 @@ A step may use an adapter whose copies are under way, and waits at each layer fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,22 +45,19 @@ class Arrival:
 
 
 class CopyEngine(Protocol):
-    """Thread-safe. `is_asynchronous`: `copy` only enqueues, so that its sources must stay as they are until `join`
-    returns."""
+    """Thread-safe. `is_asynchronous`: `copy` only enqueues; its sources stay as they are until `join` returns."""
 
     is_asynchronous: bool
 
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
-        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, in either direction between host and
-        device.
+        """Piece i of `sources` goes to piece i of `targets`, equal in bytes, from host to device or back.
 
         Raises RuntimeError or OSError when that cannot be begun; nothing is under way then.
         """
         ...
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Within the device, in the order of the steps: those launched before find the old bytes in `target`, later
-        ones the new."""
+        """Within the device, in order: steps launched before find the old bytes in `target`, later ones the new."""
         ...
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -72,7 +66,7 @@ class CopyEngine(Protocol):
 
 
 class SynchronousCopies:
-    """Everything is done in the thread that asks."""
+    """For any device but a GPU: done when the call returns."""
 
     is_asynchronous = False
 
@@ -89,8 +83,8 @@ class SynchronousCopies:
 
 
 class CudaCopies:
-    """On one stream for the life of the engine. Make it where the steps will be launched: its current stream is taken
-    for theirs.
+    """On a stream of their own, with an event for each piece; no host thread waits. Make it where steps will be
+    launched: that thread's current stream is taken for theirs.
 
     Host pieces should be page-locked: others are right too, but the call waits for them. cuda: the module, for tests.
     """
@@ -137,8 +131,7 @@ def copies_for(device: torch.device) -> CopyEngine:
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads; none where it reads
-    nothing.
+    """What is on its way to one lora_slot. piece_of_layer: what a decoder layer reads; none where it reads nothing.
 
     error: why it is not to be used, once that is known.
     """
@@ -146,19 +139,6 @@ class Arriving:
     arrival: Arrival
     piece_of_layer: Mapping[int, int]
     error: LoraplexError | None = None
-
-
-class StepPreparation(Protocol):
-    """What the adapters' memory does for a step before its kernels are launched."""
-
-    def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
-        """Make the slot table right on the device; the gate of those of these adapters that are arriving, None when all
-        are there.
-
-        Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its
-        requests.
-        """
-        ...
 
 
 class StepGate:
@@ -181,6 +161,5 @@ class StepGate:
                 each.arrival.hold_steps(max(each.piece_of_layer.values()))
 
     def errors(self) -> Mapping[int, LoraplexError]:
-        """By lora_slot: adapters that are known not to have arrived whole. What the step computed with them is
-        dropped."""
+        """By lora_slot: adapters known not to have arrived whole. What the step computed with them is dropped."""
         return {slot: each.error for slot, each in self._arriving.items() if each.error is not None}

@@ -135,8 +135,7 @@ class LoaderThreads:
 
 
 class ReadSlots:
-    """At most `num_slots` readers at a time (`with slots:`), without those that have read for `stuck_s`: they hang on a
-    dead disk."""
+    """At most `num_slots` readers (`with slots:`), without those that read for `stuck_s`: they hang on a dead disk."""
 
     def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
         self._num_slots = num_slots
@@ -225,8 +224,7 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
 
 
 def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
-    """`error` itself when it is an AdapterError (or the end of the engine); AdapterNoRoomError without memory; else
-    AdapterLoadError."""
+    """An AdapterError (or the end of the engine) itself; AdapterNoRoomError without memory; else AdapterLoadError."""
     if isinstance(error, AdapterError | EngineShutdownError):
         return error
     if is_out_of_memory(error):
@@ -248,8 +246,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a CUDA error is of those after which the process cannot use the device any more. What a capture refuses
-    is not."""
+    """Whether a CUDA error is one that ends the use of the device. What a capture refuses is not."""
     text = str(error)
     is_harmless = "out of memory" in text or "captur" in text
     return isinstance(error, RuntimeError) and "CUDA error" in text and not is_harmless
@@ -289,8 +286,7 @@ class WeightReader:
         self._busy = ReadSlots(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
-        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and what `reserve`
-        raises."""
+        """Raises what the sources answer when nothing else has the weights, and what `reserve` raises."""
         digest, compressed, disk = job.weights.digest, self._tiers.compressed, self._tiers.disk
         loaded = None
         if compressed is not None and (kept := compressed.get(digest)) is not None:

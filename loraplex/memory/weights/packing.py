@@ -86,8 +86,7 @@ class Packer:
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
 
     def least_nbytes(self, lora_dtype: str) -> int:
-        """Bytes that every adapter has: those of rank 1 on the one module where that is least, in 16 bits if adapters
-        may be."""
+        """Bytes that every adapter has: rank 1 on the smallest module, in 16 bits if adapters may be."""
         dtype = torch.float32 if lora_dtype == "float32" else torch.float16
         least = min(
             self._backend.packed_nbytes(
@@ -100,8 +99,7 @@ class Packer:
         return least // 2 if lora_dtype == "int8" else least
 
     def form(self, lora_dtype: str) -> str:
-        """Names all that decides an adapter's packed bytes beside its content: with equal forms, each other's copies
-        may be used.
+        """Names all that decides packed bytes beside the content: copies of an equal form may be used.
 
         lora_dtype: of the settings; adapters are cast to it when they are read.
         """
@@ -117,8 +115,7 @@ class Packer:
         return f"{self._backend.adapter_format} {compute_dtype} {lora_dtype} {model.hexdigest()}"
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
-        """The tensors of a block, in its dtype; they may lie in `view`, the memory of the block's extent on the
-        host."""
+        """The tensors of a block, in its dtype; they may lie in `view`, the block's extent on the host."""
         target = self._by_name[block.target_name]
         widths = [s.out_features for s in target.slices]
         return self._backend.unpack(block.layouts, target.in_features, widths, view[block.offset :])
@@ -133,8 +130,7 @@ class Packer:
         return self._backend.checksums(views)
 
     def check_layout(self, layout: PackedLayout) -> None:
-        """ValueError unless an adapter of this model is laid out so: then kernels that read by it stay inside its
-        extents."""
+        """ValueError unless an adapter of this model is laid out so: kernels stay inside its extents then."""
         said = {block.target_name: block for block in layout.blocks}
         if not said.keys() <= self._by_name.keys():
             raise ValueError(f"blocks of {sorted(said.keys() - self._by_name.keys())}, which the model does not have")
@@ -177,8 +173,7 @@ class Packer:
         return SliceWeights(lora_a, shard_lora_b(target, index, layer.lora_b), bias, layer.scaling)
 
     def _additive_bias(self, layer: LoRALayerWeights, target: LoraTarget, index: int) -> torch.Tensor | None:
-        """[out_features] of this shard; summed in float32, so that the difference to the base's bias is rounded
-        once."""
+        """[out_features] of this shard; summed in float32: the difference to the base's bias is rounded once."""
         lora_bias = None if layer.lora_bias is None else shard_bias(target, index, layer.lora_bias)
         replacement = None if layer.bias is None else shard_bias(target, index, layer.bias)
         if lora_bias is None and replacement is None:
@@ -200,8 +195,7 @@ def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
 
 
 def _shapes_of(block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
-    """Tensors without memory from which `block` could have been packed. Raises ValueError for another number of
-    slices."""
+    """Tensors without memory that `block` could be packed from. ValueError for another number of slices."""
     return [
         None
         if layout is None

@@ -112,7 +112,7 @@ def test_a_chunk_that_is_being_emptied_takes_nobody_in() -> None:
     chunks = {extent.offset // CHUNK for extent in (move.source for move in moves)}
     chunks &= {(move.source.end - 1) // CHUNK for move in moves}
     late = [pool.allocate(64) for _ in range(40)]
-    emptied = [chunk for chunk in chunks if pool.is_closed(chunk)]
+    emptied = [chunk for chunk in chunks if pool._space.is_closed(chunk)]
     assert len(emptied) == 1
     assert not any(extent is not None and extent.offset // CHUNK in emptied for extent in late)
     pool.free_all(move.source for move in moves)
