@@ -2,9 +2,9 @@
 
 The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`,
 `step_committed`; none of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`,
-`activate_adapter`, `pin_adapter` and `switch_lora` wait for loads. They need no poll to make progress, so an engine
-that is idle may call them from its own thread; while a step is in flight, other threads must (retired room comes back
-when the step is committed).
+`activate_adapter` and `pin_adapter` wait for loads. They need no poll to make progress, so an engine that is idle may
+call them from its own thread; while a step is in flight, other threads must (retired room comes back when the step is
+committed).
 
 A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it
 from `try_acquire`: every one that asks in the scheduling pass in which the first of them does. After that pass, or when
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -54,24 +54,8 @@ MIN_SLOTS = 64
 MAX_SLOTS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchOutcome:
-    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves when its last request
-    ends.
-
-    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: what left for it, `old`
-    included.
-    """
-
-    was_active: bool
-    is_draining: bool
-    load_s: float
-    promote_s: float
-    evicted: tuple[str, ...]
-
-
 class LoRAModelManager:
-    """The residency of adapters: core.ResidencyView and, but for the engine's `abort_adapter`, core.AdapterStore.
+    """The residency of adapters: core.ResidencyView for the scheduler, core.AdapterStore but for `abort_adapter`.
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine
     (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
@@ -191,7 +175,7 @@ class LoRAModelManager:
         return AddOutcome(known is None, () if job is None else tuple(job.demand.evicted))
 
     def attach_adapters(self, specs: Sequence[AdapterSpec]) -> None:
-        """Know adapters without reading them: what needs their weights first loads them, or gets the error.
+        """Know adapters without reading them: what needs their weights first loads them, and gets its error.
 
         Known ids with the same content are passed over. Raises AdapterConflictError for another content.
         """
@@ -235,7 +219,7 @@ class LoRAModelManager:
         return self._residency.begin_load_locked(weights, Demand("add"), may_wait=True), True
 
     def _has_loaded(self, job: LoadJob, is_mine: bool, adapter: StoredAdapter) -> bool:
-        """Run or await a load; raises its error. False when that did not try the source of `adapter`."""
+        """Run or await a load; False when it failed without the source of `adapter`. Raises its error otherwise."""
         if is_mine:
             self._transfers.run_load(job)
         with self._residency.held():
@@ -243,7 +227,7 @@ class LoRAModelManager:
         return job.error is None
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget it, pinned or not; False if unknown. Running requests finish on it, then its memory is freed."""
+        """Forget the adapter, pinned or not; False: it is unknown. Its memory is freed after its running requests."""
         with self._residency.held():
             adapter = self._residency.known_locked().get(adapter_id)
             if adapter is not None:
@@ -269,7 +253,7 @@ class LoRAModelManager:
         return self.promote_adapter(adapter_id).is_new
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Drop the pin and leave the device, unless it is in use or an adapter of its content is pinned."""
+        """Drop the pin and leave the device, unless requests run on it or another of its content is pinned."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             was_pinned = adapter.set_pinned(False)
@@ -288,7 +272,7 @@ class LoRAModelManager:
             return True
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """Promote and keep there. AdapterNoRoomError, with both numbers, if the pins would exceed the device."""
+        """Promote, and keep there. AdapterNoRoomError, with both numbers: the pinned ones would exceed the device."""
         with self._residency.held():
             adapter = self._residency.adapter_locked(adapter_id)
             if adapter.is_pinned:
@@ -301,38 +285,6 @@ class LoRAModelManager:
     def unpin_adapter(self, adapter_id: int) -> bool:
         with self._residency.held():
             return self._residency.adapter_locked(adapter_id).set_pinned(False)
-
-    def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
-        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or when its last request
-        ends.
-
-        An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises.
-        `old` need not be active, nor known. Requests are sent to `new` by the registry of names (adapters/registry/);
-        until then they queue.
-        """
-        began_s = self._clock()
-        loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)
-        loaded_s = self._clock()
-        demand = Demand("promote", evicted=list(loaded.evicted))
-        with self._residency.held():
-            coming = self._residency.adapter_locked(new if isinstance(new, int) else new.adapter_id)
-            going = self._residency.known_locked().get(old)
-            was_active = going is not None and going.weights.is_on_device
-            is_apart = going is not None and going.weights is not coming.weights
-            if going is not None and is_apart:
-                going.set_pinned(False)
-                self._residency.demote_locked(going.weights, demand)
-            self._transfers.bring_locked(coming, demand)
-            is_draining = going is not None and is_apart and self._see_off_locked(going, demand)
-        return SwitchOutcome(
-            was_active, is_draining, loaded_s - began_s, self._clock() - loaded_s, tuple(demand.evicted)
-        )
-
-    def _see_off_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
-        """Let it leave the device now or, if it is in use, at its last release; whether that is still to come."""
-        self._residency.demote_locked(adapter.weights, demand)
-        adapter.is_evicted_when_idle = adapter.num_running > 0 and not adapter.is_removed
-        return adapter.num_running > 0
 
     # ------------------------------------------------------------------------------------------------------------ views
 
@@ -402,7 +354,7 @@ def build_tiers(
 
 
 def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
-    """ConfigError for a budget that refuses every adapter; the log names one that refuses all but tiny ones."""
+    """Raises ConfigError for a budget that refuses every adapter; one that refuses all but tiny ones is logged."""
     least, usual = packer.least_nbytes(lora_config.lora_dtype), packer.smallest_nbytes()
     for cache in caches:
         size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"

@@ -43,7 +43,7 @@ class Compactor:
     _events: EventLog
 
     def run(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Until nothing more is to be had, `max_bytes` are moved, or the clock says `deadline_s`. From any thread."""
+        """Until nothing more is to be had, `max_bytes` are moved, or it is `deadline_s`. Takes the lock repeatedly."""
         total = CompactionResult()
         for tier in reversed(self._tiers.in_memory):
             side = CompactionSide(self._residents, self._tiers, tier)

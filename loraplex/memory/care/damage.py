@@ -148,7 +148,7 @@ class DamageControl:
         return len(bad)
 
     def _fence_chunks_locked(self, tier: Tier, chunks: set[int], besides: StoredWeights) -> None:
-        """They take nothing new. What is idle in them leaves now; what is in use when it moves or is evicted."""
+        """They take nothing new, what is idle in them leaves, what is in use when it moves or is evicted."""
         pool = self._tiers.pool_of(tier)
         lying_there = {extent for chunk in chunks for extent in pool.fence(chunk)}
         for each in list(self._residents.contents_locked().values()):

@@ -123,7 +123,7 @@ class AdapterHealth:
             return next(iter(weights.adapters))
 
     def borrowed(self, is_wanted: Callable[[str], bool]) -> AbstractContextManager[tuple[str, int] | None]:
-        """(digest, lora_slot) of an adapter that stays on the device in the block; None if `is_wanted` takes none.
+        """(digest, lora_slot) of an adapter that stays on the device within the block; None: none `is_wanted`.
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
@@ -180,7 +180,7 @@ class AdapterHealth:
     # ------------------------------------------------------------------------------------------------ damaged memory
 
     def scrub(self, max_bytes: int) -> dict[int, str]:
-        """Check about `max_bytes` of weights, after those checked last; ids and names that run on damaged ones.
+        """Check about `max_bytes` of weights, after those checked last; ids and names of adapters on damaged ones.
 
         What is idle is let go at once. The others go by `restore`, once their requests have ended. Where copies are
         asynchronous a loader's thread does it beside the steps, and those that run are told by `take_faults`.
@@ -237,7 +237,7 @@ class AdapterHealth:
         self._is_scrubbing = False
 
     def take_faults(self) -> dict[int, LoraplexError]:
-        """Adapters whose requests must end: their weights are damaged or did not arrive; `restore` them then."""
+        """Adapters whose requests must end, whose weights are damaged or did not arrive; `restore` them then."""
         return self._damage.take_faults()
 
     def restore(self, adapter_id: int) -> None:
@@ -290,7 +290,7 @@ DIAGNOSIS_S = 1.0
 
 @dataclass(slots=True)
 class Case:
-    """One content that is ill. retry_at_s: of its next diagnosis; None while one runs, and when tries have run out."""
+    """One content that is ill. retry_at_s: when its next diagnosis is due; None: one runs, or no try is left."""
 
     digest: str
     reason: str

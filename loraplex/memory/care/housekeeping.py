@@ -56,7 +56,7 @@ class Housekeeping:
             return len(leaving)
 
     def _compress_soon(self, weights: StoredWeights, copies: CompressedCopies) -> None:
-        """Held as by a request until a loader's thread has compressed it; then it leaves, unless it is wanted."""
+        """Held as by a request until a loader's thread has compressed it; then it leaves, unless wanted."""
         adapter = next(iter(weights.adapters.values()))
         adapter.count_running(1)
         self._loader.submit(partial(self._compress, adapter, copies))
@@ -85,7 +85,7 @@ class Housekeeping:
             return released
 
     def prefetch(self, adapter_ids: Sequence[int]) -> int:
-        """Bring expected adapters nearer, the likeliest first; none leaves for another. How many were begun."""
+        """Bring adapters nearer that are expected, the likeliest first; none leaves for another. Returns how many."""
         with self._residents.held():
             known = self._residents.known_locked()
             expected = [known[each].weights for each in adapter_ids if each in known]
@@ -106,7 +106,7 @@ class Housekeeping:
         return is_begun
 
     def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict, in the policy's order, as little as frees `num_chunks` chunks of the device; how many came.
+        """Evict, in the policy's order, as little as frees `num_chunks` chunks of the device's arena; returns how many.
 
         None leaves when all that may leave is not enough: it would come back for nothing. An eviction leaves holes in
         several chunks: once they add up, compaction makes chunks of them. Adapters keep their floor. What a step in
@@ -128,7 +128,7 @@ class Housekeeping:
             return max(0, had_bytes - pool.lent_bytes) // pool.arena.chunk_bytes
 
     def _victims_locked(self, tier: Tier, nbytes: int) -> list[StoredWeights] | None:
-        """The first to go that have `nbytes` together, not asked for in this pass; None when all have less."""
+        """The first to go that have `nbytes` together and were not asked for in this pass; None when all have less."""
         cache, arena = self._tiers.cache(tier), self._tiers.pool_of(tier).arena
         spare_bytes = cache.used_bytes - arena.limits(Owner.ADAPTERS).floor * arena.chunk_bytes
         victims: list[StoredWeights] = []

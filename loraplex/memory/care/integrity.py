@@ -21,7 +21,7 @@ def check_integrity(
     adapters: Sequence[StoredAdapter],
     arriving: Mapping[int, Arriving],
 ) -> None:
-    """AssertionError unless bytes, extents, references, slots and the slot table agree. The lock is held.
+    """Raises AssertionError unless bytes, extents, references, slots and the slot table's rows agree. The lock is held.
 
     weights: by digest. adapters: those that resolve, and removed ones on which requests run. arriving: by lora_slot.
     """

@@ -202,7 +202,7 @@ def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> b
 
 
 def _is_soon_at_rest(weights: StoredWeights) -> bool:
-    """Not when requests run on what did not arrive: they end in the engine's thread, which may be the one that asks."""
+    """Not when requests still run on what did not arrive: they end in the engine's thread, maybe the asking one."""
     job = weights.job
     return weights.num_readers > 0 or (job is not None and job.error is None and weights.host is not None)
 

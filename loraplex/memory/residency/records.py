@@ -29,7 +29,7 @@ class WeightState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an adapter is in a tier: extents (none in another tier's memory), and a lora_slot if the tier has slots."""
+    """Where an adapter is in a tier: its extents (none where memory is shared), its lora_slot if there are slots."""
 
     extents: tuple[Extent, ...] = ()
     lora_slot: int | None = None
@@ -95,7 +95,6 @@ class StoredAdapter:
     is_pinned: bool = False
     is_removed: bool = False
     is_attached: bool = False
-    is_evicted_when_idle: bool = False
 
     @property
     def adapter_id(self) -> int:

@@ -179,9 +179,6 @@ class WeightStore:
         if adapter.num_running == 0 and adapter.is_removed:
             del self.draining[adapter.adapter_id]
             self._detach_locked(adapter)
-        elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
-            adapter.is_evicted_when_idle = False
-            self.demote_locked(weights)
         if weights.num_running == 0:
             self._lock.notify_all()
             if weights.job is not None and weights.job.error is not None:  # what did not arrive can go
@@ -355,7 +352,7 @@ class WeightStore:
         self._lock.notify_all()
 
     def leave_locked(self, weights: StoredWeights, tier: Tier) -> None:
-        """Out of `tier` and all that is nearer; DISK: out of the compressed copies and the disk tier too."""
+        """Out of `tier` and all that is nearer: HOST is out of memory, DISK out of compressed copies and disk too."""
         if weights.device is not None:
             self.leave_device_locked(weights)
         if tier is not Tier.DEVICE:
@@ -366,7 +363,7 @@ class WeightStore:
             self.tiers.disk.drop(weights.digest)
 
     def drop_locked(self, weights: StoredWeights) -> None:
-        """No adapter has the content: every tier is freed, the KV cache told. A job or reader does it at its end."""
+        """No adapter has this content: every tier is freed, the KV cache told. A job or reader does it at its end."""
         if not weights.is_at_rest:
             return
         self.leave_locked(weights, Tier.DISK)
@@ -382,12 +379,10 @@ class WeightStore:
             self.drop_locked(weights)
         self._lock.notify_all()
 
-    def demote_locked(self, weights: StoredWeights, demand: Demand | None = None) -> bool:
+    def demote_locked(self, weights: StoredWeights) -> bool:
         """By name, not for room; False when it may not leave the device or is not there."""
         if not (weights.is_on_device and weights.is_idle):
             return False
-        if demand is not None:
-            demand.evicted += weights.names
         self.log.counters.evictions["verb"] += 1
         self.leave_device_locked(weights)
         return True
@@ -483,7 +478,7 @@ class WeightStore:
         self.tiers.rank_as_touched(weights)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
-        """What may leave a tier, first to go first: no request asked in the last `num_passes` passes."""
+        """What may leave a tier, first to go first: no request asked for it in the last `num_passes` passes."""
         cache = self.tiers.cache(tier)
         leaving = self.room.candidates(cache, None, Demand("idle"))
         return [each for each in leaving if self.is_unwanted_locked(each, num_passes)]
@@ -508,7 +503,7 @@ class WeightStore:
         self._lock.notify_all()
 
     def resting_tier_locked(self, weights: StoredWeights) -> Tier:
-        """What has it when no memory that kernels read does: the host (compressed), the disk, or its source."""
+        """What has a content that no kernel could read: the host (compressed), the disk, or its source."""
         compressed, disk = self.tiers.compressed, self.tiers.disk
         if compressed is not None and compressed.get(weights.digest) is not None:
             return Tier.HOST

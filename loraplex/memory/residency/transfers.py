@@ -128,7 +128,7 @@ class Transfers:
         return waits_for
 
     def prefetch_locked(self, weights: StoredWeights) -> None:
-        """`advance_locked` before admission. A source that failed is read again only when a request asks."""
+        """`advance_locked` for a request that is not admitted yet. A failed source waits for a request."""
         weights.wanted_in_pass = self._store.pass_id
         is_near_enough = weights.host is not None and self._tiers.is_shared
         if not weights.is_prefetch_off and not is_near_enough:
@@ -151,7 +151,7 @@ class Transfers:
         return has_changed
 
     def join_locked(self, job: LoadJob, adapter: StoredAdapter) -> None:
-        """Wait for a job; raises its error for `adapter`, also while requests run on what did not arrive.
+        """Wait for a job; raises its error for `adapter` if it failed, also while requests run on what did not arrive.
 
         When it failed without having tried the adapter's source, nothing is raised: another job is to be begun.
         """
@@ -162,7 +162,7 @@ class Transfers:
             raise_again(error)
 
     def _raise_failure_locked(self, adapter: StoredAdapter) -> None:
-        """Of a failed load, to those who waited for it; of weights not to be used, to all while they are there."""
+        """The error of a failed load, to its requests; of weights not to be used, to all until they are gone."""
         weights = adapter.weights
         if weights.fault is not None:
             raise_again(weights.fault)
@@ -178,7 +178,7 @@ class Transfers:
             raise_again(error)
 
     def let_damaged_go_locked(self, weights: StoredWeights) -> None:
-        """No request runs on it: copies that changed leave. A pinned adapter comes back without a request."""
+        """No request runs on it: copies whose bytes have changed leave; a pinned adapter comes back at once."""
         self._damage.discard_damaged_locked(weights)
         if weights.num_pinned:
             try:

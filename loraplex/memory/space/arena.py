@@ -153,7 +153,7 @@ class Arena:
             return True
 
     def lend_lower(self, owner: Owner, chunk: int) -> int | None:
-        """The first free chunk before `chunk`, to move that there and give it back next: without limits."""
+        """The first free chunk before `chunk`, which `owner` moves there and gives back next: no limit counts."""
         with self._lock:
             lower = next((each for each in range(chunk) if self._owners[each] is None), None)
             if lower is not None:
@@ -169,7 +169,7 @@ class Arena:
                 self._fence_pending.discard(chunk)
 
     def fence(self, chunk: int) -> Owner | None:
-        """Never lend `chunk` again. Returns who has it and must give it back (its pool's `fence` does); None: done."""
+        """Never lend `chunk` again. Returns the owner that must give it back (`fence` of its pool does); None: done."""
         with self._lock:
             owner = self._owners[chunk]
             if owner is None or owner is Owner.FENCED:
@@ -201,7 +201,7 @@ class Arena:
             )
 
     def check_integrity(self) -> None:
-        """Assert that counts are true, ceilings are kept, and only lent chunks wait for their fence."""
+        """Assert that the counts are true, no owner exceeds its ceiling, and only lent chunks wait for a fence."""
         with self._lock:
             for owner, count in self._num_of.items():
                 assert count == self._owners.count(owner), (
@@ -285,7 +285,7 @@ def _runs(chunks: Iterable[int]) -> list[range]:
 
 
 def release_pages(address: int, nbytes: int) -> int:
-    """Drop the whole pages in [address, address + nbytes): they hold zeros, and cost nothing until written again.
+    """Drop the whole pages inside [address, address + nbytes): they hold zeros, and cost nothing until the next write.
 
     Returns the bytes dropped; 0 where the system is not Linux or refuses. The memory must be private and writable.
     """
@@ -337,6 +337,6 @@ def pin(memory: torch.Tensor, cuda: Any = torch.cuda, forget: Callable[[], None]
 
 
 def _unpin(cuda: Any, address: int) -> None:
-    """Before the memory goes back: a GPU would go on reading the old pages when others lie at the address."""
+    """Before the memory goes back: other pages may come to its address, and a GPU would read the old ones."""
     with suppress(RuntimeError):
         cuda.cudart().cudaHostUnregister(address)

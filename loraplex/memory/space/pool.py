@@ -24,7 +24,7 @@ from loraplex.memory.space.space import Range, Space
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Bytes of a pool. lent = used + free; `free_bytes` lie in holes, the largest of `largest_hole_bytes`.
+    """Bytes of a pool. lent = used + free; `free_bytes`: in holes of lent chunks, the largest of `largest_hole_bytes`.
 
     fragmentation := 1 - ceil(used / chunk) / chunks, the share of the lent chunks that perfect packing would give
     back (0 when nothing is lent). The rest of the last chunk is no fragmentation: it is there however well the extents
@@ -64,7 +64,7 @@ class LoRAMemoryPool:
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Extent | None:
-        """An extent of `nbytes` rounded up to ALIGNMENT; None when holes, arena and KV cache have no room."""
+        """An extent of `nbytes` rounded up to ALIGNMENT; None: no room in holes, the arena or the KV cache."""
         extents = self.allocate_all((nbytes,))
         return None if extents is None else extents[0]
 
@@ -145,7 +145,7 @@ class LoRAMemoryPool:
             self._space.poison()
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks, and that poisoned ranges are untouched."""
+        """Assert that extents and free ranges tile the lent chunks exactly, and poisoned ranges are untouched."""
         with self._lock:
             self._space.check_integrity()
 
@@ -164,7 +164,7 @@ class LoRAMemoryPool:
         return extents
 
     def _borrow_free(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """In free chunks: as many as hold the first size, or fewer beside a hole in a nearly full arena."""
+        """In free chunks of the arena: as many as hold the first size, or fewer beside a hole when few are left."""
         for num_chunks in range(math.ceil(sizes[0] / self.arena.chunk_bytes), 0, -1):
             chunks = self.arena.lend(Owner.ADAPTERS, num_chunks)
             if chunks is None:
@@ -192,14 +192,14 @@ MAX_EMPTYING_TRIES = 16
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """An extent and its new place, lent already; who moves the bytes frees `source`, or else `target`."""
+    """An extent and its new place, already lent; the mover of the bytes frees `source`, else `target`."""
 
     source: Extent
     target: Extent
 
 
 class MoveFinder:
-    """Finds the moves of one chunk, at most `max_bytes`. Targets are lent, sources are still to be freed.
+    """Finds the moves of one chunk in a space, at most `max_bytes` of them. Targets are lent, sources not yet freed.
 
     The next of these that is to be had:
 
@@ -307,7 +307,8 @@ class MoveFinder:
         return rest**2 + outside[0] ** 2 + outside[1] ** 2 - size**2 - before**2 - after**2
 
     def _borrow_beside(self, start: int, end: int, num_chunks: int) -> Range | None:
-        """The hole [start, end) with `num_chunks` borrowed beside it, no hole any more; for no hole any chunks."""
+        """The hole [start, end) with `num_chunks` borrowed chunks before or after it, taken out; any chunks for no
+        hole."""
         arena = self._space.arena
         if start == end:
             chunks = arena.lend(Owner.ADAPTERS, num_chunks)

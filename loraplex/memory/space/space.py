@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 
 class Space:
-    """Extents and free ranges tile the chunks lent to adapters. Not thread-safe: the pool calls it under its lock.
+    """Extents and free ranges tile the chunks lent to the adapters. Not thread-safe: the pool calls it under its lock.
 
     chunks: those it has, with the bytes of extents in each. A chunk without extents goes back to the arena at once.
     """
@@ -54,7 +54,7 @@ class Space:
         return self.place_in(*self.holes.take_best(min(sum(sizes), largest)), sizes)
 
     def place_in(self, start: int, end: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """As many of `sizes` as fit, at least one, at the end of a range that is no hole; its rest becomes one."""
+        """As many of `sizes` as fit, at least one, at the end of a range that was taken out; the rest is a hole."""
         ends = list(itertools.accumulate(sizes))
         num_extents = bisect_right(ends, end - start)
         assert num_extents, f"[{start}, {end}) does not hold {sizes[0]} bytes"
@@ -184,7 +184,7 @@ class Space:
         return [*self.holes, *(piece for pieces in self._closed.values() for piece in pieces)]
 
     def check_integrity(self) -> None:
-        """Assert that extents and free ranges tile the lent chunks, and that poisoned ranges are untouched."""
+        """Assert that extents and free ranges tile the lent chunks exactly, and poisoned ranges are untouched."""
         lent = self.arena.chunks_of(Owner.ADAPTERS)
         assert sorted(self.chunks) == lent, "pool and arena disagree on who has which chunk"
         self.holes.check_integrity()

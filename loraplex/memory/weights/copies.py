@@ -45,7 +45,7 @@ class Arrival:
 
 
 class CopyEngine(Protocol):
-    """Thread-safe. `is_asynchronous`: `copy` only enqueues; its sources stay as they are until `join` returns."""
+    """Thread-safe. `is_asynchronous`: `copy` only enqueues: its sources must stay as they are until `join` returns."""
 
     is_asynchronous: bool
 
@@ -131,7 +131,7 @@ def copies_for(device: torch.device) -> CopyEngine:
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """What is on its way to one lora_slot. piece_of_layer: what a decoder layer reads; none where it reads nothing.
+    """What is on its way to one lora_slot. piece_of_layer: the piece that a decoder layer reads, if any.
 
     error: why it is not to be used, once that is known.
     """

@@ -222,7 +222,7 @@ class DiskCache:
             return DiskStats(self._used_bytes, self._max_bytes, len(self._files), **self._counts)
 
     def check_integrity(self) -> None:
-        """Assert that the books are true; while no other process works there and nothing is written here."""
+        """AssertionError unless the books say what is on the disk; while no process writes here or there."""
         with self._lock:
             found = {path: status.st_size for path, status in self._walk()}
             assert self._files == found, f"{len(self._files)} files in the books, {len(found)} on the disk"
@@ -305,7 +305,8 @@ class DiskCache:
     # ------------------------------------------------------------------------------------------------------- the budget
 
     def _reserve(self, nbytes: int) -> bool:
-        """Room for a file; the least recently used ones go, or none if that is not enough. Raises OSError."""
+        """Room for a file, for which the least recently used ones go; False, and none goes, when that is not enough.
+        Raises OSError."""
         with self._lock:
             if self._clock() - self._scanned_s >= RESCAN_S:
                 self._rescan()
@@ -417,7 +418,8 @@ def _entries(folder: Path | str, is_meant: Callable[[int], bool]) -> Iterator[tu
 
 
 def _delete_abandoned(path: str) -> None:
-    """Delete an unfinished file. Its writer holds a lock, which ends with the process, in whatever container."""
+    """Delete an unfinished file that is no longer written: its writer's lock ends with the process, in any
+    container."""
     with suppress(OSError), opened(Path(path)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

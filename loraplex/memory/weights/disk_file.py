@@ -83,7 +83,7 @@ def encode_header(identity: bytes, layout: PackedLayout, checksums: Sequence[int
 
 @contextmanager
 def opened(file: Path) -> Iterator[int]:
-    """A descriptor for reading. OSError, for a symbolic link too; FileNotFoundError for what is no regular file."""
+    """A descriptor for reading. Raises OSError, for a symbolic link too; FileNotFoundError: no regular file."""
     fd = os.open(
         file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     )  # a FIFO would block without O_NONBLOCK
@@ -163,7 +163,7 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
 
 
 def parse_layout(text: bytes) -> PackedLayout:
-    """DamagedFileError unless types, bounds, alignments and the places of parts in their extents are right."""
+    """Raises DamagedFileError unless types, bounds, alignments and places of parts in their extents are right."""
     try:
         sizes, blocks = json.loads(text)
         layout = PackedLayout(

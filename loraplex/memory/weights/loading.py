@@ -135,7 +135,7 @@ class LoaderThreads:
 
 
 class ReadSlots:
-    """At most `num_slots` readers (`with slots:`), without those that read for `stuck_s`: they hang on a dead disk."""
+    """At most `num_slots` readers at a time (`with slots:`), but for those that read for `stuck_s` (a dead disk)."""
 
     def __init__(self, num_slots: int, stuck_s: float = STUCK_S) -> None:
         self._num_slots = num_slots
@@ -224,7 +224,8 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
 
 
 def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
-    """An AdapterError (or the end of the engine) itself; AdapterNoRoomError without memory; else AdapterLoadError."""
+    """`error` when it is an AdapterError (or the engine's end); AdapterNoRoomError without memory; else
+    AdapterLoadError."""
     if isinstance(error, AdapterError | EngineShutdownError):
         return error
     if is_out_of_memory(error):
@@ -246,7 +247,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Whether a CUDA error is one that ends the use of the device. What a capture refuses is not."""
+    """Whether the process cannot use the device after such a CUDA error. What a capture refuses is none."""
     text = str(error)
     is_harmless = "out of memory" in text or "captur" in text
     return isinstance(error, RuntimeError) and "CUDA error" in text and not is_harmless

@@ -86,7 +86,7 @@ class Packer:
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
 
     def least_nbytes(self, lora_dtype: str) -> int:
-        """Bytes that every adapter has: rank 1 on the smallest module, in 16 bits if adapters may be."""
+        """Bytes that every adapter has: those of rank 1 on the one smallest module, in 16 bits if adapters may be."""
         dtype = torch.float32 if lora_dtype == "float32" else torch.float16
         least = min(
             self._backend.packed_nbytes(
@@ -130,7 +130,7 @@ class Packer:
         return self._backend.checksums(views)
 
     def check_layout(self, layout: PackedLayout) -> None:
-        """ValueError unless an adapter of this model is laid out so: kernels stay inside its extents then."""
+        """ValueError unless an adapter of this model is laid out so: kernels that read by it stay in its extents."""
         said = {block.target_name: block for block in layout.blocks}
         if not said.keys() <= self._by_name.keys():
             raise ValueError(f"blocks of {sorted(said.keys() - self._by_name.keys())}, which the model does not have")
@@ -195,7 +195,7 @@ def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
 
 
 def _shapes_of(block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
-    """Tensors without memory that `block` could be packed from. ValueError for another number of slices."""
+    """Tensors without memory from which `block` could be packed. ValueError: another number of slices."""
     return [
         None
         if layout is None

@@ -289,8 +289,9 @@ def test_verbs_wait_until_all_of_it_is_there(rig: Rig) -> None:
     assert arrivals(rig)[1].is_done
     assert rig.loader is not None
     rig.add(3)
+    assert rig.manager.deactivate_adapter(1)
     with rig.loader.opened():
-        assert rig.manager.switch_lora(1, 3).was_active
+        assert rig.manager.activate_adapter(3)
     assert (rig.tier_of(1), rig.tier_of(3)) == ("host", "device")
 
 
