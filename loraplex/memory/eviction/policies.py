@@ -1,8 +1,15 @@
-"""Which weights go first when room is needed. A policy sees keys, their bytes and what it costs to have them back,
-never tiers.
+"""Which weights go first when room is needed. A policy sees keys, their bytes and their cost of return, never tiers.
 
 A tier tells its policy who enters, who is used, who leaves; the room asks for the order and skips what may not go
-(running, pinned, loading). Policies are chosen by name (`get_policy`).
+(running, pinned, loading). Policies are chosen by name:
+
+    lru          the least recently used goes first
+    lfu          the least often used
+    fifo         the first that entered
+    gdsf         greedy-dual-size-frequency (Cherkasova, 1998): clock + uses * reload seconds / bytes; the clock is a
+                 victim's highest value
+    cost_aware   decayed uses * reload seconds / bytes; what queued requests ask for goes after everything else
+    none         nothing goes by itself
 
 A `use` is a request that gets the weights: one each. A `touch` is any other sign of interest in them, however often (a
 waiting request asks in every step), and says something of recency alone.
@@ -12,12 +19,11 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Protocol
 
 from loraplex.errors import ConfigError
 
@@ -35,55 +41,54 @@ MIN_RELOAD_S = 1e-4
 
 MIN_GHOSTS = 4096
 GHOSTS_PER_KEY = 4
-"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times those in the tier if that is
-more."""
+"""Keys that left keep their count of uses: `MIN_GHOSTS` of them, or this many times the tier's if that is more."""
 
 
-class EvictionPolicy(ABC):
-    """The keys of one tier. Not thread-safe: the store calls it under its lock.
+class EvictionPolicy(Protocol):
+    """The keys of one tier. Not thread-safe: the manager calls it under its lock."""
 
-    evicts: whether anything is ever evicted to make room; if not, a full tier refuses.
-    """
+    @property
+    def name(self) -> str: ...
 
-    name: ClassVar[str]
-    evicts: ClassVar[bool] = True
+    @property
+    def evicts(self) -> bool:
+        """Whether anything is ever evicted to make room; if not, a full tier refuses."""
+        ...
 
-    @abstractmethod
     def enter(self, key: str, nbytes: int, reload_s: float | None = None) -> None:
         """`key` is in the tier from now on, and would take `reload_s` to come back (None: not timed yet). Again: that
         is known better."""
+        ...
 
-    @abstractmethod
     def use(self, key: str) -> None:
         """One request got `key`; that counts for its history also when it is not in the tier."""
+        ...
 
     def touch(self, key: str) -> None:
         """`key` was waited for, prefetched or given back. Nothing for a key that is not in the tier."""
-        return
+        ...
 
     def evict(self, key: str) -> None:
         """`key` leaves to make room for another."""
-        self.forget(key)
+        ...
 
-    @abstractmethod
     def forget(self, key: str) -> None:
         """`key` is not in the tier any more, for whatever reason; nothing if it never was."""
+        ...
 
-    @abstractmethod
     def order(self, is_queued: IsQueued | None = None) -> Iterator[str]:
         """All keys in the tier, the one that goes first in front. Do not change the policy while iterating.
 
         is_queued: whether a waiting request asks for a key; a policy may spare those.
         """
+        ...
 
 
 # ---------------------------------------------------------------------------------------------------------- in sequence
 
 
-class FIFO(EvictionPolicy):
-    """The first that entered goes first, however much it is used."""
-
-    name = "fifo"
+class _Sequence:
+    """Keys one after another, the next to go in front."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, None] = OrderedDict()
@@ -94,6 +99,13 @@ class FIFO(EvictionPolicy):
     def use(self, key: str) -> None:
         self.touch(key)
 
+    def touch(self, key: str) -> None:
+        if key in self._keys:
+            self._keys.move_to_end(key)
+
+    def evict(self, key: str) -> None:
+        self.forget(key)
+
     def forget(self, key: str) -> None:
         self._keys.pop(key, None)
 
@@ -101,17 +113,24 @@ class FIFO(EvictionPolicy):
         return iter(self._keys)
 
 
-class LRU(FIFO):
+class LRU(_Sequence):
     """The least recently used goes first."""
 
     name = "lru"
+    evicts = True
+
+
+class FIFO(_Sequence):
+    """Who entered first goes first, however much it is used."""
+
+    name = "fifo"
+    evicts = True
 
     def touch(self, key: str) -> None:
-        if key in self._keys:
-            self._keys.move_to_end(key)
+        pass
 
 
-class NoEviction(LRU):
+class NoEviction(_Sequence):
     """Nothing goes by itself: an adapter is evicted by name only, and a full tier refuses."""
 
     name = "none"
@@ -123,7 +142,8 @@ class NoEviction(LRU):
 
 @dataclass(slots=True)
 class _Tracked:
-    """A key in the tier. uses: None before the first. is_used: since it entered. place: its entry in the ranking."""
+    """A key in the tier. uses: as its policy counts, None before the first. is_used: since it entered. place: its entry
+    in the ranking."""
 
     uses: float | None
     seconds_per_byte: float = 0.0
@@ -131,13 +151,15 @@ class _Tracked:
     place: tuple[float, int, str] | None = None
 
 
-class _Ranking(EvictionPolicy):
+class _Ranking:
     """Keys by value, the lowest first; of equal ones, the one that was ranked first.
 
     A key that has just entered is valued as if the use that it came for had happened: a newcomer is not the first to
     go. Ranking a key is a binary search and a move in a flat list; the order is there at any time. By default the value
     is the number of uses.
     """
+
+    evicts = True
 
     def __init__(self) -> None:
         self._tracked: dict[str, _Tracked] = {}
@@ -168,6 +190,12 @@ class _Ranking(EvictionPolicy):
         else:
             tracked.uses, tracked.is_used = self._count(tracked.uses), True
             self._rank(key, tracked)
+
+    def touch(self, key: str) -> None:
+        pass
+
+    def evict(self, key: str) -> None:
+        self.forget(key)
 
     def forget(self, key: str) -> None:
         tracked = self._tracked.pop(key, None)
@@ -203,9 +231,8 @@ class LFU(_Ranking):
 
 
 class GDSF(_Ranking):
-    """Greedy-dual-size-frequency (Cherkasova, 1998).
+    """value := clock at the last use + uses * reload seconds / bytes; clock := the highest value of a victim so far.
 
-    value := clock at the last use + uses * reload seconds / bytes; clock := the highest value of a victim so far.
     So what was valued long ago falls behind what is used now.
     """
 
@@ -226,8 +253,7 @@ class GDSF(_Ranking):
 
 
 class CostAware(_Ranking):
-    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes after
-    everything else.
+    """value := uses, a use counting half after each `half_life_s`, * reload seconds / bytes. What is queued goes last.
 
     All values decay by one factor, so their order does not change with time: kept is log2(sum of 2^(use_s /
     half_life_s)), which no passing of time can overflow. A queued request's use is certain and near; what the others'
