@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -57,16 +58,16 @@ class Residents(Protocol):
     def suspect_locked(self, weights: StoredWeights) -> None: ...
 
 
+@dataclass(eq=False)
 class DamageControl:
     """device_lost: why the device cannot be used any more."""
 
-    def __init__(self, residents: Residents, tiers: Tiers, log: MemoryLog) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._log = log
-        self._num_faults: Counter[tuple[Tier, int]] = Counter()
-        self._spoilt: list[StoredWeights] = []
-        self.device_lost: DeviceLostError | None = None
+    _residents: Residents
+    _tiers: Tiers
+    _log: MemoryLog
+    _num_faults: Counter[tuple[Tier, int]] = field(default_factory=Counter)
+    _spoilt: list[StoredWeights] = field(default_factory=list)
+    device_lost: DeviceLostError | None = None
 
     def find_unless_fresh(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
         """`Tiers.changed`; [] for what was read or checked less than FRESH_S ago."""

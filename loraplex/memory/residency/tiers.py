@@ -42,22 +42,20 @@ class _Image:
     piece_of_layer: Mapping[int, int]
 
 
+@dataclass(eq=False)
 class Budget:
     """Bytes and adapters that a tier may hold, and holds; `policy` has the digests in it by their use.
 
     `setting` is what a user changes to have more.
     """
 
-    def __init__(
-        self, tier: Tier, setting: str, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy
-    ) -> None:
-        self.tier = tier
-        self.setting = setting
-        self.policy = policy
-        self.max_bytes = max_bytes
-        self.max_adapters = max_adapters
-        self.used_bytes = 0
-        self.num_adapters = 0
+    tier: Tier
+    setting: str
+    max_bytes: int
+    max_adapters: int | None
+    policy: EvictionPolicy
+    used_bytes: int = 0
+    num_adapters: int = 0
 
     def allows(self, nbytes: int, used_bytes: int, num_adapters: int) -> bool:
         """Whether one more adapter of `nbytes` would fit beside `num_adapters` others of `used_bytes`."""
