@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
 from loraplex.memory.residency.records import Demand, StoredWeights
-from loraplex.memory.residency.tiers import Budget, DeviceCache, Tiers
+from loraplex.memory.residency.tiers import Budget, Tiers
 from loraplex.memory.space.pool import RetiredMemory
 
 
@@ -136,7 +136,8 @@ class Room:
             return
         if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
             return  # requests end, and the KV cache gives back
-        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
+        has_pins = cache is self._device or self._device.pool is None  # else the host's copy of what is pinned is spare
+        pinned = self._pinned(wanted) if has_pins else []
         can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
         is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
         if not (cache.policy.evicts and can_fit and is_in_motion):
@@ -194,11 +195,6 @@ class Room:
 
 def _holds(cache: Budget, weights: StoredWeights) -> bool:
     return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
-
-
-def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
-    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
-    return cache is device or device.pool is None
 
 
 def _is_soon_at_rest(weights: StoredWeights) -> bool:

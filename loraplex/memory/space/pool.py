@@ -70,7 +70,9 @@ class LoRAMemoryPool:
 
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
         """One extent for each size, side by side as far as there are such holes; or None and nothing changed."""
-        aligned = [_aligned(nbytes) for nbytes in sizes]
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"an extent needs at least one byte, got {min(sizes)}")
+        aligned = [align(nbytes) for nbytes in sizes]
         extents: list[Extent] = []
         with self._lock:
             try:
@@ -155,12 +157,10 @@ class LoRAMemoryPool:
         The KV cache is asked for some as long as that helps.
         """
         num_chunks = math.ceil(sizes[0] / self.arena.chunk_bytes)
-        extents = self._borrow_free(sizes)
-        while not extents:
+        while not (extents := self._borrow_free(sizes)):
             is_allowed = self.arena.num_lent(Owner.ADAPTERS) + num_chunks <= self.arena.ceiling(Owner.ADAPTERS)
             if self.ask_kv is None or not is_allowed or not self.ask_kv(num_chunks):
                 break
-            extents = self._borrow_free(sizes)
         return extents
 
     def _borrow_free(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
@@ -174,12 +174,6 @@ class LoRAMemoryPool:
                 return self._space.place_in(start, end, sizes)
             self._space.add_hole(start, end)
         return ()
-
-
-def _aligned(nbytes: int) -> int:
-    if nbytes < 1:
-        raise ValueError(f"an extent needs at least one byte, got {nbytes}")
-    return align(nbytes)
 
 
 # --------------------------------------------------------------------------------------------------------------- moves

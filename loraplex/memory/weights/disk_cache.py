@@ -185,7 +185,10 @@ class DiskCache:
             return True
         is_written = False
         try:
-            self._make_folder()
+            for folder in (self._folder, self._own_folder):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._own_folder.is_symlink():
+                raise NotADirectoryError(f"{self._own_folder} is a symbolic link")
             is_written = self._write(file, encode_header(self._identity(digest), layout, checksums), views)
         except OSError as error:
             self._complain(error)
@@ -276,13 +279,6 @@ class DiskCache:
             if len(self._layouts) >= MAX_LAYOUTS and header.layout_text not in self._layouts:
                 self._layouts.clear()
             return self._layouts.setdefault(header.layout_text, layout)
-
-    def _make_folder(self) -> None:
-        """Raises OSError."""
-        for folder in (self._folder, self._own_folder):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._own_folder.is_symlink():
-            raise NotADirectoryError(f"{self._own_folder} is a symbolic link")
 
     def _write(self, file: Path, header: bytes, views: Sequence[torch.Tensor]) -> bool:
         """False for lack of room. Raises OSError, and leaves nothing."""
