@@ -93,8 +93,8 @@ class HostCache(Budget):
 
 
 class DeviceCache(Budget):
-    """What kernels can reach: a lora_slot each, bounded in bytes and in slots. `pool` is None where the device reads the
-    host cache's memory (a CPU)."""
+    """What kernels can reach: a lora_slot each, bounded in bytes and slots. pool: None where the device reads the host
+    cache's memory (a CPU)."""
 
     def __init__(self, table: SlotTable, pool: LoRAMemoryPool | None, max_bytes: int, policy: EvictionPolicy) -> None:
         super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)
