@@ -87,9 +87,9 @@ def build_engine(
     scheduler = _scheduler(config, blocks, adapters, memory.max_model_len)
     builder, graphs = build_steps(config, memory, model, backend, blocks, None if adapters is None else adapters.table)
     profiler = profiler or Profiler()
-    steps = None if adapters is None else adapters.steps
+    prepare = None if adapters is None else adapters.prepare_step
     sampler = Sampler(model_config.vocab_size, backend)
-    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, steps, graphs)
+    runner = ModelRunner(model, memory.kv, builder, sampler, profiler, prepare, graphs)
     _make_ready(config, runner, blocks, memory, 0 if adapters is None else adapters.table.capacity, progress)
     caretaker = make_caretaker(config, adapters, scheduler, blocks, runner, events, model_config.vocab_size)
     info = _info(config, path, model_config, memory, model, backend, device_choice)

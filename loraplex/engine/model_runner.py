@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError,
 from loraplex.kernels.device_copies import upload
 from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
-from loraplex.memory.weights.copies import StepGate, StepPreparation
+from loraplex.memory.weights.copies import StepGate
 from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
 from loraplex.profiler import DEVICE_PART, Profiler
@@ -114,8 +114,8 @@ class _LastTokens:
 class ModelRunner:
     """The decoder with its KV memory and its sampler.
 
-    adapters: None in an engine without LoRA. graphs: captured decode steps; None where every step runs kernel by
-    kernel.
+    prepare_adapters: makes adapters ready for a step (WeightStore.prepare); None in an engine without LoRA. graphs:
+    captured decode steps; None where every step runs kernel by kernel.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ModelRunner:
         builder: BatchBuilder,
         sampler: Sampler,
         profiler: Profiler,
-        adapters: StepPreparation | None = None,
+        prepare_adapters: Callable[[Iterable[int]], StepGate | None] | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
@@ -134,7 +134,7 @@ class ModelRunner:
         self._sampler = sampler
         self._profiler = profiler
         self._last = _LastTokens(torch.zeros(0, dtype=torch.int64), {})
-        self._adapters = adapters
+        self._prepare_adapters = prepare_adapters
         self.graphs = graphs
         self._is_timing_device = False
         self._cpu = CpuMeter()
@@ -268,11 +268,11 @@ class ModelRunner:
         self._sample(step, hidden, logits, arriving).result()
 
     def _prepare(self, plan: SchedulePlan) -> _Arriving | None:
-        if self._adapters is None:
+        if self._prepare_adapters is None:
             return None
         states = [each.state for each in plan.sequences]
         slots = {each.request.request_id: each.lora_slot for each in states if each.lora_slot is not None}
-        gate = self._adapters.prepare(set(slots.values()))
+        gate = self._prepare_adapters(set(slots.values()))
         return None if gate is None else _Arriving(gate, slots)
 
     def _sample(

@@ -2,9 +2,9 @@
 
 The engine's thread calls `try_acquire`, `release`, `prefetch`, `victims_for`, `poll`, `step_launched`,
 `step_committed`; none of them waits. Verbs may be called from any thread; `add_adapter`, `promote_adapter`,
-`activate_adapter`, `pin_adapter` and `switch_lora` wait for loads. They need no poll to make progress, so an engine
-that is idle may call them from its own thread; while a step is in flight, other threads must (retired room comes back
-when the step is committed).
+`activate_adapter` and `pin_adapter` wait for loads. They need no poll to make progress, so an engine that is idle may
+call them from its own thread; while a step is in flight, other threads must (retired room comes back when the step is
+committed).
 
 A load that fails is not sticky. Verbs that wait for it raise its error. Requests that were told to wait for it get it
 from `try_acquire`: every one that asks in the scheduling pass in which the first of them does. After that pass, or when
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,9 +29,9 @@ from loraplex.errors import AdapterConflictError, ConfigError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import SlotTable
-from loraplex.memory.care.compaction import CompactionResult, Compactor
+from loraplex.memory.care.compaction import Compactor
 from loraplex.memory.care.damage import DamageControl
-from loraplex.memory.care.health import AdapterHealth
+from loraplex.memory.care.health import AdapterHealth, Recovery
 from loraplex.memory.care.housekeeping import Housekeeping
 from loraplex.memory.eviction.custom import MakePolicy, policy_maker
 from loraplex.memory.eviction.policies import EvictionPolicy
@@ -43,7 +43,7 @@ from loraplex.memory.space.arena import Arena
 from loraplex.memory.space.pool import LoRAMemoryPool
 from loraplex.memory.stats import MemoryLog, chunk_runs, residency_of, resting_tiers
 from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, get_compression
-from loraplex.memory.weights.copies import CopyEngine, StepPreparation, SynchronousCopies
+from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
 from loraplex.memory.weights.packing import BaseBias, Packer
@@ -53,21 +53,6 @@ logger = logging.getLogger(__name__)
 
 MIN_SLOTS = 64
 MAX_SLOTS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchOutcome:
-    """Result of `switch_lora`. was_active: `old` was on the device. is_draining: `old` leaves with its last request.
-
-    load_s: until `new` was in host memory; promote_s: from there to the device; evicted: what left for it, `old`
-    included.
-    """
-
-    was_active: bool
-    is_draining: bool
-    load_s: float
-    promote_s: float
-    evicted: tuple[str, ...]
 
 
 class LoRAModelManager:
@@ -104,25 +89,30 @@ class LoRAModelManager:
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base_bias)
-        self._disk, self._compressed = disk, compressed = disk_tier(packer), compressed_copies(lora_config, packer)
+        copies = copies or SynchronousCopies()
         make_policy = make_policy or policy_maker(lora_config.eviction_policy)
-        host, device = build_tiers(lora_config, targets, packer, arena, host_arena, partial(make_policy, clock))
-        tiers = Tiers(host, device, copies or SynchronousCopies(), packer.checksums)
+        new_policy = partial(make_policy, clock)
+        self._tiers = tiers = build_tiers(lora_config, targets, packer, arena, host_arena, copies, new_policy, clock)
+        tiers.disk = disk_tier(packer)
         tiers.pool_of(Tier.DEVICE).ask_kv = ask_kv
-        self._tiers = tiers
+        self.table = tiers.device.table  # where kernels find adapters
+        self.is_shared = tiers.is_shared
         self._loader = loader = loader or LoaderThreads(lora_config.num_loader_threads)
         self._log = log = MemoryLog(events or EventLog())
-        self._residency = residency = WeightStore(tiers, clock, log, disk, compressed)
-        self._damage = damage = DamageControl(residency, tiers, log, clock)
-        reader = WeightReader(packer, host.pool, disk, compressed, lora_config.num_loader_threads)
-        self.steps: StepPreparation = residency
-        self.victims_for = residency.victims_for  # what the store does whole is the store's own
+        self._residency = residency = WeightStore(tiers, log)
+        self._damage = damage = DamageControl(residency, tiers, log)
+        reader = WeightReader(packer, tiers, lora_config.num_loader_threads)
+        # what a part does whole is that part's own
+        self.prepare_step, self.victims_for = residency.prepare, residency.victims_for
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
-        self.wait_for_change = residency.wait_for_change
-        self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log, clock)
-        self._compactor = Compactor(residency, tiers, clock, log.events)
-        self.health = AdapterHealth(residency, tiers, damage, loader, log, clock, transfers.let_damaged_go_locked)
-        self.housekeeping = Housekeeping(residency, tiers, loader, log, clock, compressed, transfers.advance_locked)
+        self.wait_for_change, self.check_integrity = residency.wait_for_change, residency.check_integrity
+        self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
+        self.compact = Compactor(residency, tiers, log.events).run
+        self._recovery = recovery = Recovery(clock)
+        self.health = AdapterHealth(residency, tiers, damage, loader, log, recovery, transfers.let_damaged_go_locked)
+        self.housekeeping = Housekeeping(residency, tiers, loader, log, transfers.advance_locked)
+        self.reclaim_chunks = self.housekeeping.reclaim_chunks
+        self.release_pages = tiers.host.pool.arena.release_pages
 
     # ---------------------------------------------------------------------------------- core.ResidencyView: never waits
 
@@ -159,14 +149,6 @@ class LoRAModelManager:
             for digest in forgotten:
                 self.on_digest_dropped(digest)
 
-    def reclaim_chunks(self, num_chunks: int) -> int:
-        """Evict idle adapters that no request waits for, until so many of the arena's chunks are free; how many."""
-        return self.housekeeping.reclaim_chunks(num_chunks)
-
-    def compact(self, max_bytes: int, deadline_s: float) -> CompactionResult:
-        """Move extents out of sparse chunks, at most `max_bytes` and until it is `deadline_s`; from any thread."""
-        return self._compactor.run(max_bytes, deadline_s)
-
     # ---------------------------------------------------------------------------- add and remove (core.AdapterStore)
 
     def add_adapter(self, adapter: AdapterSpec | LoRAModel) -> AddOutcome:
@@ -180,7 +162,7 @@ class LoRAModelManager:
         spec, opener = self._spec_of(adapter)
         with self._residency.held():
             known = self._known_locked(spec)
-            self.health.forgive_locked(spec.adapter_digest)
+            self._recovery.forgive(spec.adapter_digest)
             stored = known or self._residency.attach_locked(spec, opener)
             job, is_mine = self._load_of_locked(stored, is_new=known is None)
         try:
@@ -265,8 +247,7 @@ class LoRAModelManager:
     # ----------------------------------------------------------------------------------------------- nearer and farther
 
     def promote_adapter(self, adapter_id: int) -> AddOutcome:
-        """Bring the adapter to the device; waits for loads. Raises AdapterNoRoomError when all that is there is pinned
-        or in use."""
+        """Bring it to the device; waits for loads. AdapterNoRoomError when all there is pinned or in use."""
         with self._residency.held():
             demand = Demand("promote")
             is_new = self._transfers.bring_locked(self._residency.adapter_locked(adapter_id), demand)
@@ -310,37 +291,6 @@ class LoRAModelManager:
         with self._residency.held():
             return self._residency.adapter_locked(adapter_id).set_pinned(False)
 
-    def switch_lora(self, old: int, new: int | AdapterSpec | LoRAModel) -> SwitchOutcome:
-        """Load `new` if it is unknown, bring it to the device, and let `old` leave it: now, or with its last request.
-
-        An idle `old` makes room first, so it has left (and lost its pin) also when `new` cannot come and this raises.
-        `old` need not be active, nor known. Requests are sent to `new` by the registry of names (adapters/registry/);
-        until then they queue.
-        """
-        began_s = self._clock()
-        loaded = AddOutcome(False) if isinstance(new, int) else self.add_adapter(new)
-        loaded_s = self._clock()
-        demand = Demand("promote", evicted=list(loaded.evicted))
-        with self._residency.held():
-            coming = self._residency.adapter_locked(new if isinstance(new, int) else new.adapter_id)
-            going = self._residency.known_locked().get(old)
-            was_active = going is not None and going.weights.is_on_device
-            is_apart = going is not None and going.weights is not coming.weights
-            if going is not None and is_apart:
-                going.set_pinned(False)
-                self._residency.demote_locked(going.weights, demand)
-            self._transfers.bring_locked(coming, demand)
-            is_draining = going is not None and is_apart and self._see_off_locked(going, demand)
-        return SwitchOutcome(
-            was_active, is_draining, loaded_s - began_s, self._clock() - loaded_s, tuple(demand.evicted)
-        )
-
-    def _see_off_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
-        """Let it leave the device now or, if it is in use, at its last release; whether that is still to come."""
-        self._residency.demote_locked(adapter.weights, demand)
-        adapter.is_evicted_when_idle = adapter.num_running > 0 and not adapter.is_removed
-        return adapter.num_running > 0
-
     # ------------------------------------------------------------------------------------------------------------ views
 
     def digest_of(self, adapter_id: int) -> str:
@@ -348,23 +298,9 @@ class LoRAModelManager:
         with self._residency.held():
             return self._residency.in_use_locked(adapter_id).weights.digest
 
-    @property
-    def table(self) -> SlotTable:
-        """Where kernels find adapters."""
-        return self._tiers.device.table
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether host and device are one memory."""
-        return self._tiers.is_shared
-
     def alarm_with(self, alarm: Callable[[str], None]) -> None:
         """Have `alarm` called, from any thread, when a load cannot allocate memory."""
         self._log.alarm = alarm
-
-    def release_pages(self) -> int:
-        """Give the pages of free memory back to the system; returns the bytes."""
-        return self._tiers.host.pool.arena.release_pages()
 
     def list_adapters(self, adapter_ids: Sequence[int] | None = None) -> list[AdapterResidency]:
         """Of these adapters those that resolve; by default all, in the order in which they were added."""
@@ -375,25 +311,21 @@ class LoRAModelManager:
                 residency_of(
                     each,
                     self._residency.resting_tier_locked(each.weights),
-                    self.health.state_of_locked(each.weights.digest),
+                    self._recovery.state_of(each.weights.digest),
                 )
                 for each in filter(None, map(known.get, asked))
             ]
 
     def report(self) -> MemoryReport:
         """What `GET /v1/memory` shows of the adapters' memory; the engine adds the KV cache's part."""
-        report, compressed = self._residency.report(), self._compressed
+        report, compressed = self._residency.report(), self._tiers.compressed
         return replace(
             report,
-            tiers=(*report.tiers, *resting_tiers(compressed, self._disk)),
+            tiers=(*report.tiers, *resting_tiers(compressed, self._tiers.disk)),
             chunks=chunk_runs(self._tiers.pool_of(Tier.DEVICE).arena),
             quarantined=self.health.quarantined(),
             counters={**report.counters, "compression_max_error": 0.0 if compressed is None else compressed.max_error},
         )
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless bytes, extents, references, slots and the slot table agree."""
-        self._residency.check_integrity()
 
     def close(self) -> None:
         """Stop the loader's threads. Threads that wait get EngineShutdownError."""
@@ -407,12 +339,15 @@ def build_tiers(
     packer: Packer,
     arena: Arena,
     host_arena: Arena | None,
+    copies: CopyEngine,
     new_policy: Callable[[], EvictionPolicy],
-) -> tuple[HostCache, DeviceCache]:
+    clock: Callable[[], float],
+) -> Tiers:
     """The two tiers over one memory (no `host_arena`: a CPU), or over two. The slot table's capacity is fixed here."""
     pool = LoRAMemoryPool(arena)
     host_pool = pool if host_arena is None else LoRAMemoryPool(host_arena)
-    host_bytes = lora_config.host_memory_bytes - compressed_bytes(lora_config)
+    compressed = compressed_copies(lora_config, packer)
+    host_bytes = lora_config.host_memory_bytes - (0 if compressed is None else compressed.max_bytes)
     host = HostCache(host_pool, host_bytes, lora_config.max_cpu_loras, new_policy())
     most = host.max_bytes if host_arena is None else most_bytes(arena)
     table = SlotTable(targets, lora_config.max_loras or num_slots(lora_config, packer), arena.memory)
@@ -421,7 +356,7 @@ def build_tiers(
     device = DeviceCache(table, device_pool, max_bytes, new_policy())
     is_device_tighter = lora_config.adapter_memory_bytes <= lora_config.host_memory_bytes  # the host's may follow it
     _check_budgets((device, host) if is_device_tighter else (host, device), lora_config, packer)
-    return host, device
+    return Tiers(host, device, copies, packer.checksums, clock, compressed)
 
 
 def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Packer) -> None:
@@ -438,14 +373,9 @@ def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Pa
             logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)
 
 
-def compressed_bytes(lora_config: LoRAConfig) -> int:
-    """The part of the host's budget that is for compressed copies."""
-    return 0 if lora_config.host_compression == "none" else lora_config.host_memory_bytes // HOST_SHARE
-
-
 def compressed_copies(lora_config: LoRAConfig, packer: Packer) -> CompressedCopies | None:
     compression = get_compression(lora_config.host_compression, packer)
-    return None if compression is None else CompressedCopies(compression, compressed_bytes(lora_config))
+    return None if compression is None else CompressedCopies(compression, lora_config.host_memory_bytes // HOST_SHARE)
 
 
 def num_slots(lora_config: LoRAConfig, packer: Packer) -> int:

@@ -34,7 +34,7 @@ REQUESTS: tuple[tuple[str | None, dict[str, Any]], ...] = (
 
 MEANT = {
     "StepHandle.result": {"Download.result"},  # of the oldest step in flight, and only for that
-    "Transfers._land": {"_CudaArrival.join"},  # an adapter's weights, in a loader's thread
+    "Transfers._land": {"Arrival.join"},  # an adapter's weights, in a loader's thread
     "Caretaker._record_one": {"ModelRunner.answer"},  # a diagnostic prompt, while there are no requests
 }
 """What waits, and where in it."""

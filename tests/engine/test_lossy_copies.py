@@ -34,9 +34,9 @@ def test_after_a_lossy_copy_the_disk_tier_brings_the_exact_bytes_and_their_check
     assert exact == known
     store.room.pass_id += 5  # no request asked lately
     assert housekeeping.reclaim_idle("host", -1e9, 1) == 1
-    assert store.compressed is not None
+    assert store.tiers.compressed is not None
     for _ in range(200):  # a loader's thread makes the copy
-        if len(store.compressed) and next(iter(store.weights.values())).host is None:
+        if len(store.tiers.compressed) and next(iter(store.weights.values())).host is None:
             break
         driver.engine.adapters.wait_for_change(0.05)
     ask(driver)

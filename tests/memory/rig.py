@@ -247,7 +247,7 @@ class Rig:
         from loraplex.memory.weights.packing import Packer
 
         packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
-        return sum(packer.plan(model).sizes)
+        return packer.lay_out(model).nbytes
 
     def spec(self, adapter_id: int, digest: str = "", rank: int = 4) -> AdapterSpec:
         """Adapter `adapter_id` with a source that holds its content."""
@@ -295,7 +295,7 @@ class Rig:
 
     def check_output(self, lora_slot: int, model: LoRAModel) -> None:
         """The kernels see exactly `model` in `lora_slot`: no other byte. They wait for layers that arrive."""
-        backend, gate = get_backend(self.backend, CPU), self.manager.steps.prepare([lora_slot])
+        backend, gate = get_backend(self.backend, CPU), self.manager.prepare_step([lora_slot])
         for target in TARGETS:
             if gate is not None:
                 gate.wait_for_layer(target.layer)

@@ -260,53 +260,6 @@ def test_a_pin_survives_pressure(rig: Rig) -> None:
         assert rig.slots()[0] == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- switch
-
-
-def test_switch_loads_promotes_and_sees_off(rig: Rig) -> None:
-    rig.add(1)
-    rig.pin(1)
-    assert rig.loader is not None
-    with rig.loader.opened():
-        outcome = rig.manager.switch_lora(1, rig.spec(2))
-    assert (outcome.was_active, outcome.is_draining, outcome.evicted) == (True, False, ("a1",))
-    assert outcome.load_s >= 0 <= outcome.promote_s
-    assert (rig.tier_of(1), rig.tier_of(2)) == ("host", "device")
-
-
-def test_a_switch_waits_for_the_last_request_of_the_old_one(rig: Rig) -> None:
-    rig.add(1, 2)
-    rig.acquire(1)
-    rig.acquire(1)
-    assert rig.loader is not None
-    with rig.loader.opened():
-        outcome = rig.manager.switch_lora(1, 2)
-    assert (outcome.was_active, outcome.is_draining, outcome.evicted) == (True, True, ())
-    rig.manager.release(1)
-    assert rig.tier_of(1) == "device"
-    rig.manager.release(1)
-    assert rig.tier_of(1) == "host"
-
-
-def test_switching_from_what_is_not_active_is_no_error(rig: Rig) -> None:
-    rig.add(2)
-    assert rig.loader is not None
-    with rig.loader.opened():
-        for old in (2, 9):
-            outcome = rig.manager.switch_lora(old, 2)
-            assert not outcome.is_draining
-            assert outcome.evicted == ()
-    assert rig.slots() == [2, None]
-
-
-def test_an_idle_old_one_makes_room_for_the_new_one() -> None:
-    rig = Rig(num_device=1, num_host=2, policy="none")
-    rig.add(1, 2)
-    rig.activate(1)
-    assert rig.manager.switch_lora(1, 2).evicted == ("a1",)
-    assert rig.slots() == [2]
-
-
 # ---------------------------------------------------------------------------------------------------------------- views
 
 

@@ -87,17 +87,6 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         assert self.rig.tier_of(adapter_id) == "device"
 
-    @precondition(has_no_step_in_flight)
-    @rule(old=ADAPTERS, new=ADAPTERS)
-    def switch(self, old: int, new: int) -> None:
-        self.loader.run_all()
-        try:
-            with self.loader.opened():
-                self.manager.switch_lora(old, new)
-        except AdapterError:
-            return
-        assert self.rig.tier_of(new) == "device"
-
     @rule(adapter_id=ADAPTERS)
     def remove(self, adapter_id: int) -> None:
         was_known = adapter_id in self.known

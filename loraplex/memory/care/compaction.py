@@ -8,7 +8,6 @@ The lock is held for the moves of one chunk at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from loraplex.core import Tier
@@ -35,14 +34,13 @@ class CompactionResult:
         )
 
 
+@dataclass(eq=False)
 class Compactor:
     """Compacts the pools of both tiers: one where they share their memory."""
 
-    def __init__(self, residents: Residents, tiers: Tiers, clock: Callable[[], float], events: EventLog) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._clock = clock
-        self._events = events
+    _residents: Residents
+    _tiers: Tiers
+    _events: EventLog
 
     def run(self, max_bytes: int, deadline_s: float) -> CompactionResult:
         """Until nothing more is to be had, `max_bytes` are moved, or it is `deadline_s`. Takes the lock repeatedly."""
@@ -50,7 +48,7 @@ class Compactor:
         for tier in reversed(self._tiers.in_memory):
             side = CompactionSide(self._residents, self._tiers, tier)
             is_moving = True
-            while is_moving and self._clock() < deadline_s and total.moved_bytes < max_bytes:
+            while is_moving and self._tiers.clock() < deadline_s and total.moved_bytes < max_bytes:
                 with self._residents.held():
                     done = side.empty_one_locked(max_bytes - total.moved_bytes)
                 total += done
@@ -61,14 +59,14 @@ class Compactor:
         return total
 
 
+@dataclass(eq=False)
 class CompactionSide:
     """One tier's pool and what owns which extent in it, looked up at the first moves; made for one compaction."""
 
-    def __init__(self, residents: Residents, tiers: Tiers, tier: Tier) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._tier = tier
-        self._owners: dict[Extent, tuple[StoredWeights, int]] | None = None
+    _residents: Residents
+    _tiers: Tiers
+    _tier: Tier
+    _owners: dict[Extent, tuple[StoredWeights, int]] | None = None
 
     def empty_one_locked(self, max_bytes: int) -> CompactionResult:
         """The moves of one chunk."""

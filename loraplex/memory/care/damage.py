@@ -9,8 +9,9 @@ fenced    a chunk that does not hold a pattern, or whose contents were found dam
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -33,45 +34,33 @@ class Residents(Protocol):
     """All that care sees of the residency (store.WeightStore). `_locked` methods are called inside `with held()`."""
 
     def held(self) -> AbstractContextManager[object]: ...
-
     def known_locked(self) -> Mapping[int, StoredAdapter]: ...
-
     def contents_locked(self) -> Mapping[str, StoredWeights]: ...
-
     def is_unwanted_locked(self, weights: StoredWeights, num_passes: int) -> bool: ...
-
     def want_locked(self, weights: StoredWeights) -> None: ...
-
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]: ...
-
     def leave_locked(self, weights: StoredWeights, tier: Tier) -> None: ...
-
     def end_reading_locked(self, weights: StoredWeights) -> None: ...
-
     def release_locked(self, adapter: StoredAdapter) -> None: ...
-
     def may_move_locked(self, weights: StoredWeights) -> bool: ...
-
     def move_locked(self, weights: StoredWeights, tier: Tier, index: int, target: Extent) -> None: ...
-
     def suspect_locked(self, weights: StoredWeights) -> None: ...
 
 
+@dataclass(eq=False)
 class DamageControl:
     """device_lost: why the device cannot be used any more."""
 
-    def __init__(self, residents: Residents, tiers: Tiers, log: MemoryLog, clock: Callable[[], float]) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._log = log
-        self._clock = clock
-        self._num_faults: Counter[tuple[Tier, int]] = Counter()
-        self._spoilt: list[StoredWeights] = []
-        self.device_lost: DeviceLostError | None = None
+    _residents: Residents
+    _tiers: Tiers
+    _log: MemoryLog
+    _num_faults: Counter[tuple[Tier, int]] = field(default_factory=Counter)
+    _spoilt: list[StoredWeights] = field(default_factory=list)
+    device_lost: DeviceLostError | None = None
 
     def find_unless_fresh(self, weights: StoredWeights, tier: Tier) -> list[Extent]:
         """`Tiers.changed`; [] for what was read or checked less than FRESH_S ago."""
-        now_s = self._clock()
+        now_s = self._tiers.clock()
         if now_s - weights.checked_s < FRESH_S:
             return []
         weights.checked_s = now_s

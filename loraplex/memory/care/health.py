@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,34 +31,24 @@ from loraplex.memory.stats import MemoryLog
 from loraplex.memory.weights.loading import Loader
 
 
+@dataclass(eq=False)
 class AdapterHealth:
     """Thread-safe. let_damaged_go_locked: lets copies whose bytes have changed go (Transfers.let_damaged_go_locked)."""
 
-    def __init__(
-        self,
-        residents: Residents,
-        tiers: Tiers,
-        damage: DamageControl,
-        loader: Loader,
-        log: MemoryLog,
-        clock: Callable[[], float],
-        let_damaged_go_locked: Callable[[StoredWeights], None],
-    ) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._damage = damage
-        self._loader = loader
-        self._log = log
-        self._let_damaged_go_locked = let_damaged_go_locked
-        self._recovery = Recovery(clock)
-        self._last_scrubbed = ""
-        self._is_scrubbing = False
+    _residents: Residents
+    _tiers: Tiers
+    _damage: DamageControl
+    _loader: Loader
+    _log: MemoryLog
+    _recovery: Recovery
+    _let_damaged_go_locked: Callable[[StoredWeights], None]
+    _last_scrubbed: str = ""
+    _is_scrubbing: bool = False
 
     # ------------------------------------------------------------------------------------------------- wrong results
 
     def quarantine(self, adapter_id: int, reason: str) -> list[int]:
-        """Serve an adapter's content no more until a diagnosis clears it; returns the adapters of this content, whose
-        requests must end."""
+        """Serve a content no more until a diagnosis clears it; returns its adapters, whose requests must end."""
         with self._residents.held():
             weights = self._weights_locked(adapter_id)
             if weights is None:
@@ -71,10 +61,7 @@ class AdapterHealth:
 
     def doubt(self, adapter_id: int) -> None:
         """A result of this adapter was odd. It is served on; `doubted` tells when to look at it."""
-        with self._residents.held():
-            weights = self._weights_locked(adapter_id)
-            if weights is not None:
-                self._recovery.doubt(weights.digest)
+        self._note(adapter_id, self._recovery.doubt)
 
     def doubted(self) -> list[int]:
         """An adapter of each content in doubt that is due for a look: `scrub_one`, `lent`, then `looked`."""
@@ -90,10 +77,7 @@ class AdapterHealth:
 
     def looked(self, adapter_id: int) -> None:
         """The diagnosis of an adapter in doubt was made, or could not be: the next one is an interval later."""
-        with self._residents.held():
-            weights = self._weights_locked(adapter_id)
-            if weights is not None:
-                self._recovery.looked(weights.digest)
+        self._note(adapter_id, self._recovery.looked)
 
     def refusal(self, adapter_id: int) -> AdapterFaultError | None:
         """The error for a request of a quarantined adapter; None for one that is well or unknown."""
@@ -102,14 +86,6 @@ class AdapterHealth:
             if weights is None:
                 return None
             return self._recovery.refusal(weights.digest, weights.adapters[adapter_id].name)
-
-    def forgive_locked(self, digest: str) -> None:
-        """An adapter of this content is added: what was given up is served again, and judged again."""
-        self._recovery.forgive(digest)
-
-    def state_of_locked(self, digest: str) -> str | None:
-        """Why a content is quarantined."""
-        return self._recovery.state_of(digest)
 
     def quarantined(self) -> dict[int, str]:
         """adapter_id -> why."""
@@ -147,20 +123,16 @@ class AdapterHealth:
             weights.is_restoring = weights.num_pinned > 0
             return next(iter(weights.adapters))
 
-    @contextmanager
-    def borrowed(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, int] | None]:
+    def borrowed(self, is_wanted: Callable[[str], bool]) -> AbstractContextManager[tuple[str, int] | None]:
         """(digest, lora_slot) of an adapter that stays on the device within the block; None: none `is_wanted`.
 
         It counts as no use: the order of eviction and the hit rate stay as they are.
         """
-        with self._lend(lambda weights: self._is_lendable(weights, is_wanted)) as lent:
-            yield lent
+        return self._lend(lambda weights: self._is_lendable(weights, is_wanted))
 
-    @contextmanager
-    def lent(self, adapter_id: int) -> Iterator[tuple[str, int] | None]:
+    def lent(self, adapter_id: int) -> AbstractContextManager[tuple[str, int] | None]:
         """`borrowed` of one adapter, whatever runs on it; None when it is not on the device."""
-        with self._lend(lambda weights: adapter_id in weights.adapters and weights.is_on_device) as lent:
-            yield lent
+        return self._lend(lambda weights: adapter_id in weights.adapters and weights.is_on_device)
 
     @contextmanager
     def _lend(self, is_meant: Callable[[StoredWeights], bool]) -> Iterator[tuple[str, int] | None]:
@@ -195,10 +167,7 @@ class AdapterHealth:
 
     def postpone(self, adapter_id: int) -> None:
         """The diagnosis could not be made: it is due again soon."""
-        with self._residents.held():
-            weights = self._weights_locked(adapter_id)
-            if weights is not None:
-                self._recovery.postpone(weights.digest)
+        self._note(adapter_id, self._recovery.postpone)
 
     def still_ill(self, adapter_id: int, reason: str) -> None:
         """The diagnosis failed; the next one is later, or never."""
@@ -229,9 +198,8 @@ class AdapterHealth:
         """As `scrub`, of one adapter at once; not while others are checked beside the steps."""
         with self._residents.held():
             weights = self._weights_locked(adapter_id)
-            return (
-                {} if weights is None or not weights.is_at_rest or self._is_scrubbing else self._scrub_locked([weights])
-            )
+            is_free = weights is not None and weights.is_at_rest and not self._is_scrubbing
+            return self._scrub_locked([weights]) if weights is not None and is_free else {}
 
     def _scrub_locked(self, chosen: list[StoredWeights]) -> dict[int, str]:
         in_use: dict[int, str] = {}
@@ -281,17 +249,11 @@ class AdapterHealth:
                 self._discard_or_name_locked(weights)
 
     def _after_last_locked(self, max_bytes: int) -> list[StoredWeights]:
-        resident = sorted(
-            (
-                each
-                for each in self._residents.contents_locked().values()
-                if each.host is not None or each.device is not None
-            ),
-            key=lambda each: (each.digest <= self._last_scrubbed, each.digest),
-        )
+        contents = self._residents.contents_locked().values()
         chosen: list[StoredWeights] = []
-        for each in resident:
-            if each.is_at_rest and each.layout is not None and max_bytes > 0:
+        for each in sorted(contents, key=lambda each: (each.digest <= self._last_scrubbed, each.digest)):
+            is_resident = each.host is not None or each.device is not None
+            if is_resident and each.is_at_rest and each.layout is not None and max_bytes > 0:
                 chosen.append(each)
                 max_bytes -= each.nbytes
         return chosen
@@ -301,6 +263,13 @@ class AdapterHealth:
             return {adapter.adapter_id: adapter.name for adapter in weights.adapters.values()}
         self._let_damaged_go_locked(weights)
         return {}
+
+    def _note(self, adapter_id: int, note: Callable[[str], None]) -> None:
+        """Tell the open cases of the adapter's content, if it is still there."""
+        with self._residents.held():
+            weights = self._weights_locked(adapter_id)
+            if weights is not None:
+                note(weights.digest)
 
     def _weights_locked(self, adapter_id: int) -> StoredWeights | None:
         adapter = self._residents.known_locked().get(adapter_id)
@@ -336,7 +305,7 @@ class Case:
 
 
 class Recovery:
-    """The open cases. Pure bookkeeping, not thread-safe: AdapterHealth calls it with the lock held."""
+    """The open cases. Pure bookkeeping, not thread-safe: called with the residency's lock held."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -403,7 +372,7 @@ class Recovery:
         case.retry_at_s, case.is_running = self._clock() + DIAGNOSIS_S, False
 
     def forgive(self, digest: str) -> None:
-        """It is loaded again: a content that was given up has another chance."""
+        """It is loaded again: a content that was given up is served again, and judged again."""
         case = self._cases.get(digest)
         if case is not None and case.is_given_up:
             del self._cases[digest]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from loraplex.core import Tier, WaitsFor
@@ -25,43 +26,31 @@ NUM_WAITING_PASSES = 2
 """What a request asked for in so many scheduling passes is waited for."""
 
 
+@dataclass(eq=False)
 class Housekeeping:
     """Thread-safe. advance_locked: brings weights nearer (Transfers.advance_locked)."""
 
-    def __init__(
-        self,
-        residents: Residents,
-        tiers: Tiers,
-        loader: Loader,
-        log: MemoryLog,
-        clock: Callable[[], float],
-        compressed: CompressedCopies | None,
-        advance_locked: Callable[[StoredWeights, Demand], WaitsFor | None],
-    ) -> None:
-        self._residents = residents
-        self._tiers = tiers
-        self._loader = loader
-        self._log = log
-        self._clock = clock
-        self._compressed = compressed
-        self._advance_locked = advance_locked
+    _residents: Residents
+    _tiers: Tiers
+    _loader: Loader
+    _log: MemoryLog
+    _advance_locked: Callable[[StoredWeights, Demand], WaitsFor | None]
 
     def reclaim_idle(self, tier: str, idle_s: float, share: int) -> int:
-        """One in `share` (at least one) of the adapters that were not used for `idle_s` leaves a tier, longest idle
-        first; how many.
+        """One in `share` (at least one) of those not used for `idle_s` leaves a tier, longest idle first; how many.
 
         What the policy `none` keeps, stays.
         """
-        left = Tier(tier)
+        left, compressed = Tier(tier), self._tiers.compressed
         with self._residents.held():
-            oldest_s = self._clock() - idle_s
+            oldest_s = self._tiers.clock() - idle_s
             idle = [
                 each for each in self._residents.idle_locked(left, NUM_WAITING_PASSES) if each.last_used_s <= oldest_s
             ]
             leaving = sorted(idle, key=lambda each: each.last_used_s)[: -(-len(idle) // share)]
             for each in leaving:
-                if self._compressed is not None and left is Tier.HOST:
-                    self._compress_soon(each, self._compressed)
+                if compressed is not None and left is Tier.HOST:
+                    self._compress_soon(each, compressed)
                 else:
                     self._let_go_locked(each, left, "idle")
             return len(leaving)
@@ -87,13 +76,13 @@ class Housekeeping:
 
     def release_idle(self) -> int:
         """All idle adapters leave the device and, where that is the same memory, the host; returns the bytes."""
-        tier = self._tiers.in_memory[0]
+        tier, compressed = self._tiers.in_memory[0], self._tiers.compressed
         with self._residents.held():
-            released = 0
+            released = 0 if compressed is None else compressed.clear()
             for each in self._residents.idle_locked(tier, NUM_WAITING_PASSES):
                 released += each.nbytes
                 self._let_go_locked(each, tier, "low_memory")
-            return released + (0 if self._compressed is None else self._compressed.clear())
+            return released
 
     def release_host(self, is_machine_short: bool) -> int:
         """Of idle adapters in a host tier beside the device, the half that was used longest ago leaves, then the rest
@@ -112,9 +101,9 @@ class Housekeeping:
             num_leaving = -(-len(idle) // 2)
             for each in oldest_first[:num_leaving]:
                 self._let_go_locked(each, Tier.HOST, "low_memory")
-            if self._compressed is not None:
+            if (compressed := self._tiers.compressed) is not None:
                 for each in oldest_first[num_leaving:]:
-                    self._compress_soon(each, self._compressed)
+                    self._compress_soon(each, compressed)
             if is_machine_short:
                 self._tiers.host.pool.arena.unlock()
             return sum(each.nbytes for each in oldest_first[:num_leaving])

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from loraplex.core import Tier, WaitsFor
 from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
 from loraplex.memory.residency.records import Demand, StoredWeights
-from loraplex.memory.residency.tiers import Budget, DeviceCache, Tiers
+from loraplex.memory.residency.tiers import Budget, Tiers
 from loraplex.memory.space.pool import RetiredMemory
 
 
@@ -35,8 +35,7 @@ class Room:
     # ------------------------------------------------------------------------------------------------------- promises
 
     def promise(self, cache: Budget, weights: StoredWeights) -> None:
-        """The memory that is on its way back to `cache` is for `weights`: no request may take it before, as long as it
-        is asked for."""
+        """The memory on its way back to `cache` is for `weights` before other requests, while it is asked for."""
         if self.promised(cache) is None:
             self._promises[cache.tier] = weights
 
@@ -91,12 +90,8 @@ class Room:
         cache = self._device if wanted.host is not None else self._host
         victims: list[StoredWeights] = []
         for each in in_use if self._is_kv_in_the_way(cache) else ():
-            if (
-                _holds(cache, each)
-                and each is not wanted
-                and _can_give_way(each)
-                and sum(v.nbytes for v in victims) < wanted.nbytes
-            ):
+            is_lacking = sum(victim.nbytes for victim in victims) < wanted.nbytes
+            if is_lacking and each is not wanted and _holds(cache, each) and _can_give_way(each):
                 victims.append(each)
         return victims
 
@@ -134,17 +129,19 @@ class Room:
         others = (each for each in self._weights.values() if each is not wanted)
         return self._retired.nbytes > 0 or any(_is_soon_at_rest(each) for each in others)
 
-    def check_can_come(self, cache: Budget, wanted: StoredWeights, name: str, nbytes: int) -> None:
+    def check_can_come(self, cache: Budget, wanted: StoredWeights) -> None:
         """Raises AdapterNoRoomError when no end of running requests or loads makes room for `wanted` in `cache`."""
+        nbytes = wanted.nbytes
         if self._retired.nbytes or self.promised(cache) not in (None, wanted):
             return
         if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
             return  # requests end, and the KV cache gives back
-        pinned = [each for each in self._pinned(wanted) if _is_fixed_in(cache, each, self._device)]
+        has_pins = cache is self._device or self._device.pool is None  # else the host's copy of what is pinned is spare
+        pinned = self._pinned(wanted) if has_pins else []
         can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
         is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
         if not (cache.policy.evicts and can_fit and is_in_motion):
-            raise self.no_room(cache, wanted, name, nbytes)
+            raise self.no_room(cache, wanted, next(iter(wanted.adapters.values())).name, nbytes)
 
     def check_pinnable(self, weights: StoredWeights, name: str) -> None:
         """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
@@ -172,9 +169,8 @@ class Room:
         held = [each for each in self._held(cache) if each is not wanted]
         pinned = sum(each.nbytes for each in held if each.num_pinned)
         in_use = sum(each.nbytes for each in held if each.num_running and not each.num_pinned)
-        bound = (
-            "" if cache.max_adapters is None else f" ({cache.num_adapters} of at most {cache.max_adapters} adapters)"
-        )
+        most = cache.max_adapters
+        bound = "" if most is None else f" ({cache.num_adapters} of at most {most} adapters)"
         rule = "" if cache.policy.evicts else f"; eviction_policy is {cache.policy.name}, so nothing is evicted"
         if cache.fits(nbytes):
             has_kv = self._is_kv_in_the_way(cache)
@@ -199,11 +195,6 @@ class Room:
 
 def _holds(cache: Budget, weights: StoredWeights) -> bool:
     return (weights.device if cache.tier is Tier.DEVICE else weights.host) is not None
-
-
-def _is_fixed_in(cache: Budget, pinned: StoredWeights, device: DeviceCache) -> bool:
-    """A pin holds the device's copy; the host's is spare where the device has its own memory."""
-    return cache is device or device.pool is None
 
 
 def _is_soon_at_rest(weights: StoredWeights) -> bool:

@@ -53,11 +53,12 @@ class Demand:
 class LoadJob:
     """One load or copy under way. A request for the same weights waits for it: one job, one outcome for all.
 
-    damaged_copies: tiers whose read failed. sources: the adapters whose sources may be read. is_awaited: a request was
-    told to wait for it. arriving: its copies, once they are under way. A failed one has its `error` before it is done
-    while requests run on what did not arrive. errors: what it is to each of `sources`, by adapter_id, where that is not
-    the same. may_wait: for memory on its way back, since it runs in the asking thread; a loader's thread must not, or
-    none is left to bring that memory back.
+    sources: the adapters whose sources may be read. is_awaited: a request was told to wait for it. may_wait: for memory
+    on its way back, in the thread of a verb; a loader's thread must not, or none is left to bring that memory back.
+    arriving: its copies, once they are under way. damaged_copies: tiers whose read failed.
+    error: known before the job is done while requests run on what did not arrive. errors: what it is to each of
+    `sources`, by adapter_id, where that differs. failed_s, raised_in_pass: since when requests that waited may have the
+    error, and the scheduling pass in which the first one got it.
     """
 
     weights: StoredWeights
@@ -72,19 +73,12 @@ class LoadJob:
     damaged_copies: list[str] = field(default_factory=list)
     error: LoraplexError | None = None
     errors: dict[int, LoraplexError] = field(default_factory=dict)
+    failed_s: float = 0.0
+    raised_in_pass: int | None = None
 
     def error_of(self, adapter: StoredAdapter) -> LoraplexError | None:
         """None when all went well, or failed without having tried the source of `adapter`."""
         return self.errors.get(adapter.adapter_id) if self.errors else self.error
-
-
-@dataclass(slots=True, eq=False)
-class LoadFailure:
-    """What a failed load leaves for the requests that waited for it. `raised_in_pass`: None until the first gets it."""
-
-    job: LoadJob
-    failed_s: float
-    raised_in_pass: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +95,6 @@ class StoredAdapter:
     is_pinned: bool = False
     is_removed: bool = False
     is_attached: bool = False
-    is_evicted_when_idle: bool = False
 
     @property
     def adapter_id(self) -> int:
@@ -140,7 +133,7 @@ class StoredWeights:
     fault: requests run on what is not to be used, and are to end with this error.
     checksums: of the extents as they were loaded; checked_s: when the host's were last compared, or made.
     is_restoring: damaged copies were let go and the weights are on their way back.
-    failed_job: the last one, when it failed.
+    failed_job: the last one, when it failed; failure: the same, for the requests that waited for it.
     has_missed: the next reference taken counts as a miss; is_cold: it had to wait for a load.
     brought_from: what the load read that a request caused and that no request has used yet, None when there was none.
     is_prefetch_off: the last load failed and no request asked since.
@@ -160,7 +153,7 @@ class StoredWeights:
     num_pinned: int = 0
     num_readers: int = 0
     job: LoadJob | None = None
-    failure: LoadFailure | None = None
+    failure: LoadJob | None = None
     failed_job: LoadJob | None = None
     fault: LoraplexError | None = None
     waits_for: WaitsFor | None = None

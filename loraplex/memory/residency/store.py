@@ -26,43 +26,23 @@ from loraplex.errors import AdapterNoRoomError, AdapterNotFoundError, EngineShut
 from loraplex.events import EventKind
 from loraplex.memory.care.integrity import check_integrity
 from loraplex.memory.eviction.room import Room
-from loraplex.memory.residency.records import (
-    Demand,
-    LoadFailure,
-    LoadJob,
-    Place,
-    StoredAdapter,
-    StoredWeights,
-    WeightState,
-)
+from loraplex.memory.residency.records import Demand, LoadJob, Place, StoredAdapter, StoredWeights, WeightState
 from loraplex.memory.residency.tiers import Budget, DeviceCache, HostCache, Tiers
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.space.pool import RetiredMemory
 from loraplex.memory.stats import MemoryLog
-from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.copies import Arriving, StepGate
-from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import PackedLayout
 from loraplex.metrics import MemoryReport
 
 
 class WeightStore:
-    """compressed, disk: where weights may rest outside the memory that kernels read."""
+    """The records of all weights, under one lock."""
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        clock: Callable[[], float],
-        log: MemoryLog,
-        disk: DiskCache | None = None,
-        compressed: CompressedCopies | None = None,
-    ) -> None:
+    def __init__(self, tiers: Tiers, log: MemoryLog) -> None:
         self._lock = threading.Condition(threading.Lock())
         self.tiers = tiers
-        self.clock = clock
         self.log = log
-        self.disk = disk
-        self.compressed = compressed
         self.retired = RetiredMemory(tiers.pool_of(Tier.DEVICE))
         self.adapters: dict[int, StoredAdapter] = {}  # those that resolve
         self.draining: dict[int, StoredAdapter] = {}  # removed ones on which requests still run
@@ -105,8 +85,7 @@ class WeightStore:
     def begin_pass(self) -> list[str]:
         """A new scheduling pass; the contents that the KV cache is to forget."""
         with self._lock:
-            self.room.pass_id += 1
-            self.pass_id = self.room.pass_id
+            self.pass_id = self.room.pass_id = self.room.pass_id + 1
             forgotten = [digest for digest in self._dropped if digest not in self.weights] + self._suspect
             self._dropped.clear()
             self._suspect.clear()
@@ -124,7 +103,10 @@ class WeightStore:
                 self._lock.notify_all()
 
     def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
-        """copies.StepPreparation: the slot table is right on the device, and the step waits for what is arriving."""
+        """Make the slot table right on the device; the gate of those that are arriving, None when all are there.
+
+        Called by the thread that launches steps, where it launches them. lora_slots: held by the step's requests.
+        """
         slots, table = list(lora_slots), self.tiers.device.table
         if slots and table.has_changes:
             with self._lock:
@@ -152,7 +134,7 @@ class WeightStore:
 
     def in_use_locked(self, adapter_id: int) -> StoredAdapter:
         """The same; raises AdapterNotFoundError."""
-        return self.draining.get(adapter_id) or self.adapter_locked(adapter_id)
+        return self.find_in_use_locked(adapter_id) or self.adapter_locked(adapter_id)
 
     def contents_locked(self) -> Mapping[str, StoredWeights]:
         """By digest."""
@@ -193,13 +175,10 @@ class WeightStore:
         """One request less, with all that follows from the last one."""
         weights = adapter.weights
         adapter.count_running(-1)
-        self.tiers.touch(weights, self.clock())
+        self.tiers.touch(weights)
         if adapter.num_running == 0 and adapter.is_removed:
             del self.draining[adapter.adapter_id]
             self._detach_locked(adapter)
-        elif adapter.num_running == 0 and adapter.is_evicted_when_idle:
-            adapter.is_evicted_when_idle = False
-            self.demote_locked(weights)
         if weights.num_running == 0:
             self._lock.notify_all()
             if weights.job is not None and weights.job.error is not None:  # what did not arrive can go
@@ -218,7 +197,7 @@ class WeightStore:
         if weights.layout is not None and not may_wait:
             weights.host = self._take_locked(self.tiers.host, weights, weights.layout.sizes, demand)
             if weights.host is None:
-                self._check_can_come_locked(self.tiers.host, weights)
+                self.room.check_can_come(self.tiers.host, weights)
                 return None
         weights.state = WeightState.LOADING
         return self._begin_job_locked(weights, demand, may_wait)
@@ -251,7 +230,7 @@ class WeightStore:
         assert weights.layout is not None
         place = self._take_locked(self.tiers.device, weights, weights.layout.sizes, demand)
         if place is None:
-            self._check_can_come_locked(self.tiers.device, weights)
+            self.room.check_can_come(self.tiers.device, weights)
             return False
         weights.device, weights.state = place, WeightState.DEVICE
         self._publish_locked(place, weights.layout, weights.host.extents)
@@ -270,7 +249,7 @@ class WeightStore:
         weights.device = self._take_locked(device, weights, weights.layout.sizes, demand)
         if weights.device is None:
             if job is None:
-                self._check_can_come_locked(device, weights)
+                self.room.check_can_come(device, weights)
             return None
         weights.state = WeightState.ARRIVING
         if job is None:
@@ -301,7 +280,7 @@ class WeightStore:
     def _begin_job_locked(self, weights: StoredWeights, demand: Demand, may_wait: bool = False) -> LoadJob:
         weights.failure = None
         weights.is_prefetch_off = False
-        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.clock(), may_wait=may_wait)
+        weights.job = LoadJob(weights, demand, tuple(weights.adapters.values()), self.tiers.clock(), may_wait=may_wait)
         return weights.job
 
     def _end_job_locked(self, job: LoadJob) -> None:
@@ -320,7 +299,7 @@ class WeightStore:
         elif weights.state is WeightState.LOADING:
             self._leave_host_locked(weights)
         if job.is_awaited and not isinstance(error, AdapterNoRoomError):  # of an add: requests wait for room
-            weights.failure = LoadFailure(job, self.clock())
+            weights.failure, job.failed_s = job, self.tiers.clock()
         weights.is_prefetch_off = True
         self.log.counters.num_load_failures += 1
         text = f"could not be loaded: {error}"
@@ -378,10 +357,10 @@ class WeightStore:
             self.leave_device_locked(weights)
         if tier is not Tier.DEVICE:
             self._leave_host_locked(weights)
-        if tier is Tier.DISK and self.compressed is not None:
-            self.compressed.drop(weights.digest)
-        if tier is Tier.DISK and self.disk is not None:
-            self.disk.drop(weights.digest)
+        if tier is Tier.DISK and self.tiers.compressed is not None:
+            self.tiers.compressed.drop(weights.digest)
+        if tier is Tier.DISK and self.tiers.disk is not None:
+            self.tiers.disk.drop(weights.digest)
 
     def drop_locked(self, weights: StoredWeights) -> None:
         """No adapter has this content: every tier is freed, the KV cache told. A job or reader does it at its end."""
@@ -400,12 +379,10 @@ class WeightStore:
             self.drop_locked(weights)
         self._lock.notify_all()
 
-    def demote_locked(self, weights: StoredWeights, demand: Demand | None = None) -> bool:
+    def demote_locked(self, weights: StoredWeights) -> bool:
         """By name, not for room; False when it may not leave the device or is not there."""
         if not (weights.is_on_device and weights.is_idle):
             return False
-        if demand is not None:
-            demand.evicted += weights.names
         self.log.counters.evictions["verb"] += 1
         self.leave_device_locked(weights)
         return True
@@ -485,11 +462,6 @@ class WeightStore:
         else:
             self.leave_locked(victim, Tier.HOST)
 
-    def _check_can_come_locked(self, cache: Budget, weights: StoredWeights) -> None:
-        """Raises AdapterNoRoomError when no room can come."""
-        name = next(iter(weights.adapters.values())).name
-        self.room.check_can_come(cache, weights, name, weights.nbytes)
-
     def check_pinnable_locked(self, adapter: StoredAdapter) -> None:
         """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
         self.room.check_pinnable(adapter.weights, adapter.name)
@@ -503,7 +475,7 @@ class WeightStore:
     def want_locked(self, weights: StoredWeights) -> None:
         """It is asked for in this scheduling pass; that is no use."""
         weights.wanted_in_pass = self.room.pass_id
-        self.tiers.touch(weights, weights.last_used_s)
+        self.tiers.rank_as_touched(weights)
 
     def idle_locked(self, tier: Tier, num_passes: int) -> list[StoredWeights]:
         """What may leave a tier, first to go first: no request asked for it in the last `num_passes` passes."""
@@ -532,9 +504,10 @@ class WeightStore:
 
     def resting_tier_locked(self, weights: StoredWeights) -> Tier:
         """What has a content that no kernel could read: the host (compressed), the disk, or its source."""
-        if self.compressed is not None and self.compressed.get(weights.digest) is not None:
+        compressed, disk = self.tiers.compressed, self.tiers.disk
+        if compressed is not None and compressed.get(weights.digest) is not None:
             return Tier.HOST
-        return Tier.DISK if self.disk is not None and self.disk.has(weights.digest) else Tier.SOURCE
+        return Tier.DISK if disk is not None and disk.has(weights.digest) else Tier.SOURCE
 
     def report(self) -> MemoryReport:
         with self._lock:

@@ -1,8 +1,5 @@
 """The two tiers in memory, as budgets over extents.
 
-    HostCache    packed weights at rest: extents of a pool, bounded in bytes and optionally in number
-    DeviceCache  what kernels can reach: a lora_slot each, rows of the slot table, bounded in bytes and in slots
-
 On a CPU both are the same memory: an extent of the host cache is "on the device" while rows of the slot table point at
 it, so the device budget bounds those and the host budget both. On another device the device cache has a pool of its own
 and weights are copied. Not thread-safe: the store calls them under its lock.
@@ -12,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loraplex.core import Tier
@@ -22,7 +19,9 @@ from loraplex.memory.eviction.policies import EvictionPolicy
 from loraplex.memory.residency.records import Place, StoredWeights
 from loraplex.memory.space.arena import Arena, Extent, Owner
 from loraplex.memory.space.pool import LoRAMemoryPool
+from loraplex.memory.weights.compression import CompressedCopies
 from loraplex.memory.weights.copies import CopyEngine
+from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.packing import PackedLayout
 
 MAX_IMAGES = 64
@@ -43,22 +42,20 @@ class _Image:
     piece_of_layer: Mapping[int, int]
 
 
+@dataclass(eq=False)
 class Budget:
     """Bytes and adapters that a tier may hold, and holds; `policy` has the digests in it by their use.
 
     `setting` is what a user changes to have more.
     """
 
-    def __init__(
-        self, tier: Tier, setting: str, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy
-    ) -> None:
-        self.tier = tier
-        self.setting = setting
-        self.policy = policy
-        self.max_bytes = max_bytes
-        self.max_adapters = max_adapters
-        self.used_bytes = 0
-        self.num_adapters = 0
+    tier: Tier
+    setting: str
+    max_bytes: int
+    max_adapters: int | None
+    policy: EvictionPolicy
+    used_bytes: int = 0
+    num_adapters: int = 0
 
     def allows(self, nbytes: int, used_bytes: int, num_adapters: int) -> bool:
         """Whether one more adapter of `nbytes` would fit beside `num_adapters` others of `used_bytes`."""
@@ -79,7 +76,7 @@ class Budget:
 
 
 class HostCache(Budget):
-    """Packed weights at rest, in extents of `pool`."""
+    """Packed weights at rest, in extents of `pool`; bounded in bytes and optionally in number."""
 
     def __init__(self, pool: LoRAMemoryPool, max_bytes: int, max_adapters: int | None, policy: EvictionPolicy) -> None:
         super().__init__(Tier.HOST, "host_memory_bytes", min(max_bytes, most_bytes(pool.arena)), max_adapters, policy)
@@ -96,7 +93,8 @@ class HostCache(Budget):
 
 
 class DeviceCache(Budget):
-    """What kernels can reach. `pool` is None where the device reads the host cache's memory (a CPU)."""
+    """What kernels can reach: a lora_slot each, bounded in bytes and slots. pool: None where the device reads the host
+    cache's memory (a CPU)."""
 
     def __init__(self, table: SlotTable, pool: LoRAMemoryPool | None, max_bytes: int, policy: EvictionPolicy) -> None:
         super().__init__(Tier.DEVICE, "adapter_memory_bytes", max_bytes, table.capacity, policy)
@@ -153,19 +151,31 @@ class DeviceCache(Budget):
         return frozenset(self._free_slots)
 
 
+@dataclass(eq=False)
 class Tiers:
-    """Both tiers, and how bytes get from one to the other. `host_checksums`: of extents in the host's memory.
+    """Where weights may be, and how bytes get from the host to the device.
 
-    is_shared: both are one memory. in_memory: the tiers with a memory of their own, the nearest first.
+    host_checksums: of extents in the host's memory. compressed, disk: where weights rest outside the memory that
+    kernels read, None for a tier that is off.
     """
 
-    def __init__(self, host: HostCache, device: DeviceCache, copies: CopyEngine, host_checksums: Checksums) -> None:
-        self.host = host
-        self.device = device
-        self.copies = copies
-        self.host_checksums = host_checksums
-        self.is_shared = device.pool is None
-        self.in_memory = (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
+    host: HostCache
+    device: DeviceCache
+    copies: CopyEngine
+    host_checksums: Checksums
+    clock: Callable[[], float]
+    compressed: CompressedCopies | None = None
+    disk: DiskCache | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether host and device are one memory."""
+        return self.device.pool is None
+
+    @property
+    def in_memory(self) -> tuple[Tier, ...]:
+        """The tiers with a memory of their own, the nearest first."""
+        return (Tier.HOST,) if self.is_shared else (Tier.DEVICE, Tier.HOST)
 
     def cache(self, tier: Tier) -> HostCache | DeviceCache:
         return self.device if tier is Tier.DEVICE else self.host
@@ -179,9 +189,13 @@ class Tiers:
         """Where in `pool_of(tier)` the weights are."""
         return weights.device if tier is Tier.DEVICE and not self.is_shared else weights.host
 
-    def touch(self, weights: StoredWeights, now_s: float) -> None:
+    def touch(self, weights: StoredWeights) -> None:
         """Looked at now. A request that gets the weights is a use: that happens once, this with every ask."""
-        weights.last_used_s = now_s
+        weights.last_used_s = self.clock()
+        self.rank_as_touched(weights)
+
+    def rank_as_touched(self, weights: StoredWeights) -> None:
+        """Is expected soon: that moves it in the order of eviction, and is no use."""
         self.host.policy.touch(weights.digest)
         self.device.policy.touch(weights.digest)
 

@@ -19,8 +19,8 @@ they end first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -58,50 +58,30 @@ class Transitions(Protocol):
     pass_id: int
 
     def held(self) -> AbstractContextManager[object]: ...
-
     def check_open_locked(self) -> None: ...
-
     def wait_locked(self) -> None: ...
-
     def wait_for_room_locked(self, cache: Budget, weights: StoredWeights, name: str, nbytes: int) -> None: ...
-
     def begin_load_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None: ...
-
     def reserve(self, job: LoadJob, sizes: tuple[int, ...]) -> Place | None: ...
-
     def loaded_locked(
         self, job: LoadJob, layout: PackedLayout, checksums: tuple[int, ...], is_placed: bool
     ) -> None: ...
-
     def publish_shared_locked(self, weights: StoredWeights, demand: Demand) -> bool: ...
-
     def begin_copy_locked(self, weights: StoredWeights, demand: Demand) -> LoadJob | None: ...
-
     def landed_locked(self, job: LoadJob) -> None: ...
-
     def failed_locked(self, job: LoadJob, error: LoraplexError) -> None: ...
 
 
+@dataclass(eq=False)
 class Transfers:
     """Moves weights towards the device."""
 
-    def __init__(
-        self,
-        store: Transitions,
-        tiers: Tiers,
-        reader: WeightReader,
-        loader: Loader,
-        damage: DamageControl,
-        log: MemoryLog,
-        clock: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._tiers = tiers
-        self._reader = reader
-        self._loader = loader
-        self._damage = damage
-        self._log = log
-        self._clock = clock
+    _store: Transitions
+    _tiers: Tiers
+    _reader: WeightReader
+    _loader: Loader
+    _damage: DamageControl
+    _log: MemoryLog
 
     # ---------------------------------------------------------------------------------------------------------- demands
 
@@ -118,7 +98,7 @@ class Transfers:
         return None if weights.is_on_device else WaitsFor.LOAD
 
     def ask_locked(self, adapter: StoredAdapter) -> WaitsFor | None:
-        """`advance_locked` for a request. Raises the error of a failed load that it waited for (`LoadFailure`)."""
+        """`advance_locked` for a request. Raises the error of a failed load that it waited for."""
         weights = adapter.weights
         if weights.fault is not None or weights.job is not None or weights.failure is not None:
             self._raise_failure_locked(adapter)
@@ -134,7 +114,7 @@ class Transfers:
             weights.wanted_in_pass = self._store.pass_id
             if weights.job is not None:
                 weights.job.is_awaited = True
-        self._tiers.touch(weights, self._clock())
+        self._tiers.touch(weights)
         return waits_for
 
     def prefetch_locked(self, weights: StoredWeights) -> None:
@@ -144,7 +124,7 @@ class Transfers:
         if not weights.is_prefetch_off and not is_near_enough:
             with suppress(AdapterError, EngineShutdownError):
                 self.advance_locked(weights, Demand("prefetch", is_for_request=True))
-        self._tiers.touch(weights, self._clock())
+        self._tiers.touch(weights)
 
     def bring_locked(self, adapter: StoredAdapter, demand: Demand) -> bool:
         """`advance_locked` until all is on the device, for a verb that may wait; whether anything had to be done."""
@@ -157,7 +137,7 @@ class Transfers:
                 cache = self._tiers.host if weights.host is None else self._tiers.device
                 self._store.wait_for_room_locked(cache, weights, adapter.name, weights.nbytes)
             adapter.check_not_removed()
-        self._tiers.touch(weights, self._clock())
+        self._tiers.touch(weights)
         return has_changed
 
     def join_locked(self, job: LoadJob, adapter: StoredAdapter) -> None:
@@ -181,9 +161,9 @@ class Transfers:
         failure = weights.failure
         if failure is None:
             return
-        if failure.raised_in_pass is None and self._clock() - failure.failed_s <= FAILURE_TTL_S:
+        if failure.raised_in_pass is None and self._tiers.clock() - failure.failed_s <= FAILURE_TTL_S:
             failure.raised_in_pass = self._store.pass_id
-        error = failure.job.error_of(adapter)
+        error = failure.error_of(adapter)
         if failure.raised_in_pass == self._store.pass_id and error is not None:
             raise_again(error)
 
@@ -224,7 +204,7 @@ class Transfers:
     def _take_over_locked(self, job: LoadJob, loaded: LoadedWeights) -> None:
         weights, demand = job.weights, job.demand
         if loaded.is_placed:
-            now_s = self._clock()
+            now_s = self._tiers.clock()
             weights.reload_s, nbytes = now_s - job.began_s, loaded.layout.nbytes
             weights.brought_from = loaded.origin if demand.cause in REQUESTS_CAUSES else None
             weights.checked_s = weights.last_used_s = now_s  # what was just loaded is not long idle
@@ -257,8 +237,7 @@ class Transfers:
             raise
 
     def _send_locked(self, weights: StoredWeights, demand: Demand, error: Exception | None = None) -> bool:
-        """Begin the copies, at another place when one cannot be written. False: it waits for room. Raises the job's
-        error if all fail.
+        """Begin the copies, elsewhere when a place cannot be written. False: no room yet. Raises if all fail.
 
         error: of copies that were begun before and failed.
         """
@@ -311,7 +290,7 @@ class Transfers:
     def _landed_locked(self, job: LoadJob, is_damaged: bool) -> None:
         weights, counters = job.weights, self._log.counters
         counters.num_copies += 1
-        counters.copy_s += self._clock() - job.began_s
+        counters.copy_s += self._tiers.clock() - job.began_s
         if (job.num_failed_copies or weights.is_restoring) and not is_damaged:
             weights.is_restoring = False
             self._log.tell(EventKind.RECOVERY, weights, "was copied to the device again")

@@ -1,11 +1,9 @@
 """One flat piece of memory in chunks, lent to the KV cache and to adapters by demand.
 
-    Arena    the owner of each chunk, within a floor and a ceiling for each owner
-             the KV cache takes chunks from the front, adapters from the back
-
-The floor of an owner is kept free for it as long as it has less; its ceiling is the most that it may have. A chunk that
-turned out to be bad is fenced: it is not lent again. What free memory holds is undefined: `poison()` of its owner fills
-it with 0xFF (NaN in every float dtype), so that a test sees who reads or writes what it does not own.
+The KV cache takes chunks from the front, adapters from the back. The floor of an owner is kept free for it as long as
+it has less; its ceiling is the most that it may have. A chunk that turned out bad is fenced: it is not lent again. What
+free memory holds is undefined: `poison()` of its owner fills it with 0xFF (NaN in every float dtype), so that a test
+sees reads and writes of memory that is not lent.
 """
 
 from __future__ import annotations
@@ -101,12 +99,8 @@ class Arena:
     def num_free_chunks(self) -> int:
         return self._num_of[None]
 
-    @property
-    def fenced_bytes(self) -> int:
-        """Bytes that are not lent again; those of chunks whose owner still has to give them back are not among them."""
-        return self._num_of[Owner.FENCED] * self.chunk_bytes
-
     def num_lent(self, owner: Owner) -> int:
+        """Chunks of `owner`; a chunk that is to be fenced is its owner's until that gives it back."""
         return self._num_of[owner]
 
     def limits(self, owner: Owner) -> Limits:
@@ -117,11 +111,6 @@ class Arena:
         others = sum(limit.floor for each, limit in self._limits.items() if each is not owner)
         ceiling, most = self.limits(owner).ceiling, self.num_chunks - others
         return most if ceiling is None else min(ceiling, most)
-
-    def num_lendable(self, owner: Owner) -> int:
-        """Free chunks that `owner` may have now: within its ceiling, and beside what is kept for others."""
-        with self._lock:
-            return self._num_lendable(owner)
 
     @property
     def is_kv_scattered(self) -> bool:
@@ -188,10 +177,6 @@ class Arena:
             self._fence_pending.add(chunk)
             return owner
 
-    def chunk_at(self, offset: int) -> int:
-        """The chunk of a byte."""
-        return offset // self.chunk_bytes
-
     def bytes_of(self, chunks: range) -> torch.Tensor:
         """The memory of adjacent chunks, uint8."""
         return self.memory[chunks.start * self.chunk_bytes : chunks.stop * self.chunk_bytes]
@@ -244,6 +229,7 @@ class Arena:
                 assert self._owners[chunk] in (Owner.KV, Owner.ADAPTERS), f"chunk {chunk} is not lent"
 
     def _num_lendable(self, owner: Owner) -> int:
+        """Free chunks that `owner` may have now: within its ceiling, and beside what is kept for others."""
         kept = sum(max(0, each.floor - self._num_of[other]) for other, each in self._limits.items() if other != owner)
         return max(0, min(self._num_of[None] - kept, self.ceiling(owner) - self._num_of[owner]))
 

@@ -1,9 +1,5 @@
 """The adapters' side of an arena: extents of true size in borrowed chunks.
 
-    LoRAMemoryPool   extents inside the adapters' chunks          best fit, 64-byte aligned
-    MoveFinder       which extents compaction moves, and where to
-    RetiredMemory    freed extents wait here until no step that was launched before can still read them
-
 An extent may lie across the border of adjacent chunks, so that nothing is lost to rounding; one that is larger than a
 chunk takes adjacent ones. A chunk without extents goes back to the arena at once.
 """
@@ -74,7 +70,9 @@ class LoRAMemoryPool:
 
     def allocate_all(self, sizes: Sequence[int]) -> tuple[Extent, ...] | None:
         """One extent for each size, side by side as far as there are such holes; or None and nothing changed."""
-        aligned = [_aligned(nbytes) for nbytes in sizes]
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"an extent needs at least one byte, got {min(sizes)}")
+        aligned = [align(nbytes) for nbytes in sizes]
         extents: list[Extent] = []
         with self._lock:
             try:
@@ -110,8 +108,7 @@ class LoRAMemoryPool:
 
     @property
     def is_kv_in_the_way(self) -> bool:
-        """Whether the KV cache has chunks that this pool may have, once requests end, or has them where adjacent ones
-        are needed."""
+        """Whether the KV cache has chunks that this pool may have when requests end, or has adjacent ones apart."""
         arena = self.arena
         if self.ask_kv is None or arena.num_lent(Owner.ADAPTERS) >= arena.ceiling(Owner.ADAPTERS):
             return False
@@ -136,13 +133,8 @@ class LoRAMemoryPool:
             self._space.close(chunk)
             return list(self._space.touching(chunk))
 
-    def is_closed(self, chunk: int) -> bool:
-        """Whether the chunk takes no new extents: it is fenced, or compaction empties it."""
-        return self._space.is_closed(chunk)
-
     def compaction_moves(self, max_bytes: int, may_move: Callable[[Extent], bool]) -> list[Move]:
-        """The moves to make next, of one chunk or of one extent (MoveFinder); at most `max_bytes`. [] when nothing is
-        to be had.
+        """The next moves, of one chunk or one extent (MoveFinder), at most `max_bytes`; [] when none gains.
 
         Targets are lent; free the sources when they are no longer read. may_move is called with this pool's lock held.
         """
@@ -165,12 +157,10 @@ class LoRAMemoryPool:
         The KV cache is asked for some as long as that helps.
         """
         num_chunks = math.ceil(sizes[0] / self.arena.chunk_bytes)
-        extents = self._borrow_free(sizes)
-        while not extents:
+        while not (extents := self._borrow_free(sizes)):
             is_allowed = self.arena.num_lent(Owner.ADAPTERS) + num_chunks <= self.arena.ceiling(Owner.ADAPTERS)
             if self.ask_kv is None or not is_allowed or not self.ask_kv(num_chunks):
                 break
-            extents = self._borrow_free(sizes)
         return extents
 
     def _borrow_free(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
@@ -182,14 +172,8 @@ class LoRAMemoryPool:
             start, end = self._space.take_over(chunks)
             if end - start >= sizes[0]:
                 return self._space.place_in(start, end, sizes)
-            self._space.give_up(start, end)
+            self._space.add_hole(start, end)
         return ()
-
-
-def _aligned(nbytes: int) -> int:
-    if nbytes < 1:
-        raise ValueError(f"an extent needs at least one byte, got {nbytes}")
-    return align(nbytes)
 
 
 # --------------------------------------------------------------------------------------------------------------- moves
@@ -307,8 +291,7 @@ class MoveFinder:
         return start // self._chunk_bytes not in near and (end - 1) // self._chunk_bytes not in near
 
     def _gain_of_even_trade(self, extent: Extent, own: list[int], size: int) -> int:
-        """How much sum(hole bytes ** 2) grows when it leaves its chunks for as many beside a hole of `size`; 0 when it
-        has others too."""
+        """As `_gain`, for as many chunks beside a hole of `size` as it leaves; 0 when it has other chunks too."""
         start, end = min(own) * self._chunk_bytes, (max(own) + 1) * self._chunk_bytes
         if extent.offset < start or extent.end > end:
             return 0

@@ -47,14 +47,11 @@ class Space:
         return next(iter(self.place_row((size,))), None)
 
     def place_row(self, sizes: Sequence[int]) -> tuple[Extent, ...]:
-        """Extents side by side: for all of `sizes` in the smallest hole that holds them, or for as many of them as the
-        largest hole holds; () when that is none."""
+        """Side by side, in the smallest hole for all of `sizes`, or as many as the largest hole holds; else ()."""
         largest = self.holes.largest
         if not sizes or sizes[0] > largest:
             return ()
-        hole = self.holes.take_best(min(sum(sizes), largest))
-        assert hole is not None, "there is one of the largest size"
-        return self.place_in(*hole, sizes)
+        return self.place_in(*self.holes.take_best(min(sum(sizes), largest)), sizes)
 
     def place_in(self, start: int, end: int, sizes: Sequence[int]) -> tuple[Extent, ...]:
         """As many of `sizes` as fit, at least one, at the end of a range that was taken out; the rest is a hole."""
@@ -63,7 +60,7 @@ class Space:
         assert num_extents, f"[{start}, {end}) does not hold {sizes[0]} bytes"
         first = end - ends[num_extents - 1]
         if start < first:
-            self._add_hole(start, first)
+            self.add_hole(start, first)
         offsets = [first, *(first + nbytes for nbytes in ends[: num_extents - 1])]
         extents = tuple(map(Extent, offsets, sizes))
         self._size_of.update(zip(offsets, sizes, strict=False))
@@ -95,7 +92,7 @@ class Space:
         if self._is_poisoned:
             self.arena.view(freed).fill_(POISON)
         if not self._closed:
-            self._add_hole(start, end)
+            self.add_hole(start, end)
             return
         for chunk, nbytes in self.shares(freed):
             self._add_free(chunk, start, start + nbytes)
@@ -134,16 +131,11 @@ class Space:
     # ----------------------------------------------------------------------------------------------------------- chunks
 
     def take_over(self, chunks: range) -> Range:
-        """Chunks that the arena has lent, with the holes that touch them: a range, no hole yet (`place_in`,
-        `give_up`)."""
+        """Chunks from the arena with the holes beside them: no hole yet (`place_in`, `add_hole`)."""
         self.chunks.update(dict.fromkeys(chunks, 0))
         if self._is_poisoned:
             self.arena.bytes_of(chunks).fill_(POISON)
         return self.holes.merged(chunks.start * self.arena.chunk_bytes, chunks.stop * self.arena.chunk_bytes)
-
-    def give_up(self, start: int, end: int) -> None:
-        """A range of `take_over` that is not needed: its whole chunks go back."""
-        self._add_hole(start, end)
 
     def close(self, chunk: int) -> None:
         if chunk not in self._closed:
@@ -152,19 +144,19 @@ class Space:
 
     def open(self, chunk: int) -> None:
         for start, end in self._closed.pop(chunk):
-            self._add_hole(start, end)
+            self.add_hole(start, end)
 
     def _add_free(self, chunk: int, start: int, end: int) -> None:
         if chunk not in self._closed:
-            self._add_hole(start, end)
+            self.add_hole(start, end)
             return
         self._closed[chunk].append((start, end))
         if self.chunks[chunk] == 0:
             del self._closed[chunk]
             self._give_back([chunk])
 
-    def _add_hole(self, start: int, end: int) -> None:
-        """It joins its neighbours, and the chunks that are free as a whole go back to the arena."""
+    def add_hole(self, start: int, end: int) -> None:
+        """A free range joins its neighbours, and the chunks that are free as a whole go back to the arena."""
         start, end = self.holes.merged(start, end)
         chunk_bytes = self.arena.chunk_bytes
         whole = _whole_chunks(start, end, chunk_bytes)
@@ -204,7 +196,7 @@ class Space:
         for start, end in self.holes:
             whole = _whole_chunks(start, end, self.arena.chunk_bytes)
             assert not whole, f"[{start}, {end}) has chunks to give back"
-            chunks = {self.arena.chunk_at(start), self.arena.chunk_at(end - 1)}
+            chunks = {start // self.arena.chunk_bytes, (end - 1) // self.arena.chunk_bytes}
             assert self._closed.keys().isdisjoint(chunks), f"[{start}, {end}) is a hole of a closed chunk"
         for start, end in self._free_ranges() if self._is_poisoned else ():
             is_clean = bool((self.arena.memory[start:end] == POISON).all())
@@ -235,14 +227,13 @@ class Holes:
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # (size, start), sorted
-        self._starts: list[int] = []  # sorted
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_size)
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Range]:
         return iter(self._end_of.items())
 
     @property
@@ -252,16 +243,12 @@ class Holes:
     def add(self, start: int, end: int) -> None:
         """[start, end) is free; it touches no other range (`merged` sees to that)."""
         insort(self._by_size, (end - start, start))
-        insort(self._starts, start)
         self._end_of[start] = end
         self._start_of[end] = start
 
-    def take_best(self, size: int) -> tuple[int, int] | None:
-        """Remove and return the smallest range of at least `size`; among equals the first."""
-        index = bisect_left(self._by_size, (size, 0))
-        if index == len(self._by_size):
-            return None
-        start = self._by_size[index][1]
+    def take_best(self, size: int) -> Range:
+        """Remove and return the smallest range of at least `size` (at most `largest`), the first of equals."""
+        start = self._by_size[bisect_left(self._by_size, (size, 0))][1]
         return start, self._remove(start)
 
     def merged(self, start: int, end: int) -> tuple[int, int]:
@@ -273,22 +260,16 @@ class Holes:
             end = self._remove(end)
         return start, end
 
-    def cut(self, start: int, end: int) -> list[tuple[int, int]]:
+    def cut(self, start: int, end: int) -> list[Range]:
         """Remove what is free inside [start, end), and return it; the rest of the ranges stays."""
-        index = max(0, bisect_left(self._starts, start) - 1)
-        inside = []
-        while index < len(self._starts) and (hole_start := self._starts[index]) < end:
-            if self._end_of[hole_start] <= start:
-                index += 1
-                continue
-            hole_end = self._remove(hole_start)
-            inside.append((max(hole_start, start), min(hole_end, end)))
+        touched = [hole for hole in sorted(self) if hole[0] < end and start < hole[1]]
+        for hole_start, hole_end in touched:
+            self._remove(hole_start)
             if hole_start < start:
                 self.add(hole_start, start)
-                index += 1
             if end < hole_end:
                 self.add(end, hole_end)
-        return inside
+        return [(max(hole_start, start), min(hole_end, end)) for hole_start, hole_end in touched]
 
     def beside(self, start: int, end: int) -> tuple[int, int]:
         """The sizes of the ranges that end at `start` and begin at `end`; 0 for none."""
@@ -297,12 +278,10 @@ class Holes:
 
     def check_integrity(self) -> None:
         assert self._by_size == sorted((end - start, start) for start, end in self._end_of.items())
-        assert self._starts == sorted(self._end_of)
         assert self._start_of == {end: start for start, end in self._end_of.items()}
 
     def _remove(self, start: int) -> int:
         end = self._end_of.pop(start)
         del self._start_of[end]
         del self._by_size[bisect_left(self._by_size, (end - start, start))]
-        del self._starts[bisect_left(self._starts, start)]
         return end

@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -38,16 +38,20 @@ PROBE_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class CompressedCopy:
-    """An adapter's extents, smaller. `data` is its compression's own: deflated bytes, or tensors (uint8).
+    """An adapter's extents, smaller. `data` is its compression's own: deflated bytes, or tensors (uint8) as they are.
 
     max_error: largest |restored - original| of a weight over the largest |original| in its rank row; 0 for an exact
-    copy.
+    copy. checksums: of the extents as they were; None for a lossy copy, whose extents will have others.
     """
 
+    layout: PackedLayout
     data: tuple[bytes | torch.Tensor, ...]
-    nbytes: int
-    original_nbytes: int
-    max_error: float
+    max_error: float = 0.0
+    checksums: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(part) for part in self.data)
 
 
 class Compression(Protocol):
@@ -63,8 +67,8 @@ class Compression(Protocol):
 
     def compress(self, layout: PackedLayout, views: Sequence[torch.Tensor]) -> CompressedCopy: ...
 
-    def restore(self, copy: CompressedCopy, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
-        """Write every byte of `views`, the extents of the same layout."""
+    def restore(self, copy: CompressedCopy, views: Sequence[torch.Tensor]) -> None:
+        """Write every byte of `views`, the extents of the copy's layout."""
         ...
 
 
@@ -91,12 +95,11 @@ class LosslessCompression:
         for view, width in zip(views, _word_bytes(layout), strict=True):
             planes = np.ascontiguousarray(view.numpy().reshape(-1, width).T)
             data += [_deflated(plane) for plane in planes]
-        nbytes = sum(part.numel() if isinstance(part, torch.Tensor) else len(part) for part in data)
-        return CompressedCopy(tuple(data), nbytes, layout.nbytes, 0.0)
+        return CompressedCopy(layout, tuple(data))
 
-    def restore(self, copy: CompressedCopy, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
+    def restore(self, copy: CompressedCopy, views: Sequence[torch.Tensor]) -> None:
         planes = iter(copy.data)
-        for view, width in zip(views, _word_bytes(layout), strict=True):
+        for view, width in zip(views, _word_bytes(copy.layout), strict=True):
             words = view.numpy().reshape(-1, width)
             for column in range(width):
                 words[:, column] = _inflated(next(planes))
@@ -165,13 +168,13 @@ class Int8Compression:
                     parts.append(each.bias)
         flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
         data = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-        return CompressedCopy((data,), data.numel(), layout.nbytes, max_error)
+        return CompressedCopy(layout, (data,), max_error)
 
-    def restore(self, copy: CompressedCopy, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
+    def restore(self, copy: CompressedCopy, views: Sequence[torch.Tensor]) -> None:
         (data,) = copy.data
         assert isinstance(data, torch.Tensor)
         rest = _Reader(data)
-        for block in layout.blocks:
+        for block in copy.layout.blocks:
             view = views[block.extent_index]
             shapes = self._packer.unpack(block, view)  # of what the view holds now, shapes and dtypes matter alone
             self._packer.repack(block, [None if each is None else _restored(each, rest) for each in shapes], view)
@@ -238,15 +241,6 @@ HOST_SHARE = 4
 """With compression on, one in so many of the host's bytes is for compressed copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCopy:
-    """One adapter. checksums: of its extents as they were; None for a lossy copy, whose extents will have others."""
-
-    layout: PackedLayout
-    copy: CompressedCopy
-    checksums: tuple[int, ...] | None
-
-
 class CompressedCopies:
     """Cold adapters in fewer bytes: a budget of its own, the oldest goes first. Thread-safe.
 
@@ -256,27 +250,29 @@ class CompressedCopies:
     def __init__(self, compression: Compression, max_bytes: int) -> None:
         self.compression = compression
         self.max_bytes = max_bytes
-        self._copies: OrderedDict[str, KeptCopy] = OrderedDict()
+        self._copies: OrderedDict[str, CompressedCopy] = OrderedDict()
         self._used_bytes = 0
         self._lock = threading.Lock()
 
-    def compress(self, layout: PackedLayout, views: Sequence[torch.Tensor], checksums: tuple[int, ...]) -> KeptCopy:
+    def compress(
+        self, layout: PackedLayout, views: Sequence[torch.Tensor], checksums: tuple[int, ...]
+    ) -> CompressedCopy:
         copy = self.compression.compress(layout, views)
-        return KeptCopy(layout, copy, checksums if self.compression.is_exact else None)
+        return replace(copy, checksums=checksums) if self.compression.is_exact else copy
 
-    def put(self, digest: str, kept: KeptCopy) -> bool:
+    def put(self, digest: str, copy: CompressedCopy) -> bool:
         """Whether it is kept; older copies make room."""
         with self._lock:
             self._pop(digest)
-            if kept.copy.nbytes > self.max_bytes:
+            if copy.nbytes > self.max_bytes:
                 return False
-            while self._used_bytes + kept.copy.nbytes > self.max_bytes:
+            while self._used_bytes + copy.nbytes > self.max_bytes:
                 self._pop(next(iter(self._copies)))
-            self._copies[digest] = kept
-            self._used_bytes += kept.copy.nbytes
+            self._copies[digest] = copy
+            self._used_bytes += copy.nbytes
             return True
 
-    def get(self, digest: str) -> KeptCopy | None:
+    def get(self, digest: str) -> CompressedCopy | None:
         with self._lock:
             return self._copies.get(digest)
 
@@ -300,15 +296,15 @@ class CompressedCopies:
 
     @property
     def max_error(self) -> float:
-        """The largest of all kept copies (compression.CompressedCopy); 0 when all are exact."""
+        """The largest of all copies; 0 when all are exact."""
         with self._lock:
-            return max((kept.copy.max_error for kept in self._copies.values()), default=0.0)
+            return max((copy.max_error for copy in self._copies.values()), default=0.0)
 
     def _pop(self, digest: str) -> None:
-        kept = self._copies.pop(digest, None)
-        if kept is not None:
-            self._used_bytes -= kept.copy.nbytes
+        copy = self._copies.pop(digest, None)
+        if copy is not None:
+            self._used_bytes -= copy.nbytes
 
     def check_integrity(self) -> None:
         with self._lock:
-            assert self._used_bytes == sum(kept.copy.nbytes for kept in self._copies.values()) <= self.max_bytes
+            assert self._used_bytes == sum(copy.nbytes for copy in self._copies.values()) <= self.max_bytes

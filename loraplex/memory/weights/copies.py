@@ -1,8 +1,5 @@
 """Copies of weights between the host and a device, beside the steps.
 
-    CudaCopies          enqueued on a stream of their own, with an event for each piece; no host thread waits
-    SynchronousCopies   any other device: done when the call returns
-
 Order on a GPU. A copy begins when what the steps' stream had queued at the call is done: memory that a launched step, a
 move or a KV block still touches is not overwritten, whatever gave it back. What a step launches after `hold_steps(i)`
 begins when piece i is there. Checksums wait for the steps' stream too, on a third one, so that no copy waits behind
@@ -19,7 +16,7 @@ A step may use an adapter whose copies are under way, and waits at each layer fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,16 +26,22 @@ from loraplex.errors import LoraplexError
 from loraplex.kernels.checksum import checksums
 
 
-class Arrival(Protocol):
-    """Copies under way, in order: piece i is there before piece i + 1."""
+class Arrival:
+    """Copies under way, in order: piece i is there before piece i + 1. events: one a piece; none when all are there."""
+
+    def __init__(self, steps: Any = None, events: Sequence[Any] = ()) -> None:
+        self._steps = steps
+        self._events = events
 
     def hold_steps(self, index: int) -> None:
         """What this thread launches from now on begins when piece `index` is there. The host does not wait."""
-        ...
+        if self._events:
+            self._steps.wait_event(self._events[index])
 
     def join(self) -> None:
         """Wait until everything is there. Raises RuntimeError or OSError when a copy failed."""
-        ...
+        if self._events:
+            self._events[-1].synchronize()
 
 
 class CopyEngine(Protocol):
@@ -54,8 +57,7 @@ class CopyEngine(Protocol):
         ...
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Within the device, in the order of the steps: those launched before find the old bytes in `target`, later
-        ones the new."""
+        """Within the device, in order: steps launched before find the old bytes in `target`, later ones the new."""
         ...
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -63,25 +65,15 @@ class CopyEngine(Protocol):
         ...
 
 
-class _Arrived:
-    """The arrival of a copy that is done."""
-
-    def hold_steps(self, index: int) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-
 class SynchronousCopies:
-    """Everything is done in the thread that asks."""
+    """For any device but a GPU: done when the call returns."""
 
     is_asynchronous = False
 
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
-        return _Arrived()
+        return Arrival()
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
@@ -90,21 +82,9 @@ class SynchronousCopies:
         return checksums(pieces)
 
 
-class _CudaArrival:
-    def __init__(self, steps: Any, events: Sequence[Any]) -> None:
-        self._steps = steps
-        self._events = events
-
-    def hold_steps(self, index: int) -> None:
-        self._steps.wait_event(self._events[index])
-
-    def join(self) -> None:
-        if self._events:
-            self._events[-1].synchronize()
-
-
 class CudaCopies:
-    """On one stream for the life of the engine. Make it where steps are launched: it takes their current stream.
+    """On a stream of their own, with an event for each piece; no host thread waits. Make it where steps will be
+    launched: that thread's current stream is taken for theirs.
 
     Host pieces should be page-locked: others are right too, but the call waits for them. cuda: the module, for tests.
     """
@@ -129,7 +109,7 @@ class CudaCopies:
             except RuntimeError:
                 self._copies.synchronize()
                 raise
-        return _CudaArrival(self._steps, events)
+        return Arrival(self._steps, events)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         with self._cuda.stream(self._steps):
@@ -161,23 +141,11 @@ class Arriving:
     error: LoraplexError | None = None
 
 
-class StepPreparation(Protocol):
-    """What the adapters' memory does for a step before its kernels are launched."""
-
-    def prepare(self, lora_slots: Iterable[int]) -> StepGate | None:
-        """Make the slot table right on the device; the gate of those of these adapters that arrive, if any.
-
-        Called by the thread that launches steps, where it launches them. lora_slots: of the step's rows, held by its
-        requests.
-        """
-        ...
-
-
 class StepGate:
     """kernels.plan.LayerGate of one step: the adapters in it that were arriving when it was launched."""
 
     def __init__(self, arriving: Mapping[int, Arriving]) -> None:
-        self._arriving = dict(arriving)
+        self._arriving = arriving
 
     def wait_for_layer(self, layer: int) -> None:
         """Kernels launched from now on begin when every adapter's weights of this layer are there."""

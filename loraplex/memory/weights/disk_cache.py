@@ -16,16 +16,19 @@ import errno
 import fcntl
 import hashlib
 import heapq
+import itertools
 import logging
+import math
 import os
 import re
 import secrets
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -130,11 +133,12 @@ class DiskCache:
         self._check_layout = check_layout
         self._checksums = checksums
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._layouts: dict[bytes, PackedLayout] = {}
         self._touched: dict[str, float] = {}
-        self._complained_s: float | None = None
-        self._counts = DiskStats(0, max_bytes, 0)
+        self._next_complaint_s = -math.inf
+        self._max_bytes = max_bytes
+        self._counts: Counter[str] = Counter()  # of DiskStats
         self._files: dict[str, int] = {}  # path -> bytes
         self._by_age: list[tuple[int, str]] = []  # a heap of (mtime in ns when last seen, path); may name what is gone
         self._used_bytes = self._reserved_bytes = 0
@@ -168,7 +172,7 @@ class DiskCache:
 
         outcome = self._read(digest, read)
         if outcome is DiskRead.DONE:
-            self._count(num_hits=1)
+            self._count("num_hits")
             self.touch(digest)
         return outcome
 
@@ -180,11 +184,14 @@ class DiskCache:
             return True
         is_written = False
         try:
-            self._make_folder()
+            for folder in (self._folder, self._own_folder):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self._own_folder.is_symlink():
+                raise NotADirectoryError(f"{self._own_folder} is a symbolic link")
             is_written = self._write(file, encode_header(self._identity(digest), layout, checksums), views)
         except OSError as error:
             self._complain(error)
-        self._count(num_writes=int(is_written), num_refused=int(not is_written))
+        self._count("num_writes" if is_written else "num_refused")
         return is_written
 
     def touch(self, digest: str) -> None:
@@ -214,7 +221,7 @@ class DiskCache:
 
     def stats(self) -> DiskStats:
         with self._lock:
-            return replace(self._counts, used_bytes=self._used_bytes, num_files=len(self._files))
+            return DiskStats(self._used_bytes, self._max_bytes, len(self._files), **self._counts)
 
     def check_integrity(self) -> None:
         """AssertionError unless the books say what is on the disk; while no process writes here or there."""
@@ -246,14 +253,14 @@ class DiskCache:
                 return self._discard(digest, error)
             if not isinstance(error, FileNotFoundError):
                 self._complain(error)
-            self._count(num_misses=1)
+            self._count("num_misses")
             return DiskRead.MISSING
         return DiskRead.DONE
 
     def _discard(self, digest: str, error: Exception) -> DiskRead:
         logger.warning("%s is damaged and is deleted: %s", self._file(digest), error)
         self.drop(digest)
-        self._count(num_damaged=1)
+        self._count("num_damaged")
         return DiskRead.DAMAGED
 
     def _layout_of(self, header: Header) -> PackedLayout:
@@ -272,29 +279,22 @@ class DiskCache:
                 self._layouts.clear()
             return self._layouts.setdefault(header.layout_text, layout)
 
-    def _make_folder(self) -> None:
-        """Raises OSError."""
-        for folder in (self._folder, self._own_folder):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._own_folder.is_symlink():
-            raise NotADirectoryError(f"{self._own_folder} is a symbolic link")
-
     def _write(self, file: Path, header: bytes, views: Sequence[torch.Tensor]) -> bool:
         """False for lack of room. Raises OSError, and leaves nothing."""
         nbytes = len(header) + sum(view.numel() for view in views)
         if not self._reserve(nbytes):
-            self._complain(
-                OSError(
-                    errno.ENOSPC, f"no room for {nbytes} bytes within the budget and {MAX_FULLNESS:.0%} of the disk"
-                )
-            )
+            text = f"no room for {nbytes} bytes within the budget and {MAX_FULLNESS:.0%} of the disk"
+            self._complain(OSError(errno.ENOSPC, text))
             return False
         is_written = False
         try:
             _write_whole(file, header, views)
             is_written = True
         finally:
-            self._settle(file, nbytes, is_written)
+            with self._lock:
+                self._reserved_bytes -= nbytes
+                if is_written:
+                    self._enter(str(file), nbytes, time.time_ns())
         return True
 
     # ------------------------------------------------------------------------------------------------------- the budget
@@ -306,7 +306,7 @@ class DiskCache:
             if self._clock() - self._scanned_s >= RESCAN_S:
                 self._rescan()
             lack = max(
-                self._used_bytes + self._reserved_bytes + nbytes - self._counts.max_bytes,
+                self._used_bytes + self._reserved_bytes + nbytes - self._max_bytes,
                 nbytes - self._free_disk_bytes(),
             )
             if lack > self._used_bytes:
@@ -317,12 +317,6 @@ class DiskCache:
                 return False
             self._reserved_bytes += nbytes
             return True
-
-    def _settle(self, file: Path, nbytes: int, is_written: bool) -> None:
-        with self._lock:
-            self._reserved_bytes -= nbytes
-            if is_written:
-                self._enter(str(file), nbytes, time.time_ns())
 
     def _evict_oldest(self) -> int:
         """Bytes that are free now; 0 when the oldest was used meanwhile, is gone, or cannot be deleted."""
@@ -335,11 +329,11 @@ class DiskCache:
                 heapq.heappush(self._by_age, (status.st_mtime_ns, path))
                 return 0
             os.unlink(path)
-            self._counts = replace(self._counts, num_evictions=self._counts.num_evictions + 1)
+            self._count("num_evictions")
         except FileNotFoundError:
             pass  # another process deleted it
         except OSError as error:
-            self._complain_locked(error)
+            self._complain(error)
             return 0
         return self._forget(path)
 
@@ -368,38 +362,25 @@ class DiskCache:
 
     def _walk(self) -> Iterator[tuple[str, os.stat_result]]:
         """The files of every form; what dead processes left is deleted on the way, what is not ours is passed over."""
-        for form in _entries(self._folder):
-            if not _FORM.fullmatch(form.name) or not _is(form, stat.S_ISDIR):
-                continue
-            for entry in _entries(form.path):
-                with suppress(OSError):  # it may vanish at any moment
-                    status = entry.stat(follow_symlinks=False)
-                    if not stat.S_ISREG(status.st_mode):
-                        continue
-                    if _FILE.fullmatch(entry.name):
-                        yield entry.path, status
-                    elif _UNFINISHED.fullmatch(entry.name) and time.time() - status.st_mtime > UNFINISHED_S:
-                        _delete_abandoned(entry.path)
+        forms = (form for form in _entries(self._folder, stat.S_ISDIR) if _FORM.fullmatch(form[0].name))
+        for entry, status in itertools.chain.from_iterable(_entries(form.path, stat.S_ISREG) for form, _ in forms):
+            if _FILE.fullmatch(entry.name):
+                yield entry.path, status
+            elif _UNFINISHED.fullmatch(entry.name) and time.time() - status.st_mtime > UNFINISHED_S:
+                _delete_abandoned(entry.path)
 
     # ------------------------------------------------------------------------------------------------------------ books
 
-    def _count(self, **more: int) -> None:
+    def _count(self, name: str) -> None:
         with self._lock:
-            self._counts = replace(
-                self._counts, **{name: getattr(self._counts, name) + count for name, count in more.items()}
-            )
+            self._counts[name] += 1
 
     def _complain(self, error: OSError) -> None:
+        text = "the disk cache in %s does not work, adapters are read from their sources: %s"
         with self._lock:
-            self._complain_locked(error)
-
-    def _complain_locked(self, error: OSError) -> None:
-        now_s = self._clock()
-        if self._complained_s is None or now_s - self._complained_s >= COMPLAINT_S:
-            self._complained_s = now_s
-            logger.warning(
-                "the disk cache in %s does not work, adapters are read from their sources: %s", self._folder, error
-            )
+            if self._clock() >= self._next_complaint_s:
+                self._next_complaint_s = self._clock() + COMPLAINT_S
+                logger.warning(text, self._folder, error)
 
 
 def _write_whole(file: Path, header: bytes, views: Sequence[torch.Tensor]) -> None:
@@ -421,16 +402,14 @@ def _write_whole(file: Path, header: bytes, views: Sequence[torch.Tensor]) -> No
         os.close(fd)
 
 
-def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    """Empty when there is no such folder, or it may not be read."""
+def _entries(folder: Path | str, is_meant: Callable[[int], bool]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Those of one kind, links not followed; empty when there is no such folder, or it may not be read."""
     with suppress(OSError), os.scandir(folder) as entries:
-        yield from entries
-
-
-def _is(entry: os.DirEntry[str], kind: Callable[[int], bool]) -> bool:
-    with suppress(OSError):
-        return kind(entry.stat(follow_symlinks=False).st_mode)
-    return False
+        for entry in entries:
+            with suppress(OSError):  # it may vanish at any moment
+                status = entry.stat(follow_symlinks=False)
+                if is_meant(status.st_mode):
+                    yield entry, status
 
 
 def _delete_abandoned(path: str) -> None:

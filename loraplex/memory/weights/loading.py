@@ -38,8 +38,8 @@ from loraplex.errors import (
     error_from_payload,
 )
 from loraplex.memory.residency.records import LoadJob, Place, StoredAdapter, StoredWeights
-from loraplex.memory.space.pool import LoRAMemoryPool
-from loraplex.memory.weights.compression import CompressedCopies
+from loraplex.memory.residency.tiers import Tiers
+from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
 from loraplex.memory.weights.packing import PackedLayout, Packer
 
@@ -96,9 +96,7 @@ class LoaderThreads:
     def close(self, timeout_s: float = 5.0) -> None:
         self._is_closed.set()
         with suppress(queue.Empty):
-            while (
-                True
-            ):  # not while it has jobs: a thread may take the last one after the look, and the wait would not end
+            while True:  # not while it has jobs: a thread may take the last one after the look, and get() would wait
                 self._jobs.get_nowait()
         with self._lock:
             threads = tuple(self._threads)
@@ -282,41 +280,31 @@ class WeightReader:
     nor a read that hangs counts.
     """
 
-    def __init__(
-        self,
-        packer: Packer,
-        host: LoRAMemoryPool,
-        disk: DiskCache | None,
-        compressed: CompressedCopies | None,
-        max_concurrent: int,
-    ) -> None:
+    def __init__(self, packer: Packer, tiers: Tiers, max_concurrent: int) -> None:
         self._packer = packer
-        self._host = host
-        self._disk = disk
-        self._compressed = compressed
+        self._tiers = tiers
         self._busy = ReadSlots(max_concurrent)
 
     def read(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
-        """Raises what the sources answer when the disk tier has nothing (loading.read_weights), and as `reserve`."""
-        digest = job.weights.digest
+        """Raises what the sources answer when nothing else has the weights, and what `reserve` raises."""
+        digest, compressed, disk = job.weights.digest, self._tiers.compressed, self._tiers.disk
         loaded = None
-        if self._compressed is not None and self._compressed.get(digest) is not None:
-            loaded = self._from_compressed(self._compressed, digest, reserve)
+        if compressed is not None and (kept := compressed.get(digest)) is not None:
+            loaded = self._from_compressed(compressed, digest, kept, reserve)
             job.damaged_copies += [COMPRESSED] if loaded is None else []
-        if loaded is None and self._disk is not None and self._disk.has(digest):
-            loaded = self._from_disk(self._disk, digest, reserve)
+        if loaded is None and disk is not None and disk.has(digest):
+            loaded = self._from_disk(disk, digest, reserve)
             job.damaged_copies += [Tier.DISK.value] if loaded is None else []
         return loaded or self._from_source(job, reserve)
 
-    def _from_compressed(self, copies: CompressedCopies, digest: str, reserve: Reserve) -> LoadedWeights | None:
-        kept = copies.get(digest)
-        if kept is None:
-            return None
+    def _from_compressed(
+        self, copies: CompressedCopies, digest: str, kept: CompressedCopy, reserve: Reserve
+    ) -> LoadedWeights | None:
         views = self._views(reserve(kept.layout.sizes))
         if views is None:
             return LoadedWeights(kept.layout, (), COMPRESSED, is_placed=False)
         with self._busy:
-            copies.compression.restore(kept.copy, kept.layout, views)
+            copies.compression.restore(kept, views)
             checksums = self._packer.checksums(views)
         copies.drop(digest)
         if kept.checksums not in (None, checksums):
@@ -336,17 +324,17 @@ class WeightReader:
 
     def _from_source(self, job: LoadJob, reserve: Reserve) -> LoadedWeights:
         with self._busy:
-            model: LoRAModel = read_weights(job.weights, job.sources)
-            plan = self._packer.plan(model)
-        views = self._views(reserve(plan.sizes))
+            model = read_weights(job.weights, job.sources)
+            layout = self._packer.lay_out(model)
+        views = self._views(reserve(layout.sizes))
         if views is None:
-            return LoadedWeights(plan.layout, (), Tier.SOURCE.value, is_placed=False)
+            return LoadedWeights(layout, (), Tier.SOURCE.value, is_placed=False)
         with self._busy:
-            layout = plan.write(views)
+            self._packer.write(model, layout, views)
             checksums = self._packer.checksums(views)
-            if self._disk is not None:
-                self._disk.write(job.weights.digest, layout, views, checksums)
+            if self._tiers.disk is not None:
+                self._tiers.disk.write(job.weights.digest, layout, views, checksums)
         return LoadedWeights(layout, checksums, Tier.SOURCE.value)
 
     def _views(self, place: Place | None) -> list[torch.Tensor] | None:
-        return None if place is None else [self._host.view(extent) for extent in place.extents]
+        return None if place is None else [self._tiers.host.pool.view(extent) for extent in place.extents]

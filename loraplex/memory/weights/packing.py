@@ -9,6 +9,7 @@ What a block holds is the backend's business; here it is a number of opaque byte
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -63,14 +64,14 @@ class Packer:
         self._base_bias = base_bias
         self._layouts: WeakKeyDictionary[Blueprint, PackedLayout] = WeakKeyDictionary()
 
-    def plan(self, model: LoRAModel) -> PackingPlan:
-        """Lay `model` out. Raises ValueError when a tensor does not fit its target."""
+    def lay_out(self, model: LoRAModel) -> PackedLayout:
+        """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target."""
         layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
         if layout is None:
-            layout = self._lay_out(model)
+            layout = self._lay_out(lambda target: self._slices(model, target))
             if model.blueprint is not None:
                 self._layouts[model.blueprint] = layout
-        return PackingPlan(self, model, layout)
+        return layout
 
     def write(self, model: LoRAModel, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
         """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host."""
@@ -96,8 +97,7 @@ class Packer:
         return least // 2 if lora_dtype == "int8" else least
 
     def form(self, lora_dtype: str) -> str:
-        """Names all that decides an adapter's packed bytes beside its content: with equal forms, each other's copies
-        may be used.
+        """Names all that decides packed bytes beside the content: copies of an equal form may be used.
 
         lora_dtype: of the settings; adapters are cast to it when they are read.
         """
@@ -129,32 +129,23 @@ class Packer:
 
     def check_layout(self, layout: PackedLayout) -> None:
         """ValueError unless an adapter of this model is laid out so: kernels that read by it stay in its extents."""
-        sizes: list[int] = []
-        last_layer: int | None = None
-        targets = iter(self._targets)
-        for block in layout.blocks:
-            target = next((target for target in targets if target.name == block.target_name), None)
-            if target is None:
-                raise ValueError(f"a block of {block.target_name}, which the model does not have there")
-            if target.layer != last_layer:
-                sizes.append(0)
-                last_layer = target.layer
-            slices = _shapes_of(block, target)
-            nbytes = self._backend.packed_nbytes(slices, self._compute_dtype)
-            layouts = self._backend.packed_layouts(slices, self._compute_dtype)
-            place = (block.extent_index, block.offset)
-            if nbytes == 0 or place != (len(sizes) - 1, sizes[-1]) or layouts != block.layouts:
+        said = {block.target_name: block for block in layout.blocks}
+        if not said.keys() <= self._by_name.keys():
+            raise ValueError(f"blocks of {sorted(said.keys() - self._by_name.keys())}, which the model does not have")
+        right = self._lay_out(lambda target: _shapes_of(said[target.name], target) if target.name in said else ())
+        for block, expected in itertools.zip_longest(layout.blocks, right.blocks):
+            if block != expected:
                 raise ValueError(f"the block of {block.target_name} is not laid out as this model's are")
-            sizes[-1] += nbytes
-        if tuple(sizes) != layout.sizes:
-            raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {sizes}")
+        if right.sizes != layout.sizes:
+            raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {right.sizes}")
 
-    def _lay_out(self, model: LoRAModel) -> PackedLayout:
+    def _lay_out(self, slices_of: Callable[[LoraTarget], Sequence[SliceWeights | None]]) -> PackedLayout:
+        """Targets without slices have no block."""
         blocks: list[PackedBlock] = []
         sizes: list[int] = []
         last_layer: int | None = None
         for target in self._targets:
-            slices = self._slices(model, target)
+            slices = slices_of(target)
             nbytes = self._backend.packed_nbytes(slices, self._compute_dtype)
             if nbytes == 0:
                 continue
@@ -195,25 +186,6 @@ class Packer:
             total += replacement.float() if base is None else replacement.float() - base.float().cpu()
             dtype = torch.promote_types(dtype, replacement.dtype)
         return total.to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class PackingPlan:
-    """An adapter laid out, not yet written."""
-
-    packer: Packer
-    model: LoRAModel
-    layout: PackedLayout
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of its extents, one per layer that it touches."""
-        return self.layout.sizes
-
-    def write(self, views: Sequence[torch.Tensor]) -> PackedLayout:
-        """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host."""
-        self.packer.write(self.model, self.layout, views)
-        return self.layout
 
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:

@@ -112,7 +112,7 @@ def test_a_chunk_that_is_being_emptied_takes_nobody_in() -> None:
     chunks = {extent.offset // CHUNK for extent in (move.source for move in moves)}
     chunks &= {(move.source.end - 1) // CHUNK for move in moves}
     late = [pool.allocate(64) for _ in range(40)]
-    emptied = [chunk for chunk in chunks if pool.is_closed(chunk)]
+    emptied = [chunk for chunk in chunks if pool._space.is_closed(chunk)]
     assert len(emptied) == 1
     assert not any(extent is not None and extent.offset // CHUNK in emptied for extent in late)
     pool.free_all(move.source for move in moves)
@@ -130,10 +130,10 @@ def test_a_fenced_chunk_of_adapters_goes_when_its_extents_do() -> None:
     for _ in range(200):
         extent = pool.allocate(64)
         assert extent is None or extent.offset // CHUNK != chunk
-    assert pool.arena.fenced_bytes == 0
+    assert pool.arena.num_lent(Owner.FENCED) == 0
     pool.free_all(extents)
     assert pool.arena.owners()[chunk] is Owner.FENCED
-    assert pool.arena.fenced_bytes == CHUNK
+    assert pool.arena.num_lent(Owner.FENCED) == 1
     pool.check_integrity()
     assert pool.fence(chunk) == []
 
@@ -205,7 +205,7 @@ def test_it_is_told_and_ends_with_its_time() -> None:
     assert rig.manager.compact(1 << 30, deadline_s=0.0) == CompactionResult()
     assert rig.manager.compact(0, deadline_s=1.0) == CompactionResult()
     result = rig.manager.compact(1 << 30, deadline_s=1.0)
-    (event,) = [each for each in rig.manager._compactor._events.take() if each.kind is EventKind.COMPACTION]
+    (event,) = [each for each in rig.manager._residency.log.events.take() if each.kind is EventKind.COMPACTION]
     assert event.details == {"num_moved": result.num_moved, "nbytes": result.moved_bytes}
     assert rig.manager.compact(1 << 30, deadline_s=1.0).num_chunks_freed == 0
 

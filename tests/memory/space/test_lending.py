@@ -189,10 +189,10 @@ def test_a_fenced_kv_chunk_is_never_used_again(is_used: bool) -> None:
     shared.blocks.fence(0)
     shared.check()
     if is_used:
-        assert shared.arena.fenced_bytes == 0
+        assert shared.arena.num_lent(Owner.FENCED) == 0
         shared.blocks.free("a")
     assert shared.arena.owners()[0] is Owner.FENCED
-    assert shared.arena.fenced_bytes == CHUNK
+    assert shared.arena.num_lent(Owner.FENCED) == 1
     assert shared.open("b", num_tokens)
     assert min(shared.blocks.block_table("b")) >= BLOCKS_PER_CHUNK
     shared.check()

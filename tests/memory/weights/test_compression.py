@@ -34,9 +34,10 @@ def packed(
     layers = {name: in_dtype(layer, dtype, spread) for name, layer in model.layers.items()}
     model = replace(model, layers=layers)
     packer = Packer(TARGETS, get_backend(backend, CPU), dtype, BASE_BIAS.get)
-    plan = packer.plan(model)
-    views = list(torch.full((sum(plan.sizes),), 255, dtype=torch.uint8).split(list(plan.sizes)))
-    return packer, plan.write(views), views
+    layout = packer.lay_out(model)
+    views = list(torch.full((layout.nbytes,), 255, dtype=torch.uint8).split(list(layout.sizes)))
+    packer.write(model, layout, views)
+    return packer, layout, views
 
 
 def in_dtype(layer: LoRALayerWeights, dtype: torch.dtype, spread: float) -> LoRALayerWeights:
@@ -77,10 +78,10 @@ def test_lossless_restores_any_bytes(lines: list[int], dtype: torch.dtype, seed:
     layout = layout_of([view.numel() for view in views], dtype)
     compression = LosslessCompression()
     copy = compression.compress(layout, views)
-    assert (copy.original_nbytes, copy.max_error) == (layout.nbytes, 0.0)
+    assert (copy.layout.nbytes, copy.max_error) == (layout.nbytes, 0.0)
     assert copy.nbytes <= layout.nbytes
     restored = poisoned(views)
-    compression.restore(copy, layout, restored)
+    compression.restore(copy, restored)
     assert all(torch.equal(a, b) for a, b in zip(views, restored, strict=True))
 
 
@@ -94,7 +95,7 @@ def test_lossless_restores_an_adapter(backend: str, dtype: torch.dtype, rank: in
     assert compression.is_exact
     copy = compression.compress(layout, views)
     restored = poisoned(views)
-    compression.restore(copy, layout, restored)
+    compression.restore(copy, restored)
     assert all(torch.equal(a, b) for a, b in zip(views, restored, strict=True))
 
 
@@ -104,7 +105,7 @@ def test_lossless_keeps_the_bits_of_nan() -> None:
     layout, restored = layout_of([views[0].numel()], BF16), poisoned(views)
     copy = LosslessCompression().compress(layout, views)
     assert copy.nbytes < layout.nbytes
-    LosslessCompression().restore(copy, layout, restored)
+    LosslessCompression().restore(copy, restored)
     assert torch.equal(views[0], restored[0])
 
 
@@ -114,7 +115,7 @@ def test_a_copy_shares_no_memory_with_the_extents() -> None:
     before, layout = views[0].clone(), layout_of([4096], BF16)
     copy = LosslessCompression().compress(layout, views)
     views[0].fill_(0xFF)
-    LosslessCompression().restore(copy, layout, views)
+    LosslessCompression().restore(copy, views)
     assert torch.equal(views[0], before)
 
 
@@ -123,7 +124,7 @@ def test_the_stated_ratio_of_weights(dtype: torch.dtype, most: float) -> None:
     weights = (torch.randn(64, 4096, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     views = [weights.view(-1).view(torch.uint8)]
     copy = LosslessCompression().compress(layout_of([views[0].numel()], dtype), views)
-    assert copy.nbytes < most * copy.original_nbytes
+    assert copy.nbytes < most * copy.layout.nbytes
 
 
 # ----------------------------------------------------------------------------------------------------------------- int8
@@ -141,7 +142,7 @@ def test_int8_is_within_half_a_step(backend: str, rank: int, dtype: torch.dtype,
     compression = Int8Compression(packer)
     copy = compression.compress(layout, views)
     restored = poisoned(views)
-    compression.restore(copy, layout, restored)
+    compression.restore(copy, restored)
     worst = 0.0
     for block in layout.blocks:
         slices = (packer.unpack(block, each[block.extent_index]) for each in (views, restored))
@@ -168,8 +169,8 @@ def test_what_int8_restores_stays(backend: str) -> None:
     compression = Int8Compression(packer)
     first, second = poisoned(views), [torch.zeros_like(view) for view in views]
     copy = compression.compress(layout, views)
-    compression.restore(copy, layout, first)
-    compression.restore(copy, layout, second)
+    compression.restore(copy, first)
+    compression.restore(copy, second)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert compression.compress(layout, first).max_error < 1e-6
 
@@ -180,7 +181,7 @@ def test_int8_of_zeros_and_of_nothing_is_exact(backend: str) -> None:
         packer, layout, views = packed(backend, 4, BF16, 0.0, modules)
         copy = Int8Compression(packer).compress(layout, views)
         restored = poisoned(views)
-        Int8Compression(packer).restore(copy, layout, restored)
+        Int8Compression(packer).restore(copy, restored)
         assert copy.max_error == 0
         assert all(torch.equal(a, b) for a, b in zip(views, restored, strict=True))
 
@@ -190,10 +191,12 @@ def test_int8_is_half_of_bfloat16(backend: str) -> None:
     target = LoraTarget("t", 0, 896, 896, (LoraSlice("t", 0, 896, 896),))
     packer = Packer([target], get_backend(backend, CPU), BF16, lambda name: None)
     a, b = torch.randn(16, 896).to(BF16), torch.randn(896, 16).to(BF16)
-    plan = packer.plan(LoRAModel("d", 16, {"t": LoRALayerWeights("t", 16, 16.0, a, b, None, None, 1.0)}))
-    views = [torch.empty(plan.sizes[0], dtype=torch.uint8)]
-    copy = Int8Compression(packer).compress(plan.write(views), views)
-    assert 0.5 < copy.nbytes / copy.original_nbytes < 0.51
+    model = LoRAModel("d", 16, {"t": LoRALayerWeights("t", 16, 16.0, a, b, None, None, 1.0)})
+    layout = packer.lay_out(model)
+    views = [torch.empty(layout.nbytes, dtype=torch.uint8)]
+    packer.write(model, layout, views)
+    copy = Int8Compression(packer).compress(layout, views)
+    assert 0.5 < copy.nbytes / copy.layout.nbytes < 0.51
 
 
 def test_compressions_by_name() -> None:

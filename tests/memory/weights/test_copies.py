@@ -178,7 +178,7 @@ def land(rig: Rig) -> None:
 def test_it_is_usable_at_once_and_each_layer_is_right_when_its_gate_opens(rig: Rig) -> None:
     rig.add(1)
     slot = acquire(rig, 1)
-    gate = rig.manager.steps.prepare([slot])
+    gate = rig.manager.prepare_step([slot])
     assert gate is not None
     table, model = rig.manager.table, make_model("d1")
     for layer in range(2):
@@ -193,7 +193,7 @@ def test_it_is_usable_at_once_and_each_layer_is_right_when_its_gate_opens(rig: R
             assert row.lora_a.equal(expected)
         assert arrivals(rig)[0].num_done == layer + 1, "no layer is waited for before it is used"
     land(rig)
-    assert rig.manager.steps.prepare([slot]) is None
+    assert rig.manager.prepare_step([slot]) is None
     assert gate.errors() == {}
     rig.check_output(slot, model)
 
@@ -201,7 +201,7 @@ def test_it_is_usable_at_once_and_each_layer_is_right_when_its_gate_opens(rig: R
 def test_a_step_that_is_replayed_waits_for_all_of_it(rig: Rig) -> None:
     rig.add(1, 2)
     slots = [acquire(rig, 1), acquire(rig, 2)]
-    gate = rig.manager.steps.prepare(slots)
+    gate = rig.manager.prepare_step(slots)
     assert gate is not None
     gate.wait_for_all()
     assert all(arrival.is_done for arrival in arrivals(rig))
@@ -214,7 +214,7 @@ def test_a_layer_without_weights_is_not_waited_for() -> None:
         del model.layers[name]
     rig.source.put("/p1", model)
     rig.add(1)
-    gate = rig.manager.steps.prepare([acquire(rig, 1)])
+    gate = rig.manager.prepare_step([acquire(rig, 1)])
     assert gate is not None
     gate.wait_for_layer(0)
     assert arrivals(rig)[0].num_done == 0
@@ -227,8 +227,8 @@ def test_a_step_without_it_waits_for_nothing(rig: Rig) -> None:
     first = rig.acquire(1)
     land(rig)
     acquire(rig, 2)
-    assert rig.manager.steps.prepare([first]) is None
-    assert rig.manager.steps.prepare([]) is None
+    assert rig.manager.prepare_step([first]) is None
+    assert rig.manager.prepare_step([]) is None
 
 
 def test_what_is_told_of_it(rig: Rig) -> None:
@@ -289,8 +289,9 @@ def test_verbs_wait_until_all_of_it_is_there(rig: Rig) -> None:
     assert arrivals(rig)[1].is_done
     assert rig.loader is not None
     rig.add(3)
+    assert rig.manager.deactivate_adapter(1)
     with rig.loader.opened():
-        assert rig.manager.switch_lora(1, 3).was_active
+        assert rig.manager.activate_adapter(3)
     assert (rig.tier_of(1), rig.tier_of(3)) == ("host", "device")
 
 
@@ -362,7 +363,7 @@ def test_one_that_does_not_arrive_with_nobody_on_it_goes_elsewhere(rig: Rig) -> 
 def test_requests_on_what_does_not_arrive_end_and_then_it_goes(rig: Rig) -> None:
     rig.add(1)
     slot = acquire(rig, 1)
-    gate = rig.manager.steps.prepare([slot])
+    gate = rig.manager.prepare_step([slot])
     arrivals(rig)[0].fail(RuntimeError("bad memory"))
     land(rig)
     rig.manager.check_integrity()
@@ -399,7 +400,7 @@ def test_damaged_bytes_are_noticed_when_they_have_arrived(rig: Rig, is_running: 
     rig.manager._residency.tiers.host.pool.view(weights.host.extents[1])[17] ^= 4
     weights.checked_s = -math.inf
     slot = acquire(rig, 1)
-    gate = rig.manager.steps.prepare([slot])
+    gate = rig.manager.prepare_step([slot])
     if not is_running:
         rig.manager.release(1)
     land(rig)

@@ -68,9 +68,10 @@ def adapter_of(sizes: Sequence[int], seed: int = 0, blocks: Sequence[PackedBlock
 @functools.cache
 def real_adapter(rank: int = 5) -> tuple[Packer, Adapter]:
     packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
-    plan = packer.plan(make_model("content", rank))
-    views = [torch.empty(size, dtype=torch.uint8) for size in plan.sizes]
-    layout = plan.write(views)
+    model = make_model("content", rank)
+    layout = packer.lay_out(model)
+    views = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
+    packer.write(model, layout, views)
     return packer, (layout, views, [checksum(view) for view in views])
 
 

@@ -275,7 +275,7 @@ def test_a_packer_that_fails_gives_its_room_back(rig: Rig, monkeypatch: pytest.M
         raise RuntimeError("bad kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr("loraplex.memory.weights.packing.PackingPlan.write", fail)
+        patch.setattr("loraplex.memory.weights.packing.Packer.write", fail)
         ask(rig)
         load(rig)
         with pytest.raises(AdapterLoadError, match="bad kernel"):

@@ -24,10 +24,11 @@ def pack(
     model: LoRAModel, targets: tuple[LoraTarget, ...], backend: str, dtype: torch.dtype = torch.float32, base_bias=None
 ):
     """(layout, views): the adapter written into memory of its own."""
-    plan = Packer(targets, get_backend(backend, CPU), dtype, base_bias or BASE_BIAS.get).plan(model)
-    memory = torch.full((sum(plan.sizes),), 255, dtype=torch.uint8)
-    views = list(memory.split(list(plan.sizes)))
-    return plan.write(views), memory
+    packer = Packer(targets, get_backend(backend, CPU), dtype, base_bias or BASE_BIAS.get)
+    layout = packer.lay_out(model)
+    memory = torch.full((layout.nbytes,), 255, dtype=torch.uint8)
+    packer.write(model, layout, list(memory.split(list(layout.sizes))))
+    return layout, memory
 
 
 def output(
@@ -249,12 +250,12 @@ def test_models_of_one_blueprint_share_their_layout_and_nothing_else(backend: st
     layouts = []
     for digest in ("one", "two"):
         model = make_model(digest, rank=5)
-        plan = packer.plan(replace(model, blueprint=blueprint))
-        memory = torch.full((sum(plan.sizes),), 255, dtype=torch.uint8)
-        layouts.append(plan.write(list(memory.split(list(plan.sizes)))))
+        layouts.append(packer.lay_out(replace(model, blueprint=blueprint)))
+        memory = torch.full((layouts[-1].nbytes,), 255, dtype=torch.uint8)
+        packer.write(model, layouts[-1], list(memory.split(list(layouts[-1].sizes))))
         alone, expected = pack(model, TARGETS, backend)
         assert alone == layouts[-1]
         assert torch.equal(memory, expected)
     assert layouts[0] is layouts[1]
-    other = packer.plan(replace(make_model("one", rank=3), blueprint=Blueprint(ReadPlan.of({}), (), ())))
-    assert other.layout != layouts[0]
+    other = packer.lay_out(replace(make_model("one", rank=3), blueprint=Blueprint(ReadPlan.of({}), (), ())))
+    assert other != layouts[0]
