@@ -57,7 +57,7 @@ class AdapterReport:
             if is_set(field.value) or field.verdict is Verdict.REFUSED:
                 reason = f"  ({field.reason})" if field.verdict is Verdict.IGNORED else ""
                 lines.append(f"  {field.verdict.value:8} {field.name} = {shown(field.value, 80)}{reason}")
-        return "\n".join(lines)
+        return "\n".join(map(_printable, lines))
 
     def _base_note(self) -> str:
         return "" if self.is_checked_against_base else " (not checked against a base model; give one with --base)"
@@ -78,6 +78,11 @@ class AdapterReport:
             ("modules", ", ".join(sorted({module.rpartition(".")[2] for module in self.modules}))),
             ("digest", self.adapter_digest),
         ]
+
+
+def _printable(line: str) -> str:
+    """What an adapter calls its fields and modules may hold orders for the terminal: they are shown, not obeyed."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
 def inspect_adapter(

@@ -60,9 +60,13 @@ def read_keys(
 ) -> tuple[str, ...]:
     """All keys of one kind, each once. The variable is removed: child processes inherit the environment.
 
-    Raises ConfigError for a file that cannot be read, holds no key, or may be changed by other users.
+    Raises ConfigError for a file that cannot be read, holds no key, or may be changed by other users, and for a
+    variable that is set and has no key: without one the server would be open.
     """
-    of_environment = (key.strip() for key in environment.pop(variable, "").split(",") if key.strip())
+    value = environment.pop(variable, None)
+    of_environment = [] if value is None else [key.strip() for key in value.split(",") if key.strip()]
+    if value is not None and not of_environment:
+        raise ConfigError(f"{variable} is set and has no key; unset it for a server without such keys")
     of_files = (key for path in files for key in _read_file(path))
     return tuple(dict.fromkeys((*given, *of_files, *of_environment)))
 

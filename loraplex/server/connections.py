@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from loraplex.server.config import ServerConfig
@@ -30,6 +30,10 @@ MAX_WAITING_BYTES = 32 * 2**20
 """Heads and bodies of requests behind unanswered ones on their connections: apart from the bodies of those that run."""
 
 
+MAX_UNREAD_BYTES = 256 * 2**20
+"""Of long answers that their clients have not read; beyond it the one that began first is closed."""
+
+
 class Refusal(enum.StrEnum):
     """Why a connection was refused or closed by the server."""
 
@@ -46,10 +50,11 @@ class Refusal(enum.StrEnum):
     CHUNKS = "chunks_too_small"
     BODY_MEMORY = "max_inflight_body_bytes"
     SEND_TIME = "send_timeout"
+    UNREAD = "unread_answers"
 
 
 class Closable(Protocol):
-    def close_idle(self) -> None: ...
+    def close_now(self) -> None: ...
 
 
 class Slot:
@@ -86,6 +91,7 @@ class Connections:
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
         self._body_bytes = 0
         self._waiting_bytes = 0
+        self._answers: dict[Closable, int] = {}  # bytes of long ones that are being sent, the oldest first
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
 
@@ -148,7 +154,7 @@ class Connections:
         if connection in self._idle and self._clock() - self._idle[connection] < IDLE_AT_LEAST_S:
             return False
         self.set_busy(connection)
-        connection.close_idle()
+        connection.close_now()
         self.refuse(Refusal.ROOM, f"{self._num_open} are open (--max-connections), and a new one took its place")
         return True
 
@@ -176,6 +182,20 @@ class Connections:
     def release_waiting(self, num_bytes: int) -> None:
         self._waiting_bytes -= num_bytes
 
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    def hold_answer(self, connection: Closable, num_bytes: int) -> None:
+        """Count a long answer until `release_answer`. While all are too large together, the oldest is cut off."""
+        self._answers[connection] = num_bytes
+        while sum(self._answers.values()) > MAX_UNREAD_BYTES and len(self._answers) > 1:
+            oldest = next(iter(self._answers))
+            self.release_answer(oldest)
+            self.refuse(Refusal.UNREAD, f"answers of {MAX_UNREAD_BYTES} bytes are not read, and this one is the oldest")
+            oldest.close_now()
+
+    def release_answer(self, connection: Closable) -> None:
+        self._answers.pop(connection, None)
+
     # --------------------------------------------------------------------------------------------------------- refusals
 
     def refuse(self, reason: Refusal, text: str, address: str = "") -> None:
@@ -201,3 +221,28 @@ def source_of(address: str) -> str:
     if found.version == 4:
         return address
     return str(found.ipv4_mapped or found.packed[:8].hex())
+
+
+def forwarded_for(peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Whose request a proxy on this machine forwards: the last address of X-Forwarded-For that is not this machine's.
+
+    What other machines send is not believed, and what is no address ends the search.
+    """
+    if not _is_loopback(peer):
+        return None
+    listed = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1")
+    for text in reversed(listed.split(",")):
+        try:
+            address = ipaddress.ip_address(text.strip())
+        except ValueError:
+            return None
+        if not address.is_loopback:
+            return str(address)
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

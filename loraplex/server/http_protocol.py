@@ -23,9 +23,13 @@ later for a request of its own; so it is given the same head once more, without 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from fcntl import ioctl
 from functools import partial
+from termios import TIOCOUTQ
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -36,13 +40,16 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from loraplex.server.api_error import ApiError, error_reply, error_response
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, Refusal, Slot
+from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
 
 MAX_HEADERS = 128
 """Of one request, and of its trailers; Apache allows 100. Each is read by every middleware."""
+
+MAX_QUERY_PARAMETERS = 64
+"""More than any route has."""
 
 MAX_TINY_CHUNKS = 4096
 MIN_CHUNK_BYTES = 64
@@ -127,8 +134,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.slot is not None:
             self.slot.release()
 
-    def close_idle(self) -> None:
-        self.transport.abort()  # nothing is unsent, and a client of TLS need not agree
+    def close_now(self) -> None:
+        """For another connection. Nothing is unsent but an answer that is not read; a client of TLS need not agree."""
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -231,6 +239,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
+        if self.client is not None and (address := forwarded_for(self.client[0], scope["headers"])):
+            scope["client"] = (address, 0)
         try:
             if self.flow.write_paused:
                 self.flow.pause_reading()
@@ -257,10 +267,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             incoming.cycle.keep_alive = True  # else uvicorn closes the connection, and the client may miss the answer
             return
         rest = memoryview(message.get("body", b""))
-        while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
-            await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
-            await asyncio.sleep(0)  # others have their piece
-            rest = rest[PIECE_BYTES:]
+        if len(rest) > PIECE_BYTES:
+            self.server_connections.hold_answer(self, len(rest))
+        try:
+            while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
+                await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
+                await asyncio.sleep(0)  # others have their piece
+                rest = rest[PIECE_BYTES:]
+        finally:
+            self.server_connections.release_answer(self)
         await send({**message, "body": rest} if rest.nbytes < len(message.get("body", b"")) else message)
 
     def _hold(self, incoming: _Incoming, num_bytes: int) -> bool:
@@ -375,6 +390,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return f"HTTP/{version} is not spoken here: send HTTP/1.1"
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
+        if self.url.partition(b"?")[2].count(b"&") >= MAX_QUERY_PARAMETERS:
+            return f"a query has at most {MAX_QUERY_PARAMETERS} parameters"
         try:
             unquote_to_bytes(self.url).decode()
         except UnicodeDecodeError:
@@ -491,18 +508,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._note_idle()
 
     def _await_reader(self) -> None:
-        check = partial(self._check_reader, self.transport.get_write_buffer_size())
+        check = partial(self._check_reader, self._num_unsent())
         self._send_timer = self.loop.call_later(self.server_settings.send_timeout_s, check)
 
     def _check_reader(self, num_unsent: int) -> None:
         settings = self.server_settings
         self._send_timer = None
-        if self._is_enough(num_unsent - self.transport.get_write_buffer_size(), settings.send_timeout_s):
+        if self._is_enough(num_unsent - self._num_unsent(), settings.send_timeout_s):
             self._await_reader()
             return
         text = f"its client did not read the answer within {settings.send_timeout_s:g} s"
         self._count_refusal(Refusal.SEND_TIME, text)
         self.transport.abort()
+
+    def _num_unsent(self) -> int:
+        """What the client has not acknowledged: here, and in the system's buffer, which takes and gives in leaps."""
+        sock = self.transport.get_extra_info("socket")
+        with suppress(OSError):
+            in_system = 0 if sock is None else int.from_bytes(ioctl(sock.fileno(), TIOCOUTQ, bytes(4)), sys.byteorder)
+            return self.transport.get_write_buffer_size() + in_system
+        return 0  # it is closed
 
     def _is_enough(self, num_bytes: int, seconds: float) -> bool:
         return num_bytes >= self.server_settings.min_transfer_rate * seconds

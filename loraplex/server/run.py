@@ -250,6 +250,7 @@ def _uvicorn_config(
         log_config=None,
         access_log=config.access_log,
         server_header=False,
+        proxy_headers=False,  # http_protocol.py reads them
         timeout_keep_alive=math.ceil(config.keep_alive_s),
     )
 

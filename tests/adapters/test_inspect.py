@@ -75,6 +75,14 @@ def test_without_a_base_it_says_so_and_finds_what_it_can(adapter: PeftAdapter) -
         assert word in reasons
 
 
+def test_orders_for_a_terminal_are_shown_and_not_obeyed(adapter: PeftAdapter) -> None:
+    edit_config(adapter.path, base_model_name_or_path="\x1b[2Jbase", **{"\x1b[31mbad\x07": 1, "two\nlines": 2})
+    text = inspect_adapter(adapter.path).describe()
+    assert "base model: \\x1b[2Jbase" in text
+    assert "\\x1b[31mbad\\x07 = 1" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_a_refused_adapter_lists_every_reason(adapter: PeftAdapter) -> None:
     edit_config(adapter.path, use_dora=True, target_modules=["q_proj", "v_proj", "k_proj"])
     report = inspect_adapter(adapter.path, adapter.targets, LoRAConfig(max_lora_rank=2))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.server.http_protocol import MAX_PIPELINED
+from loraplex.server.connections import forwarded_for
+from loraplex.server.http_protocol import MAX_PIPELINED, MAX_QUERY_PARAMETERS
 from tests.server.raw_connection import Connection
 
 REFUSED = {
@@ -54,6 +55,34 @@ async def test_heads_that_are_fine(connection: Connection, head: bytes) -> None:
     connection.feed(head)
     await connection.settle()
     assert (connection.transport.status, connection.app.paths) == (200, ["/a"])
+
+
+@pytest.mark.parametrize(("num_parameters", "status"), [(MAX_QUERY_PARAMETERS, 200), (MAX_QUERY_PARAMETERS + 1, 400)])
+async def test_a_query_has_few_parameters(connection: Connection, num_parameters: int, status: int) -> None:
+    query = b"&".join([b"a"] * num_parameters)
+    connection.feed(b"GET /a&b?%s HTTP/1.1\r\nHost: a\r\n\r\n" % query)
+    await connection.settle()
+    assert connection.transport.status == status
+
+
+FORWARDED = {
+    "1.2.3.4": "1.2.3.4",
+    "6.6.6.6, 1.2.3.4": "1.2.3.4",
+    "1.2.3.4, 127.0.0.1, ::1": "1.2.3.4",
+    "2001:db8::1": "2001:db8::1",
+    "1.2.3.4, EVIL": None,
+    "EVIL\x9b31m": None,
+    "127.0.0.1": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("listed", FORWARDED, ids=ascii)
+def test_a_proxy_on_this_machine_says_an_address_and_nothing_else(listed: str) -> None:
+    headers = [(b"host", b"a"), (b"x-forwarded-for", listed.encode("latin-1"))]
+    assert forwarded_for("127.0.0.1", headers) == forwarded_for("::1", headers) == FORWARDED[listed]
+    assert forwarded_for("10.0.0.1", headers) is None
+    assert forwarded_for("", headers) is None
 
 
 async def test_some_requests_may_be_sent_before_the_first_answer(connection: Connection) -> None:

@@ -63,6 +63,14 @@ HARMLESS = {
 }
 
 
+@pytest.mark.parametrize("value", ["", ",,", " , "])
+def test_a_variable_without_a_key_is_refused(value: str) -> None:
+    """A secret that was not filled in must not open the server."""
+    with pytest.raises(ConfigError, match="X is set and has no key; unset it"):
+        read_keys((), (), "X", {"X": value})
+    assert read_keys((), (), "X", {}) == ()
+
+
 def test_child_processes_get_no_secret() -> None:
     assert (
         child_environment({**SECRETS, **HARMLESS, "LORAPLEX_API_KEY": KEY, "LORAPLEX_ADMIN_API_KEY": ADMIN}) == HARMLESS

@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,55 @@ async def test_of_a_long_answer_one_piece_waits_for_the_client(connection: Conne
         num_reads += 1
     assert num_reads > len(ANSWER) // PIECE_BYTES
     assert connection.transport.written.endswith(b"\r\n\r\n" + ANSWER)
+
+
+async def test_answers_that_are_not_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest is cut off; one alone never is, and what is read counts no more."""
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 2 * len(ANSWER))
+    shared = Connection().connections
+    clients = []
+    for _ in range(4):
+        client = Connection()
+        client.protocol.server_connections = client.connections = shared  # type: ignore[misc]
+        client.protocol.app = LongAnswers()
+        client.transport.is_unread = True
+        client.feed(ASK)
+        await turns()
+        clients.append(client)
+    assert [client.transport.is_aborted for client in clients] == [True, True, False, False]
+    assert shared.refused == {"unread_answers": 2}
+    while clients[2].state.tasks:
+        clients[2].transport.read()
+        await turns()
+    again = Connection()
+    again.protocol.server_connections = shared  # type: ignore[misc]
+    again.protocol.app = LongAnswers()
+    again.transport.is_unread = True
+    again.feed(ASK)
+    await turns()
+    assert not clients[3].transport.is_aborted
+    for client in (*clients, again):
+        client.protocol.connection_lost(None)
+        await client.settle()
+
+
+async def test_what_a_client_reads_of_the_systems_buffer_counts(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That buffer takes megabytes at once and then nothing for long, while its client reads."""
+    clock, num_held = Clock(monkeypatch), 10**7
+    monkeypatch.setattr(http_protocol, "ioctl", lambda *arguments: num_held.to_bytes(4, sys.byteorder))
+    with socket.socket() as sock:
+        monkeypatch.setattr(connection.transport, "get_extra_info", {"socket": sock}.get)
+        connection.transport.is_unread = True
+        connection.transport.write(b"x" * 1000)
+        for _ in range(3):
+            num_held -= 10**6
+            clock.ring()
+            assert not connection.transport.is_aborted
+        clock.ring()
+    assert connection.transport.is_aborted
+    assert connection.connections.refused == {"send_timeout": 1}
 
 
 async def test_a_long_answer_of_unknown_length_is_cut_too(connection: Connection) -> None:
