@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from loraplex.server.api_error import ApiError, clipped, validation_error
-from loraplex.server.off_loop import OffLoop, client_of
+from loraplex.server.off_loop import OffLoop, Turns, client_of
 from loraplex.server.request_model import BodyLimits, RequestModel
 
 SHORT_BODY_BYTES = 16 * 2**10
@@ -50,6 +50,7 @@ class BodyReader:
 
     def __init__(self, off_loop: OffLoop, max_body_bytes: int, max_model_len: int, is_strict: bool) -> None:
         self._off_loop = off_loop
+        self._turns = Turns()
         self._max_body_bytes = max_body_bytes
         self._max_model_len = max_model_len
         self._is_strict = is_strict
@@ -67,8 +68,11 @@ class BodyReader:
         max_values = limits.max_values + (self._max_model_len if limits.has_token_ids else 0)
         parse = partial(_parse, body, choose, max_values, self._is_strict)
         if len(body) <= SHORT_BODY_BYTES:
+            await self._turns.next()
             return parse()
-        return await self._off_loop.run(client_of(request), parse, len(body))
+        fields = await self._off_loop.run(client_of(request), parse, len(body))
+        await self._turns.next()  # for what the route does with it
+        return fields
 
 
 def _parse(body: bytes, choose: Callable[[dict[str, Any]], type[Model]], max_values: int, is_strict: bool) -> Model:

@@ -8,8 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
+from loraplex.server import ServerConfig, body, create_app
 from loraplex.server.api_error import ApiError
-from loraplex.server.off_loop import MAX_WAITING_BYTES_OF_A_CLIENT, SHORT_BYTES, OffLoop
+from loraplex.server.off_loop import MAX_WAITING_BYTES_OF_A_CLIENT, SHORT_BYTES, OffLoop, Turns
+from loraplex.testing import FakeAsyncEngine
+from tests.server.conftest import client_of
 
 LONG = SHORT_BYTES + 1
 
@@ -83,3 +86,41 @@ async def test_errors_are_the_callers() -> None:
     with pytest.raises(ZeroDivisionError):
         await off_loop.run("a", lambda: 1 // 0, 10)
     assert await off_loop.run("a", lambda: 7, 10) == 7
+
+
+async def test_what_many_requests_do_at_once_leaves_turns_for_others() -> None:
+    turns, order = Turns(), list[str]()
+
+    async def request(name: str) -> None:
+        await turns.next()
+        order.append(name)
+
+    async def other() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+            order.append("other")
+
+    tasks = [asyncio.ensure_future(request(str(index))) for index in range(20)]
+    tasks[5].cancel()
+    await asyncio.gather(other(), *tasks, return_exceptions=True)
+    assert [name for name in order if name != "other"] == [str(index) for index in range(20) if index != 5]
+    assert all(order[index : index + 3].count("other") for index in range(10))
+    await asyncio.wait_for(turns.next(), 30)
+
+
+async def test_many_requests_at_once_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the event loop some time; one that costs none is answered after a few of them."""
+    begun: list[int] = []
+    check = body.check_num_values
+    monkeypatch.setattr(body, "check_num_values", lambda *values: begun.append(1) or check(*values))
+    async with client_of(create_app(FakeAsyncEngine(), ServerConfig())) as client:
+        asked = [
+            asyncio.ensure_future(client.post("/v1/completions", json={"model": "base", "prompt": "x"}))
+            for _ in range(200)
+        ]
+        while not begun:
+            await asyncio.sleep(0)
+        assert (await client.get("/health")).status_code == 200
+        assert len(begun) < 100
+        assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
+    assert len(begun) == 200
