@@ -24,9 +24,9 @@ from loraplex.cli_help import explain, group_fields, in_group, shown_default, wi
 from loraplex.config import EngineConfig, EngineSettings, LoRAConfig, parse_bytes
 from loraplex.errors import ConfigError, EngineError, JournalError, LoraplexError
 from loraplex.lora_modules import OPTIONS, check_lora_modules, parse_lora_modules
+from loraplex.performance.settings import ProfileSettings
 from loraplex.server.api_keys import KeySettings
 from loraplex.server.config import ServerConfig, ServerSettings
-from loraplex.views.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
     from loraplex.adapters.registry import LoadTurn, LoRARef

@@ -14,7 +14,7 @@ MEMORY_TIERS = ("device", "host")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How many steps ran since the start, and the seconds of each part of them (loraplex/profiler.py, STEP_PARTS)."""
+    """How many steps ran since the start, and the seconds of each part of them (performance.profiler.STEP_PARTS)."""
 
     num_steps: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)

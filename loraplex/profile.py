@@ -16,9 +16,9 @@ from loraplex.config import EngineConfig
 from loraplex.core import SamplingParams
 from loraplex.errors import ConfigError
 from loraplex.frontend.llm import LLM
-from loraplex.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
+from loraplex.performance.profiler import KERNEL_PARTS, STEP_PARTS, Profiler
+from loraplex.performance.settings import ProfileSettings
 from loraplex.views.live_profile import give_report
-from loraplex.views.profile_settings import ProfileSettings
 
 PARTS = ("schedule", "build", *KERNEL_PARTS, "python", "sample", "wait", "commit", "detokenise", "other")
 """Of the table. python: the rest of `forward`, between kernels; other: what no part claims."""

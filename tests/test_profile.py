@@ -18,8 +18,8 @@ from loraplex.kernels.speedup import KernelShapes
 from loraplex.metrics import KernelSpeedup
 from loraplex.models import decoder
 from loraplex.models.config import ModelConfig
+from loraplex.performance.settings import ProfileSettings
 from loraplex.profile import PARTS, Profile, StepProfiler, profile, run_profile
-from loraplex.views.profile_settings import ProfileSettings
 
 BASE = str(assets_path() / "base")
 ADAPTERS = [Path(adapter_path("sort"))]

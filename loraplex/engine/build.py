@@ -40,8 +40,8 @@ from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
 from loraplex.models.packed_cache import PackedCache, default_folder
 from loraplex.models.source import resolve_model
+from loraplex.performance.profiler import Profiler
 from loraplex.private_folder import private_folder
-from loraplex.profiler import Profiler
 
 logger = logging.getLogger(__name__)
 

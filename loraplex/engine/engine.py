@@ -17,15 +17,14 @@ from loraplex.engine.maintenance import Caretaker
 from loraplex.engine.model_runner import ModelRunner, StepHandle
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
-from loraplex.engine.step_recorder import StepRecorder
 from loraplex.errors import DeviceLostError, EngineError, EngineOverloadedError, InvalidRequestError, LoraDisabledError
 from loraplex.events import EngineEvent, EventLog
 from loraplex.kvcache.allocator import KVBlockAllocator
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.weights.loading import is_device_lost, is_out_of_memory
 from loraplex.metrics import EngineStats, KernelSpeedup, MemoryReport, StepTimes
-from loraplex.performance.steps import StepProfile
-from loraplex.profiler import STEP_PARTS, Profiler
+from loraplex.performance.profiler import STEP_PARTS, Profiler
+from loraplex.performance.steps import StepProfile, StepRecorder, StepRow
 
 logger = logging.getLogger(__name__)
 
@@ -391,6 +390,9 @@ class StepsInFlight:
         with self._profiler.part("commit"):
             outputs = self._scheduler.commit(plan, tokens)
         if self.recorder is not None:
-            self.recorder.end(wanted, self._profiler.seconds, STEP_PARTS)
+            rows = [
+                StepRow(each.state.request.adapter_id, each.num_tokens, each.is_sampled) for each in wanted.sequences
+            ]
+            self.recorder.end(rows, self._profiler.seconds, STEP_PARTS)
         self._caretaker.after_step(wanted, tokens)
         return outputs

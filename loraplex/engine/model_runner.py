@@ -22,7 +22,7 @@ from loraplex.kernels.profiled import PART_OF
 from loraplex.memory.weights.copies import StepGate
 from loraplex.metrics import KernelSpeedup
 from loraplex.models.decoder import Decoder
-from loraplex.profiler import DEVICE_PART, Profiler
+from loraplex.performance.profiler import DEVICE_PART, Profiler
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,9 @@ from loraplex.memory.eviction.custom import PolicySource
 from loraplex.metrics import EngineStats, MemoryReport
 from loraplex.models.packed_cache import wait_until_saved
 from loraplex.performance.profile import LoraProfile
+from loraplex.performance.profiler import Profiler
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
-from loraplex.profiler import Profiler
 from loraplex.text.processor import PreparedRequest, ProcessedOutput
 from loraplex.text.tokenizer import Tokenizer
 

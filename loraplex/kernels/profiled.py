@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import LayersForward
-from loraplex.profiler import Profiler
+from loraplex.performance.profiler import Profiler
 
 PART_OF = {
     "linear": "gemm",
@@ -20,7 +20,7 @@ PART_OF = {
     "rotary_write_kv": "glue",
     "silu_mul": "glue",
 }
-"""Operator of a step -> part of the profile (loraplex/profiler.py)."""
+"""Operator of a step -> part of the profile (loraplex/performance/profiler.py)."""
 
 
 def profiled(backend: KernelBackend, profiler: Profiler) -> KernelBackend:

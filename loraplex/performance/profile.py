@@ -13,10 +13,10 @@ from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.metrics import EngineStats, KernelSpeedup
 from loraplex.performance.findings import find
 from loraplex.performance.histogram import Histogram
+from loraplex.performance.profiler import DEVICE_PART, KERNEL_PARTS, STEP_PARTS
 from loraplex.performance.report import AdapterPerformance, LoraPerformanceReport, MixPerformance, SwitchCost
 from loraplex.performance.requests import OTHERS, Latencies, NameOf, RequestRecorder, ServiceTargets
 from loraplex.performance.steps import StepProfile, StepSums
-from loraplex.profiler import DEVICE_PART, KERNEL_PARTS, STEP_PARTS
 
 MAX_LISTED_ADAPTERS = 200
 TIERS = ("device", "host", "disk", "source")

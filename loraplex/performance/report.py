@@ -80,7 +80,7 @@ class SwitchCost:
 @dataclass(frozen=True, slots=True)
 class LoraPerformanceReport:
     """admitted: requests by what of their adapter they had to wait for; served_from: the tier where a request found its
-    adapter; evictions and loads: by cause; part_seconds: of the steps (loraplex/profiler.py); device_share: of the
+    adapter; evictions and loads: by cause; part_seconds: of the steps (performance/profiler.py); device_share: of the
     time, in steps on the device, None where that was not measured; cpu: what the engine's threads got of the processor;
     kernel_fallbacks: calls that stock torch ran, by operator and reason; kernel_speedups: empty unless they were asked
     for;

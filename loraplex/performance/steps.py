@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loraplex.performance.histogram import Histogram
 
@@ -26,7 +28,7 @@ class StepKind:
 
 @dataclass(slots=True)
 class StepSums:
-    """All steps of one kind. seconds: by part (loraplex/profiler.py); num_tokens: drawn ones."""
+    """All steps of one kind. seconds: by part (loraplex/performance/profiler.py); num_tokens: drawn ones."""
 
     kind: StepKind
     num_steps: int = 0
@@ -81,3 +83,59 @@ class StepProfile:
     def has_kernel_parts(self) -> bool:
         """Whether the backend told where the time of `forward` goes (profiler.KERNEL_PARTS)."""
         return self.part_seconds.get("gemm", 0.0) > 0
+
+
+class StepRow(NamedTuple):
+    """One sequence of a step. adapter_id: None for the base model; num_tokens: that the step computed of it."""
+
+    adapter_id: int | None
+    num_tokens: int
+    is_sampled: bool
+
+    @property
+    def is_prefill(self) -> bool:
+        """A prompt that is one token long, or cached but for one, costs what a decode costs, and counts as one."""
+        return self.num_tokens > 1
+
+
+class StepRecorder:
+    """`begin` before a step and `end` at its commit, each with the seconds by part so far.
+
+    Every second counts once. With look-ahead those of a step's launch go to the step that is committed in the same
+    call.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun_s = clock()
+        self._before: Mapping[str, float] = {}
+        self._sums: dict[StepKind, StepSums] = {}
+        self._timeline = Timeline()
+
+    def begin(self, seconds: Mapping[str, float]) -> None:
+        self._before = seconds
+
+    def end(self, rows: Sequence[StepRow], seconds: Mapping[str, float], step_parts: tuple[str, ...]) -> None:
+        """Count a committed step. `step_parts`: those that add up to the step."""
+        sums = self._sums_of(rows)
+        spent = {part: total - self._before.get(part, 0.0) for part, total in seconds.items()}
+        num_sampled = sum(row.is_sampled for row in rows)
+        sums.num_steps += 1
+        sums.num_rows += len(rows)
+        sums.num_base_rows += sum(row.adapter_id is None for row in rows)
+        sums.num_tokens += num_sampled
+        sums.num_prefill_tokens += sum(row.num_tokens for row in rows if row.is_prefill)
+        self._before = seconds
+        for part, each in spent.items():
+            sums.seconds[part] = sums.seconds.get(part, 0.0) + each
+        sums.times.observe(sum(spent.get(part, 0.0) for part in step_parts))
+        self._timeline.add(self._clock() - self._begun_s, num_sampled)
+
+    def profile(self) -> StepProfile:
+        return StepProfile(self._clock() - self._begun_s, tuple(self._sums.values()), self._timeline)
+
+    def _sums_of(self, rows: Sequence[StepRow]) -> StepSums:
+        adapters = {row.adapter_id for row in rows} - {None}
+        has_prefill = any(row.is_prefill for row in rows)
+        kind = StepKind(size_class(len(adapters)), size_class(len(rows)), has_prefill)
+        return self._sums.setdefault(kind, StepSums(kind))

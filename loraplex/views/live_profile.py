@@ -12,8 +12,8 @@ from rich.console import Console
 from loraplex import interrupt
 from loraplex.errors import LoraplexError
 from loraplex.performance.report import LoraPerformanceReport
+from loraplex.performance.settings import ProfileSettings
 from loraplex.views.html_report import html_report
-from loraplex.views.profile_settings import ProfileSettings
 from loraplex.views.remote import RemoteServer
 
 STOP_TIMEOUT_S = 120.0

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.core import Request, SamplingParams
-from loraplex.engine.schedule_plan import RequestState, ScheduledSequence, SchedulePlan
-from loraplex.engine.step_recorder import StepRecorder
 from loraplex.performance.profile import mixes, slowdown
-from loraplex.performance.steps import MAX_MOMENTS, StepKind, StepProfile, StepSums, Timeline, size_class
-from loraplex.profiler import STEP_PARTS
+from loraplex.performance.profiler import STEP_PARTS
+from loraplex.performance.steps import (
+    MAX_MOMENTS,
+    StepKind,
+    StepProfile,
+    StepRecorder,
+    StepRow,
+    StepSums,
+    Timeline,
+    size_class,
+)
 
 
 def test_size_classes() -> None:
@@ -37,19 +43,18 @@ def test_a_timeline_that_gets_coarser_keeps_the_order() -> None:
     assert timeline.num_tokens[:3] == [1, 5, 9]
 
 
-def sequence(adapter_id: int | None, num_tokens: int = 1, is_sampled: bool = True) -> ScheduledSequence:
-    request = Request("r", (1, 2, 3, 4), SamplingParams(), 8, 0, adapter_id=adapter_id)
-    return ScheduledSequence(RequestState(request, 0, [1, 2, 3, 4]), 0, num_tokens, is_sampled)
+def row(adapter_id: int | None, num_tokens: int = 1, is_sampled: bool = True) -> StepRow:
+    return StepRow(adapter_id, num_tokens, is_sampled)
 
 
 def test_a_step_is_counted_under_its_kind() -> None:
     now = iter((0.0, 0.5, 1.0, 2.0))
     recorder = StepRecorder(lambda: next(now))
     recorder.begin({"schedule": 1.0, "forward": 5.0, "gemm": 2.0})
-    decode = SchedulePlan(1, (sequence(7), sequence(8), sequence(None)))
+    decode = [row(7), row(8), row(None)]
     recorder.end(decode, {"schedule": 1.25, "forward": 6.0, "gemm": 2.5}, STEP_PARTS)
     recorder.begin({"forward": 6.0})
-    prefill = SchedulePlan(2, (sequence(7, 3, is_sampled=False), sequence(None)))
+    prefill = [row(7, 3, is_sampled=False), row(None)]
     recorder.end(prefill, {"forward": 7.0}, STEP_PARTS)
     profile = recorder.profile()
     first, second = profile.sums
