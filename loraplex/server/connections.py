@@ -34,6 +34,10 @@ MAX_UNREAD_BYTES = 256 * 2**20
 """Of long answers that their clients have not read; beyond it the one that began first is closed."""
 
 
+MAX_PROXIES = 8
+"""On this machine, one behind the other."""
+
+
 class Refusal(enum.StrEnum):
     """Why a connection was refused or closed by the server."""
 
@@ -226,12 +230,12 @@ def source_of(address: str) -> str:
 def forwarded_for(peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Whose request a proxy on this machine forwards: the last address of X-Forwarded-For that is not this machine's.
 
-    What other machines send is not believed, and what is no address ends the search.
+    What other machines send is not believed. What is no address ends the search, and so do MAX_PROXIES.
     """
     if not _is_loopback(peer):
         return None
     listed = b",".join(value for name, value in headers if name == b"x-forwarded-for").decode("latin-1")
-    for text in reversed(listed.split(",")):
+    for text in reversed(listed.rsplit(",", MAX_PROXIES)[-MAX_PROXIES:]):
         try:
             address = ipaddress.ip_address(text.strip())
         except ValueError:

@@ -39,14 +39,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.server.api_error import ApiError, error_reply, error_response
+from loraplex.server.auth import OPEN_PATHS
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for
+from loraplex.server.off_loop import Turns
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
 
 MAX_HEADERS = 128
 """Of one request, and of its trailers; Apache allows 100. Each is read by every middleware."""
+
+MAX_PATH_BYTES = 4096
+"""A route with the longest name of an adapter is shorter. Every route is compared with it."""
 
 MAX_QUERY_PARAMETERS = 64
 """More than any route has."""
@@ -92,6 +97,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     server_settings: ServerConfig
     server_connections: Connections
     server_admits: Callable[[Headers], bool]
+    server_turns: Turns
 
     slot: Slot | None = None
     _num_stuck_bytes = 0  # received since the parser last finished a head or gave a piece of a body
@@ -242,6 +248,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.client is not None and (address := forwarded_for(self.client[0], scope["headers"])):
             scope["client"] = (address, 0)
         try:
+            if scope["path"] not in OPEN_PATHS:
+                await self.server_turns.next()
             if self.flow.write_paused:
                 self.flow.pause_reading()
                 await self.flow.drain()
@@ -390,7 +398,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return f"HTTP/{version} is not spoken here: send HTTP/1.1"
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
-        if self.url.partition(b"?")[2].count(b"&") >= MAX_QUERY_PARAMETERS:
+        path, _, query = self.url.partition(b"?")
+        if len(path) > MAX_PATH_BYTES:
+            return f"a path has at most {MAX_PATH_BYTES} bytes"
+        if query.count(b"&") >= MAX_QUERY_PARAMETERS:
             return f"a query has at most {MAX_QUERY_PARAMETERS} parameters"
         try:
             unquote_to_bytes(self.url).decode()
@@ -550,5 +561,10 @@ def bounded_http_protocol(
     config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
 ) -> type[BoundedHttpProtocol]:
     """The protocol with a server's limits: uvicorn makes one for each connection. `admits`: whose bodies are read."""
-    members = {"server_settings": config, "server_connections": connections, "server_admits": staticmethod(admits)}
+    members = {
+        "server_settings": config,
+        "server_connections": connections,
+        "server_admits": staticmethod(admits),
+        "server_turns": Turns(),
+    }
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

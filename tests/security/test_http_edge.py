@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loraplex.server.connections import forwarded_for
-from loraplex.server.http_protocol import MAX_PIPELINED, MAX_QUERY_PARAMETERS
+from loraplex.server.http_protocol import MAX_PATH_BYTES, MAX_PIPELINED, MAX_QUERY_PARAMETERS
 from tests.server.raw_connection import Connection
 
 REFUSED = {
@@ -65,6 +67,41 @@ async def test_a_query_has_few_parameters(connection: Connection, num_parameters
     assert connection.transport.status == status
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(MAX_PATH_BYTES, 200), (MAX_PATH_BYTES + 1, 400)])
+async def test_a_path_is_short(num_bytes: int, status: int) -> None:
+    connection = Connection(max_header_bytes=2**15)
+    connection.feed(b"GET /%s?%s HTTP/1.1\r\nHost: a\r\n\r\n" % (b"a" * (num_bytes - 1), b"x" * 9000))
+    await connection.settle()
+    assert connection.transport.status == status
+    connection.protocol.connection_lost(None)
+
+
+async def test_requests_that_come_at_once_begin_one_after_the_other() -> None:
+    """In the order in which they came, one in each turn of the event loop; what needs no key waits for none."""
+    order: list[str] = []
+    shared = Connection()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        order.append(scope["path"])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    clients = [shared, *(Connection() for _ in range(20))]
+    for index, client in enumerate(clients):
+        client.protocol.server_turns = shared.protocol.server_turns
+        client.protocol.app = app
+        client.feed(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % index)
+    last = Connection()
+    last.protocol.server_turns = shared.protocol.server_turns
+    last.protocol.app = app
+    last.feed(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    for client in (*clients, last):
+        await client.settle()
+        client.protocol.connection_lost(None)
+    assert [path for path in order if path != "/health"] == [f"/{index}" for index in range(len(clients))]
+    assert order.index("/health") < 5
+
+
 FORWARDED = {
     "1.2.3.4": "1.2.3.4",
     "6.6.6.6, 1.2.3.4": "1.2.3.4",
@@ -73,6 +110,8 @@ FORWARDED = {
     "1.2.3.4, EVIL": None,
     "EVIL\x9b31m": None,
     "127.0.0.1": None,
+    ", ".join(["1.2.3.4", *["::1"] * 7]): "1.2.3.4",
+    ", ".join(["1.2.3.4", *["::1"] * 8]): None,
     "": None,
 }
 

@@ -105,7 +105,7 @@ class Connection:
     def __init__(self, timeout_s: float = 60.0, **settings: Any) -> None:
         self.app = App()
         config = uvicorn.Config(self.app, log_config=None, access_log=False)
-        server = ServerConfig(max_header_bytes=LIMIT, header_timeout_s=timeout_s, **settings)
+        server = ServerConfig(**{"max_header_bytes": LIMIT, "header_timeout_s": timeout_s, **settings})
         self.state = ServerState()
         self.connections = Connections(server, 10)
         keys = KeyRing.of(server)
