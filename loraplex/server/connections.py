@@ -6,13 +6,16 @@ LOG_EVERY_S.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import ipaddress
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
+
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from loraplex.server.config import ServerConfig
 
@@ -36,6 +39,10 @@ MAX_UNREAD_BYTES = 256 * 2**20
 
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
+
+
+SLICE_S = 0.002
+"""Of a turn of the event loop: for parsing what came on all connections."""
 
 
 class Refusal(enum.StrEnum):
@@ -96,6 +103,8 @@ class Connections:
         self._body_bytes = 0
         self._waiting_bytes = 0
         self._answers: dict[Closable, int] = {}  # bytes of long ones that are being sent, the oldest first
+        self.turns = Turns()
+        self.slices = TimeSlices()
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
 
@@ -214,6 +223,94 @@ class Connections:
         of_client = f" of {address}" if address else ""
         before = f" (and {more} before it)" if more else ""
         _log.warning("a connection%s was refused or closed: %s%s", of_client, text, before)
+
+
+class Turns:
+    """For work of some milliseconds in the event loop: one in each of its turns, in the order in which they came.
+
+    Else a hundred requests that come at once would run one after the other before the loop sees anything else.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._begin, loop)
+        await turn
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        turn = self._waiting.popleft()
+        if not turn.done():  # its request may have been cancelled
+            turn.set_result(None)
+        if self._waiting:
+            loop.call_soon(self._begin, loop)
+
+
+class TimeSlices:
+    """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later."""
+
+    def __init__(self, seconds: float = SLICE_S) -> None:
+        self.seconds = seconds
+        self._spent_s = 0.0
+        self._is_turn_due = self._is_working = False
+        self._short: deque[Callable[[], None]] = deque()
+        self._long: deque[Callable[[], None]] = deque()
+
+    def run(self, work: Callable[[], None], is_short: bool) -> None:
+        """Now, or behind what waits in a later turn, short work before long. `work` may ask for more of it."""
+        (self._short if is_short else self._long).append(work)
+        if not self._is_working:
+            self._work()
+
+    def _work(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._is_working = True
+        try:
+            while (waiting := self._short or self._long) and self._spent_s < self.seconds:
+                began_s = time.perf_counter()
+                waiting.popleft()()
+                self._spent_s += time.perf_counter() - began_s
+        finally:
+            self._is_working = False
+
+    def _begin_turn(self) -> None:
+        self._spent_s, self._is_turn_due = 0.0, False
+        if self._short or self._long:
+            self._work()
+
+
+class PacedFlow(FlowControl):
+    """Reading stops for either of two reasons: a body that the application has not taken (uvicorn's), and `is_behind`,
+    what came and is not parsed yet."""
+
+    is_behind = False
+
+    def set_behind(self, is_behind: bool) -> None:
+        if is_behind != self.is_behind:
+            self.is_behind = is_behind
+            self._obey()
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self._obey()
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        self._obey()
+
+    def _obey(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self.is_behind or self.read_paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
 
 def source_of(address: str) -> str:

@@ -36,13 +36,12 @@ from urllib.parse import unquote_to_bytes
 import httptools
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from loraplex.server.api_error import ApiError, error_reply, error_response
+from loraplex.server.api_error import ApiError, closing_answer, error_response
 from loraplex.server.auth import OPEN_PATHS
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for
-from loraplex.server.off_loop import Turns
+from loraplex.server.connections import Connections, PacedFlow, Refusal, Slot, forwarded_for
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
@@ -59,6 +58,12 @@ MAX_QUERY_PARAMETERS = 64
 MAX_TINY_CHUNKS = 4096
 MIN_CHUNK_BYTES = 64
 """A body may have MAX_TINY_CHUNKS chunks, and one more for each MIN_CHUNK_BYTES of it."""
+
+PARSED_BYTES = 4096
+"""At a time, of one connection."""
+
+SHORT_READ_BYTES = 1024
+"""A request of this size does not wait for others that are parsed in many pieces."""
 
 PIECE_BYTES = 64 * 2**10
 """Of an answer: what is written at a time."""
@@ -97,7 +102,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     server_settings: ServerConfig
     server_connections: Connections
     server_admits: Callable[[Headers], bool]
-    server_turns: Turns
 
     slot: Slot | None = None
     _num_stuck_bytes = 0  # received since the parser last finished a head or gave a piece of a body
@@ -118,15 +122,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._held: set[_Incoming] = set()
+        self._unparsed = bytearray()
         self._chunks: list[bytes] = []  # of the body, since the parser was fed
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: PacedFlow = PacedFlow(transport)
         transport.set_write_buffer_limits(high=1, low=0)  # paused means: the client has not read all of it
         self.server_connections.set_new(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unparsed.clear()
         self._stop_waiting()
         for timer in (self._send_timer, self._linger_timer):
             if timer is not None:
@@ -151,6 +158,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self.transport.abort()
             return
         self._unset_keepalive_if_required()
+        is_behind = bool(self._unparsed)
+        self._unparsed += data
+        if not is_behind:
+            self.server_connections.slices.run(self._parse_piece, len(data) <= SHORT_READ_BYTES)
+
+    def _parse_piece(self) -> None:
+        """Some of what came; the rest when other connections have had their time. Meanwhile no more is read."""
+        piece = bytes(self._unparsed[:PARSED_BYTES])
+        del self._unparsed[:PARSED_BYTES]
+        if piece and not self._is_refused:
+            self._receive(piece)
+        if self._is_refused:
+            self._unparsed.clear()
+        self.flow.set_behind(bool(self._unparsed))
+        if self._unparsed:
+            self.server_connections.slices.run(self._parse_piece, is_short=False)
+
+    def _receive(self, data: bytes) -> None:
         self._is_stuck = True
         self._num_stuck_bytes += len(data)
         if not self._parse(data):
@@ -249,7 +274,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             scope["client"] = (address, 0)
         try:
             if scope["path"] not in OPEN_PATHS:
-                await self.server_turns.next()
+                await self.server_connections.turns.next()
             if self.flow.write_paused:
                 self.flow.pause_reading()
                 await self.flow.drain()
@@ -549,14 +574,6 @@ def _too_many_bodies() -> ApiError:
     return ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
 
 
-def closing_answer(error: ApiError) -> bytes:
-    """An answer of this server on a connection that is closed after it, as bytes."""
-    body = error_reply(error)
-    retry = b"retry-after: 1\r\n" if error.status == 503 else b""
-    head = b"content-type: application/json\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n" % (len(body), retry)
-    return STATUS_LINE[error.status] + head + body
-
-
 def bounded_http_protocol(
     config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
 ) -> type[BoundedHttpProtocol]:
@@ -565,6 +582,5 @@ def bounded_http_protocol(
         "server_settings": config,
         "server_connections": connections,
         "server_admits": staticmethod(admits),
-        "server_turns": Turns(),
     }
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

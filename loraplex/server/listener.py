@@ -16,12 +16,13 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
 from loraplex.errors import ConfigError
-from loraplex.server.api_error import ApiError
+from loraplex.server.api_error import ApiError, closing_answer
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, Refusal, Slot
-from loraplex.server.http_protocol import LINGER_S, closing_answer
+from loraplex.server.http_protocol import LINGER_S
 
 _log = logging.getLogger("loraplex.server")
 
@@ -121,6 +122,11 @@ def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
 class Listener:
     """Accepts connections on a bound socket until `close`. `make_protocol` makes its protocol, which frees its slot."""
 
@@ -183,18 +189,30 @@ class Listener:
     async def _connect(self, sock: socket.socket, slot: Slot) -> None:
         sock.setblocking(False)
         try:
+            if self._tls is not None:
+                await self._first_bytes(sock)
+                await self._connections.turns.next()
             await self._loop.connect_accepted_socket(
                 lambda: self._make_protocol(slot),
                 sock,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else self._handshake_timeout_s,
             )
-        except (
-            BaseException
-        ) as error:  # the client is gone, speaks no TLS, or the server ends; the loop closed the socket
+        except BaseException as error:  # the client is gone, is silent, speaks no TLS, or the server ends
+            sock.close()
             slot.release()
             if not isinstance(error, OSError):
                 raise
+
+    async def _first_bytes(self, sock: socket.socket) -> None:
+        """A handshake costs milliseconds: it begins when its client has, and one in each turn of the event loop."""
+        came = self._loop.create_future()
+        self._loop.add_reader(sock, partial(_end, came))
+        try:
+            async with asyncio.timeout(self._handshake_timeout_s):
+                await came
+        finally:
+            self._loop.remove_reader(sock)
 
     def _turn_away(self, sock: socket.socket, reason: Refusal, address: str) -> None:
         num_open = self._connections.num_open

@@ -155,31 +155,6 @@ class _Lane:
         self._start_waiting()
 
 
-class Turns:
-    """For work of some milliseconds in the event loop: one in each of its turns, in the order in which they came.
-
-    Else a hundred requests that come at once would run one after the other before the loop sees anything else.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._begin, loop)
-        await turn
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        turn = self._waiting.popleft()
-        if not turn.done():  # its request may have been cancelled
-            turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._begin, loop)
-
-
 def client_of(request: Request) -> str:
     """Whose turn a request takes: its key's where the server has keys, else its address's, as connections count it."""
     caller = caller_of(request)

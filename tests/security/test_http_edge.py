@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from loraplex.server.connections import forwarded_for
-from loraplex.server.http_protocol import MAX_PATH_BYTES, MAX_PIPELINED, MAX_QUERY_PARAMETERS
+from loraplex.server.http_protocol import MAX_PATH_BYTES, MAX_PIPELINED, MAX_QUERY_PARAMETERS, PARSED_BYTES
 from tests.server.raw_connection import Connection
 
 REFUSED = {
@@ -88,11 +89,11 @@ async def test_requests_that_come_at_once_begin_one_after_the_other() -> None:
 
     clients = [shared, *(Connection() for _ in range(20))]
     for index, client in enumerate(clients):
-        client.protocol.server_turns = shared.protocol.server_turns
+        client.protocol.server_connections.turns = shared.connections.turns
         client.protocol.app = app
         client.feed(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % index)
     last = Connection()
-    last.protocol.server_turns = shared.protocol.server_turns
+    last.protocol.server_connections.turns = shared.connections.turns
     last.protocol.app = app
     last.feed(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
     for client in (*clients, last):
@@ -100,6 +101,36 @@ async def test_requests_that_come_at_once_begin_one_after_the_other() -> None:
         client.protocol.connection_lost(None)
     assert [path for path in order if path != "/health"] == [f"/{index}" for index in range(len(clients))]
     assert order.index("/health") < 5
+
+
+async def test_what_came_on_a_connection_is_parsed_in_pieces_between_others() -> None:
+    """Its client is not read meanwhile, also when the application has taken a body in between."""
+    busy, other = Connection(), Connection()
+    other.protocol.server_connections.slices = busy.connections.slices
+    busy.connections.slices.seconds = 1e-9  # one piece in each turn of the event loop
+    paused: list[bool] = []
+    busy.transport.pause_reading = lambda: paused.append(True)  # type: ignore[method-assign]
+    busy.transport.resume_reading = lambda: paused.append(False)  # type: ignore[method-assign]
+    size = 50 * PARSED_BYTES
+    busy.feed(b"POST /long HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size)
+    other.feed(b"GET /short HTTP/1.1\r\nHost: a\r\n\r\n")
+    for _ in range(12):
+        await asyncio.sleep(0)
+    assert other.app.paths == ["/short"]
+    assert busy.app.bodies == []
+    busy.protocol.flow.pause_reading()
+    busy.protocol.flow.resume_reading()
+    assert False not in paused
+    while not busy.app.bodies:
+        await asyncio.sleep(0)
+    assert busy.app.bodies == [b"x" * size]
+    assert paused[-1] is False
+    busy.feed(b"GET /next HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 5000)
+    busy.protocol.connection_lost(None)
+    other.protocol.connection_lost(None)
+    for _ in range(12):
+        await asyncio.sleep(0)
+    assert busy.app.paths == ["/long"]
 
 
 FORWARDED = {

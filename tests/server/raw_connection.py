@@ -108,6 +108,7 @@ class Connection:
         server = ServerConfig(**{"max_header_bytes": LIMIT, "header_timeout_s": timeout_s, **settings})
         self.state = ServerState()
         self.connections = Connections(server, 10)
+        self.connections.slices.seconds = float("inf")  # `feed` needs no turn of the event loop
         keys = KeyRing.of(server)
         protocol_class: Any = bounded_http_protocol(server, self.connections, keys.admits)
         self.protocol: BoundedHttpProtocol = protocol_class(config=config, server_state=self.state, app_state={})
