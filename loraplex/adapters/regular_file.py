@@ -23,6 +23,14 @@ from loraplex.errors import (
 MAX_BUFFERS = 512
 """Pieces of memory in one system call; systems take 1024."""
 
+BLOCK_BYTES = 512
+"""What `st_blocks` counts, on every file system."""
+
+SPARSE_BYTES = 2**20
+SPARSE_SHARE = 8
+"""A larger file of which less than one byte in so many is stored is refused. A file system that compresses stores at
+least half of an adapter's weights, and a new adapter's B, which is 0, is half of it."""
+
 Stamp = tuple[int, int, int, int]
 """(device, inode, size, time of modification in ns): equal stamps, equal content."""
 
@@ -95,6 +103,14 @@ class RegularFile:
         """Raise AdapterLoadError if the file is not as it was when `stamp` was taken."""
         if _stamp_of(self.fd) != stamp:
             raise AdapterLoadError(f"{self.where} changed while it was read; load it again when it is complete")
+
+    def check_stored(self) -> None:
+        """Raise AdapterFileFormatError for a file that is mostly holes: its reader pays for bytes that no disk has."""
+        about = os.fstat(self.fd)
+        num_stored = about.st_blocks * BLOCK_BYTES  # 0 where the file system does not say
+        if about.st_size > SPARSE_BYTES and 0 < num_stored < about.st_size // SPARSE_SHARE:
+            text = f"is sparse: {num_stored} of its {about.st_size} bytes are stored; copy the file again"
+            raise AdapterFileFormatError(f"{self.where} {text}")
 
     def _check_inside(self, roots: Roots) -> None:
         """Of the descriptor: between a check of a path and its opening, a directory can become a link."""

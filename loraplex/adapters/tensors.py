@@ -160,6 +160,7 @@ def _read_shards_into(parts: Sequence[memoryview], file: WeightFile, plan: ReadP
 def _unchanged(shard: Shard, folder: AdapterFolder) -> Iterator[RegularFile]:
     with folder.open(shard.name) as file:
         file.check_unchanged(shard.stamp)
+        file.check_stored()
         yield file
         file.check_unchanged(shard.stamp)
 

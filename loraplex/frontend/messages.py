@@ -140,12 +140,16 @@ class StepOutputs(msgspec.Struct, tag=True, frozen=True):
 
 
 MAX_LOGPROBS_AT_ONCE = 2**13
-"""Of prompts, in one message: to read it takes a few milliseconds, in which the server answers nothing else."""
+"""In one message: to read it takes a few milliseconds, in which the server answers nothing else."""
 
 
 def step_outputs(outputs: Sequence[TokenOutput]) -> Iterator[StepOutputs]:
-    """What a step added; prompt logprobs in parts, the last one with the first token."""
-    whole = []
+    """What a step added, in messages with few log probabilities each.
+
+    Those of a long prompt come in parts, the last one with the first token.
+    """
+    whole: list[TokenOutput] = []
+    num_logprobs = 0
     for output in outputs:
         scored = output.prompt_logprobs or ()
         size = max(1, MAX_LOGPROBS_AT_ONCE // max(map(len, scored), default=1))
@@ -153,7 +157,12 @@ def step_outputs(outputs: Sequence[TokenOutput]) -> Iterator[StepOutputs]:
             parts = [scored[start : start + size] for start in range(0, len(scored), size)]
             yield from (StepOutputs((TokenOutput(output.request_id, prompt_logprobs=part),)) for part in parts[:-1])
             output = replace(output, prompt_logprobs=parts[-1])
+        num_own = sum(len(each or ()) for each in (*(output.prompt_logprobs or ()), *(output.logprobs or ())))
+        if num_logprobs + num_own > MAX_LOGPROBS_AT_ONCE and whole:
+            yield StepOutputs(tuple(whole))
+            whole, num_logprobs = [], 0
         whole.append(output)
+        num_logprobs += num_own
     yield StepOutputs(tuple(whole))
 
 

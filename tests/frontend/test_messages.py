@@ -416,3 +416,18 @@ def test_any_values_are_a_message_or_an_error(value: Any) -> None:
         msg.decode_to_engine(data)
     msg.call_id_of(data)
     msg.request_ids_of(data)
+
+
+@pytest.mark.parametrize("is_prompt", [False, True])
+def test_a_message_has_few_log_probabilities(is_prompt: bool) -> None:
+    """All of a step's in one message held the server up for 100 ms when it was read."""
+    position = {token_id: Logprob(-1.0, token_id) for token_id in range(20)}
+    scored = (position,) * 50  # 1,000 of each request
+    kind = "prompt_logprobs" if is_prompt else "logprobs"
+    given = [TokenOutput(str(index), (1,) * 50, **{kind: scored}) for index in range(30)]
+    messages = list(msg.step_outputs([*given, TokenOutput("plain", (1,))]))
+    assert [output.request_id for message in messages for output in message.outputs] == [*map(str, range(30)), "plain"]
+    assert [len(message.outputs) for message in messages] == [8, 8, 8, 7]
+    whole = list(msg.step_outputs([TokenOutput(str(index), (1,)) for index in range(1000)]))
+    assert [len(message.outputs) for message in whole] == [1000]
+    assert [message.outputs for message in msg.step_outputs([])] == [()]

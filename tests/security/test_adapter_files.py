@@ -127,6 +127,22 @@ def test_a_sparse_tensor_that_no_base_has_is_not_read(adapter: Path, monkeypatch
     assert "has shape [750000000]" in refusal(adapter).message
 
 
+def test_a_sparse_file_of_shapes_that_the_base_has_is_not_read(adapter: Path) -> None:
+    """Its rank was all that was said of it: 20 KiB on disk were 2.5 GB in memory, and 600 MB of zeros in the cache."""
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{letter}.weight" for letter in "AB"]
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    rank, entries, end = 2**16, {}, 0
+    for name, shape in zip(names, ([rank, 32], [32, rank]), strict=True):
+        nbytes = 4 * rank * 32
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    write_header(adapter / WEIGHTS, json.dumps(entries).encode())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "r": rank}))
+    os.truncate(adapter / WEIGHTS, (adapter / WEIGHTS).stat().st_size + end)
+    with at_most(20 * MIB):
+        assert "is sparse: " in refusal(adapter).message
+
+
 def test_the_look_for_nan_copies_a_piece_at_a_time() -> None:
     numbers = torch.zeros(2**25)
     with at_most(32 * MIB):
