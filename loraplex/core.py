@@ -339,7 +339,7 @@ class Tier(enum.StrEnum):
 class AdapterSpec:
     """One version of an adapter as the engine knows it. `path` is a local directory (already fetched).
 
-    `nbytes` is the size of its tensors in the file's dtype; `digest` identifies the content (docs/adapters.md).
+    `nbytes` is the size of its tensors in the file's dtype; `adapter_digest` identifies the content (docs/adapters.md).
     """
 
     adapter_id: int

@@ -5,6 +5,10 @@
     adapter_model.safetensors.index.json       with its shards, or
     adapter_model.bin                          (bin_file.py)
 
+From here to a tensor a file passes, in this order: its path (source.py), the open descriptor (regular_file.py: roots, a
+plain file), configuration (here, then fields.py, format.py), index and headers (here), names and shapes against the
+base (validation.py), bytes (tensors.py: unchanged, not sparse, digest, finite).
+
 `max_tensors` bounds tensors and headers of the whole adapter, all shards together. JSON is counted before it is parsed:
 a value of a document is behind `,`, `:` or `[`, so the number of these bytes bounds the number of objects that a parser
 makes of it.

@@ -92,7 +92,7 @@ class AsyncEngine(AdapterVerbs):
     """Serves any mix of adapters from engine processes. Make one with `await AsyncEngine.start(config)`.
 
     generate: an async iterator of cumulative `RequestOutput`s; leaving it early, or `abort`, ends the request in the
-    engine. Adapter verbs are those of SEMANTICS: they never hold up a request, and their errors are the caller's alone.
+    engine. Adapter verbs (docs/http.md) never hold up a request, and their errors are the caller's alone.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Where the time of a step goes: seconds by part, added up where the part runs.
 
-The parts of a step are always measured, a few clock readings each. The kernels inside `forward` are measured by
-loraplex/kernels/profiled.py only when a profile is asked for.
+The parts of a step are always measured, a few clock readings each. The kernels inside `forward` are measured while a
+profile runs: on a running server by `Decoder.measure_operators`, for the command `loraplex profile MODEL` by
+kernels/profiled.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry's verbs, one caller at a time: SEMANTICS 'What the verbs mean' and the rules about names."""
+"""The registry's verbs, one caller at a time: what each means, and the rules about names."""
 
 from __future__ import annotations
 

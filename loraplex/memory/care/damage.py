@@ -1,7 +1,8 @@
 """Weights whose bytes are not what was loaded: noticed by their checksums, let go, and read again; memory that does it
 twice is fenced.
 
-checked   host bytes at each promote, everything in turn by `scrub` (health.py), files of the disk tier as they are read
+checked   at each promote, unless read or checked within a second: host bytes, or where copies run beside the steps the
+          device's; everything in turn by `scrub` (health.py); files of the disk tier as they are read
 restored  a device copy from the host, a host copy from the disk tier, else from the source
 fenced    a chunk that does not hold a pattern, or whose contents were found damaged for the second time
 """

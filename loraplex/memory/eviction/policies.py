@@ -45,7 +45,7 @@ GHOSTS_PER_KEY = 4
 
 
 class EvictionPolicy(Protocol):
-    """The keys of one tier. Not thread-safe: the manager calls it under its lock."""
+    """The keys of one tier. Not thread-safe: it is called under the lock of the residency (WeightStore)."""
 
     @property
     def name(self) -> str: ...

@@ -6,11 +6,12 @@
     begin_copy      HOST, ARRIVING -> ARRIVING           room taken, copies under way, rows written; again: elsewhere
     landed          ARRIVING -> DEVICE
     leave_device    ARRIVING, DEVICE -> HOST or SOURCE   SOURCE: the host has no copy
-    leave_host      LOADING, HOST, DEVICE -> SOURCE      DEVICE stays when the device has a copy of its own
+    leave_host      LOADING, HOST -> SOURCE              DEVICE stays: the device has a copy of its own
 
-These write `StoredWeights.state`, `host`, `device`, `job`, `layout` and `failure`; no other file does. How weights come
-nearer is in transfers.py, which of them leave for others in eviction/room.py. The lock is a condition: it is notified
-when a load ends and when room comes back. Public methods take it; `_locked` in a name means that it is held.
+Each is a method, with `_locked` behind its name. They write `StoredWeights.state`, `host`, `device`, `job`, `layout`
+and `failure`; no other file does. How weights come nearer is in transfers.py, which of them leave for others in
+eviction/room.py. The lock is a condition: it is notified when a load ends and when room comes back. Public methods take
+it; `_locked` in a name means that it is held.
 """
 
 from __future__ import annotations
