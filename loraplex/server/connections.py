@@ -71,13 +71,26 @@ class Closable(Protocol):
 class Slot:
     """The place of one accepted connection, until `release`, which may be called again."""
 
-    __slots__ = ("_connections", "_source")
+    __slots__ = ("_connections", "_handshake", "_source")
 
     def __init__(self, connections: Connections, source: str) -> None:
         self._connections: Connections | None = connections
         self._source = source
+        self._handshake: Closable | None = None
+
+    def begin_handshake(self, handshake: Closable) -> None:
+        """It may be closed for another connection until `end_handshake`, or `release`."""
+        if self._connections is not None:
+            self._handshake = handshake
+            self._connections.set_new(handshake)
+
+    def end_handshake(self) -> None:
+        if self._handshake is not None and self._connections is not None:
+            self._connections.set_busy(self._handshake)
+            self._handshake = None
 
     def release(self) -> None:
+        self.end_handshake()
         connections, self._connections = self._connections, None
         if connections is not None:
             connections.leave(self._source)

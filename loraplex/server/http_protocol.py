@@ -129,6 +129,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow: PacedFlow = PacedFlow(transport)
         transport.set_write_buffer_limits(high=1, low=0)  # paused means: the client has not read all of it
+        if self.slot is not None:
+            self.slot.end_handshake()
         self.server_connections.set_new(self)
         self._await_head()
 

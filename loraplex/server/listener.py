@@ -127,6 +127,17 @@ def _end(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+class Handshake:
+    """A connection that is not there yet: it may be closed for another one, as a new one may."""
+
+    def __init__(self, task: asyncio.Task[None], slot: Slot) -> None:
+        self._task, self._slot = task, slot
+
+    def close_now(self) -> None:
+        if self._task.cancel():
+            self._slot.release()
+
+
 class Listener:
     """Accepts connections on a bound socket until `close`. `make_protocol` makes its protocol, which frees its slot."""
 
@@ -183,8 +194,10 @@ class Listener:
                 self._turn_away(sock, slot, str(address[0]))
             else:
                 task = self._loop.create_task(self._connect(sock, slot))
+                if self._tls is not None:
+                    slot.begin_handshake(Handshake(task, slot))
                 self._connecting.add(task)
-                task.add_done_callback(self._connecting.discard)
+                task.add_done_callback(partial(self._end_connecting, sock, slot))
 
     async def _connect(self, sock: socket.socket, slot: Slot) -> None:
         sock.setblocking(False)
@@ -198,11 +211,19 @@ class Listener:
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else self._handshake_timeout_s,
             )
-        except BaseException as error:  # the client is gone, is silent, speaks no TLS, or the server ends
+        except OSError:  # the client is gone, is silent, or speaks no TLS
             sock.close()
             slot.release()
-            if not isinstance(error, OSError):
-                raise
+
+    def _end_connecting(self, sock: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
+        """A task that was cancelled may not have begun."""
+        self._connecting.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("a connection could not be made", exc_info=error)
+        if task.cancelled() or error is not None:
+            sock.close()
+            slot.release()
 
     async def _first_bytes(self, sock: socket.socket) -> None:
         """A handshake costs milliseconds: it begins when its client has, and one in each turn of the event loop."""

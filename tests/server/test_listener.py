@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -89,8 +90,9 @@ def test_a_handshake_that_does_not_end_is_a_connection_and_is_closed(files: Path
         silent = [socket.create_connection(server.address, timeout=20) for _ in range(2)]
         until_open(server, 2)
         with socket.create_connection(server.address, timeout=20) as third:
+            assert silent[0].recv(1) == b""  # it is the oldest of those that have not said whose they are
             assert third.recv(1) == b""
-        assert server.connections.refused == {"max_connections": 1}
+        assert server.connections.refused == {"closed_for_another": 1}
         for sock in silent:
             assert sock.recv(1) == b""
             sock.close()
@@ -109,6 +111,22 @@ def test_plain_http_to_a_tls_port_ends_at_once(live: LiveServer) -> None:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert not sock.recv(2**16).startswith(b"HTTP")
     until_open(live, 0)
+
+
+@pytest.mark.parametrize("data", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a hello"])
+def test_handshakes_that_do_not_end_keep_no_client_out(files: Path, data: bytes) -> None:
+    with LiveServer(FakeAsyncEngine(), settings(files, max_connections=4)) as server, contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(server.address, timeout=20)).sendall(data)
+        until = time.monotonic() + 20
+        while server.connections.refused.get("closed_for_another", 0) < 6:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with httpx.Client(base_url=url_of(server), verify=client_context(files)) as client:
+            for _ in range(3):
+                assert client.get("/v1/models").status_code == 200
+        assert server.connections.refused == {"closed_for_another": 7}
+        assert server.connections.num_open == 4
 
 
 def test_client_certificates(files: Path) -> None:
