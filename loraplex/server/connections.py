@@ -136,6 +136,10 @@ class Connections:
         return self._waiting_bytes
 
     @property
+    def num_closed_for_others(self) -> int:
+        return self._refused[Refusal.ROOM]
+
+    @property
     def refused(self) -> Mapping[str, int]:
         """How many, by reason."""
         return self._refused

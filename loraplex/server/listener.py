@@ -189,6 +189,7 @@ class Listener:
             except OSError as error:
                 self._refuse_without_descriptor(error)
                 return
+            num_closed = self._connections.num_closed_for_others
             slot = self._connections.admit(str(address[0]))
             if isinstance(slot, Refusal):
                 self._turn_away(sock, slot, str(address[0]))
@@ -198,6 +199,8 @@ class Listener:
                     slot.begin_handshake(Handshake(task, slot))
                 self._connecting.add(task)
                 task.add_done_callback(partial(self._end_connecting, sock, slot))
+            if self._connections.num_closed_for_others > num_closed:
+                return  # its descriptor is given back in the next turn of the loop
 
     async def _connect(self, sock: socket.socket, slot: Slot) -> None:
         sock.setblocking(False)
