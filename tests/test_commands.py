@@ -107,6 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(adapter_path(task), root / "adapters" / name)
     shutil.copytree(root / "adapters", root / "path" / "to" / "adapters")
     shutil.copytree(adapter_path("rot13"), root / "path" / "to" / "adapter")
+    shutil.copy(ROOT / "examples" / "custom_eviction_policy.py", root / "my_policies.py")
     return root
 
 
