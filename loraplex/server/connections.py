@@ -34,12 +34,10 @@ MAX_WAITING_BYTES = 32 * 2**20
 
 
 MAX_UNREAD_BYTES = 256 * 2**20
-"""Of long answers that their clients have not read; beyond it the one that began first is closed."""
-
+"""Of long answers that are being sent; beyond it the one whose client has read nothing for longest is closed."""
 
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
-
 
 SLICE_S = 0.002
 """Of a turn of the event loop: for parsing what came on all connections."""
@@ -115,7 +113,8 @@ class Connections:
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
         self._body_bytes = 0
         self._waiting_bytes = 0
-        self._answers: dict[Closable, int] = {}  # bytes of long ones that are being sent, the oldest first
+        self._answers: dict[Closable, int] = {}  # bytes of long ones; first that of which nothing was read for longest
+        self._answer_bytes = 0
         self.turns = Turns()
         self.slices = TimeSlices()
         self._refused: Counter[str] = Counter()
@@ -215,16 +214,22 @@ class Connections:
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def hold_answer(self, connection: Closable, num_bytes: int) -> None:
-        """Count a long answer until `release_answer`. While all are too large together, the oldest is cut off."""
+        """Count a long answer until `release_answer`; again, when its client has read a piece of it.
+
+        While all are too large together, the one whose client has read nothing for longest is cut off: clients that do
+        not read end the answers of no client that does.
+        """
+        self.release_answer(connection)
         self._answers[connection] = num_bytes
-        while sum(self._answers.values()) > MAX_UNREAD_BYTES and len(self._answers) > 1:
-            oldest = next(iter(self._answers))
-            self.release_answer(oldest)
-            self.refuse(Refusal.UNREAD, f"answers of {MAX_UNREAD_BYTES} bytes are not read, and this one is the oldest")
-            oldest.close_now()
+        self._answer_bytes += num_bytes
+        while self._answer_bytes > MAX_UNREAD_BYTES and len(self._answers) > 1:
+            idlest = next(iter(self._answers))
+            self.release_answer(idlest)
+            self.refuse(Refusal.UNREAD, f"answers have {MAX_UNREAD_BYTES} bytes, and this one was read least recently")
+            idlest.close_now()
 
     def release_answer(self, connection: Closable) -> None:
-        self._answers.pop(connection, None)
+        self._answer_bytes -= self._answers.pop(connection, 0)
 
     # --------------------------------------------------------------------------------------------------------- refusals
 

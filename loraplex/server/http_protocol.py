@@ -301,11 +301,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             await send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
             incoming.cycle.keep_alive = True  # else uvicorn closes the connection, and the client may miss the answer
             return
-        rest = memoryview(message.get("body", b""))
-        if len(rest) > PIECE_BYTES:
-            self.server_connections.hold_answer(self, len(rest))
+        rest = whole = memoryview(message.get("body", b""))
         try:
             while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
+                self.server_connections.hold_answer(self, len(whole))
                 await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
                 await asyncio.sleep(0)  # others have their piece
                 rest = rest[PIECE_BYTES:]

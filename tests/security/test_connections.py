@@ -202,6 +202,7 @@ def test_a_client_that_does_not_read_is_closed_and_its_request_aborted(serve: Se
         until(lambda: server.connections.refused.get("send_timeout", 0) == 1)
         until(lambda: server.connections.num_open == 0)
         until(lambda: engine.num_talking == 0)
+    assert server.connections.refused == {"send_timeout": 1}
 
 
 def test_a_client_that_reads_slowly_gets_all_of_it(serve: Serve) -> None:

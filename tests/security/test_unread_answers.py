@@ -79,7 +79,7 @@ async def test_of_a_long_answer_one_piece_waits_for_the_client(connection: Conne
 
 
 async def test_answers_that_are_not_read_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest is cut off; one alone never is, and what is read counts no more."""
+    """What was read least recently is cut off; one alone never is, and what is read to its end counts no more."""
     monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 2 * len(ANSWER))
     shared = Connection().connections
     clients = []
@@ -91,6 +91,11 @@ async def test_answers_that_are_not_read_are_bounded_together(monkeypatch: pytes
         client.feed(ASK)
         await turns()
         clients.append(client)
+        if len(clients) == 2:  # the first client reads, the second does not
+            clients[0].transport.read()
+            await turns()
+        if len(clients) == 3:
+            assert [client.transport.is_aborted for client in clients] == [False, True, False]
     assert [client.transport.is_aborted for client in clients] == [True, True, False, False]
     assert shared.refused == {"unread_answers": 2}
     while clients[2].state.tasks:
