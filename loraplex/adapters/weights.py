@@ -42,7 +42,11 @@ MAX_KNOWN_HEADER_BYTES = 2**20
 
 @dataclass(frozen=True, eq=False)
 class LoRALayerWeights:
-    """One module's share of an adapter. `lora_a` and `lora_b` are None when only the bias is replaced (bias "all")."""
+    """One module's share of an adapter. `lora_a` and `lora_b` are None when only the bias is replaced (bias "all").
+
+    magnitude [out] (DoRA): the row norms that W + scaling * B A is brought to. gain [out], input_gain [in] (IA3): what
+    the outputs, or the inputs, of the base's module are multiplied by.
+    """
 
     module_name: str
     rank: int
@@ -52,6 +56,9 @@ class LoRALayerWeights:
     lora_bias: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     scaling: float = 1.0
+    magnitude: torch.Tensor | None = None
+    gain: torch.Tensor | None = None
+    input_gain: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -185,15 +185,19 @@ def _check_segment(segment: LoraSegment, num_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SliceWeights:
-    """What one adapter brings to one slice: `delta(x) = scaling * (x A^T) B^T + bias`.
+    """What one adapter brings to one slice: `y <- gain (y + scaling (x A^T) B^T) + bias`, after x <- input_gain x.
 
     lora_a [rank, in] and lora_b [out, rank] come together or not at all; bias [out] is additive and already scaled.
+    gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too, so it is there in
+    targets of one slice only.
     """
 
     lora_a: torch.Tensor | None
     lora_b: torch.Tensor | None
     bias: torch.Tensor | None
     scaling: float
+    gain: torch.Tensor | None = None
+    input_gain: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -201,7 +205,8 @@ class SliceWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(t for t in (self.lora_a, self.lora_b, self.bias) if t is not None)
+        parts = (self.lora_a, self.lora_b, self.bias, self.gain, self.input_gain)
+        return tuple(t for t in parts if t is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,8 @@ class SliceLayout:
     rank: int
     scale: float
     dtype: torch.dtype
+    gain_offset: int = ABSENT
+    input_gain_offset: int = ABSENT
 
 
 class SliceView(NamedTuple):
