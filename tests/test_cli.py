@@ -792,14 +792,14 @@ def test_the_demos_adapters_fit_their_base(run: Run, task: Any) -> None:
 
 
 def test_inspect_says_every_reason(run: Run, copy_of_upper: Path) -> None:
-    change_config(copy_of_upper, use_dora=True, lora_alpha=-1)
+    change_config(copy_of_upper, use_qalora=True, lora_alpha=-1)
     code, out, err = run("adapter", "inspect", str(copy_of_upper))
     assert (code, err) == (1, "")
     assert out.splitlines()[0].startswith(f"{copy_of_upper}: is refused")
     refused = [line for line in out.splitlines() if line.startswith("  refused: ")]
-    assert any("use_dora" in line for line in refused)
+    assert any("use_qalora" in line for line in refused)
     assert any("lora_alpha" in line for line in refused)
-    assert "refused  use_dora = True" in out
+    assert "refused  use_qalora = True" in out
 
 
 def test_inspect_against_a_base_that_does_not_fit(run: Run, copy_of_upper: Path, tmp_path: Path) -> None:

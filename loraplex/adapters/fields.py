@@ -1,17 +1,19 @@
 """The fields of adapter_config.json: each is honoured, ignored (training only) or refused when set, and read here.
 
-The names are those of `peft.LoraConfig` in versions 0.1 to 0.21 and of vLLM's additions; a test fails when the
-installed peft has a field that is not here.
+The names are those of `peft.LoraConfig` in versions 0.1 to 0.21 and of vLLM's additions; each other kind has a table of
+its own. A test fails when the installed peft has a field that is in none of them.
 """
 
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loraplex.adapters.kinds import PEFT_TYPES, Kind
 from loraplex.adapters.patterns import PatternError, check_patterns
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
@@ -22,6 +24,12 @@ MAX_FIELDS = 512
 
 MAX_RANK = 2**16
 """Beyond any linear; keeps numbers from a file from overflowing."""
+
+MAX_FACTOR = 2**31
+"""Of decompose_factor: beyond any linear, too."""
+
+_MASK_KEY = re.compile(r"(?P<module>.+)\.lora_E(?:\.default)?")
+"""Keys of AdaLoRA's rank_pattern."""
 
 
 class Verdict(enum.StrEnum):
@@ -42,15 +50,19 @@ class FieldVerdict:
 
 HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
 HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
-HONOURED |= {"fan_in_fan_out", "bias", "lora_bias"}
+HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora"}
 
-IGNORED = {
+IGNORED_OF_ALL = {
     "task_type": "names the training task",
     "auto_mapping": "names the base model's class",
     "peft_version": "names the version that saved the adapter",
     "base_model_name_or_path": "names the base model; its dimensions are what is checked",
     "revision": "names the revision of the base model",
     "inference_mode": "only freezes the weights",
+}
+
+IGNORED = {
+    **IGNORED_OF_ALL,
     "lora_dropout": "acts in training only",
     "megatron_config": "chooses layers of the training framework",
     "megatron_core": "chooses the training framework",
@@ -67,11 +79,13 @@ IGNORED = {
 _PLAIN = "train a plain LoRA"
 _CONTEXT = "context extension by adapter is not supported; use an adapter of the base's context"
 _WITHOUT = "train without them"
-_CONVERT = "merge the adapter into the base, or extract a plain LoRA from the merged weights"
+
+REFUSED_OF_ALL = {
+    "modules_to_save": f"fully trained modules are not supported yet; {_WITHOUT}, or merge them into the base model",
+}
 
 REFUSED = {
-    "use_dora": f"DoRA is not supported yet; {_CONVERT}",
-    "modules_to_save": f"fully trained modules are not supported yet; {_WITHOUT}, or merge them into the base model",
+    **REFUSED_OF_ALL,
     "trainable_token_indices": f"trained token embeddings are not supported yet; {_WITHOUT}",
     "alora_invocation_tokens": f"activated LoRA is not supported yet; {_PLAIN}",
     "target_parameters": "adapters on nn.Parameter (experts) are not supported yet; use target_modules",
@@ -90,6 +104,64 @@ REFUSED = {
     "vllm_long_context_scaling_factors": _CONTEXT,
     "context_length": _CONTEXT,
     "added_tokens_config": f"added tokens are not supported yet; {_WITHOUT}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldTable:
+    """The fields of one kind. What is ignored or refused says why."""
+
+    honoured: frozenset[str]
+    ignored: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+_TARGETS = {"peft_type", "target_modules", "exclude_modules"}
+_LAYERS = {"layers_to_transform", "layers_pattern"}
+_START = "says where training began"
+_ALLOCATION = "allots ranks in training"
+_BY_ADALORA = "peft's AdaLoRA does not read it"
+_LYCORIS = FieldTable(
+    frozenset({*_TARGETS, *_LAYERS, "r", "alpha", "rank_pattern", "alpha_pattern"}),
+    {
+        **IGNORED_OF_ALL,
+        "init_weights": _START,
+        "rank_dropout": "acts in training only",
+        "module_dropout": "acts in training only",
+        "use_effective_conv2d": "is about convolutions; the base's layers are nn.Linear",
+    },
+    REFUSED_OF_ALL,
+)
+
+TABLES: dict[Kind, FieldTable] = {
+    Kind.LORA: FieldTable(frozenset(HONOURED), IGNORED, REFUSED),
+    Kind.ADALORA: FieldTable(
+        frozenset({*_TARGETS, *_LAYERS, "init_r", "lora_alpha", "rank_pattern", "fan_in_fan_out", "bias"}),
+        {
+            **{name: reason for name, reason in IGNORED.items() if name != "loftq_config"},
+            **dict.fromkeys(("target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step"), _ALLOCATION),
+            "orth_reg_weight": "weighs a loss of training",
+            "r": "the rank is init_r, or what rank_pattern leaves of it",
+            **dict.fromkeys(("alpha_pattern", "use_rslora", "lora_bias"), _BY_ADALORA),
+            "init_lora_weights": "peft's AdaLoRA begins in one way only",
+        },
+        {
+            **REFUSED,
+            "use_dora": "peft has no AdaLoRA with DoRA; set it to false",
+            "loftq_config": "peft has no AdaLoRA with LoftQ; set it to null",
+        },
+    ),
+    Kind.IA3: FieldTable(
+        frozenset({*_TARGETS, "feedforward_modules", "fan_in_fan_out"}),
+        {**IGNORED_OF_ALL, "init_ia3_weights": _START},
+        REFUSED_OF_ALL,
+    ),
+    Kind.LOHA: _LYCORIS,
+    Kind.LOKR: FieldTable(
+        _LYCORIS.honoured | {"decompose_both", "decompose_factor"},
+        {**_LYCORIS.ignored, "rank_dropout_scale": "acts in training only"},
+        _LYCORIS.refused,
+    ),
 }
 
 INIT_THAT_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica")
@@ -132,6 +204,28 @@ class ConfigReader:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self._refused: dict[str, str] = {}
+        self.kind = self._kind()
+        self._table = TABLES[self.kind]
+
+    def _kind(self) -> Kind:
+        """LORA for what is not served, so that the rest can be read."""
+        value = self.fields.get("peft_type")
+        if isinstance(value, str) and value in Kind.__members__:
+            return Kind(value)
+        if value is None:
+            self.warnings.append("peft_type is missing; the adapter is read as LORA")
+        else:
+            *first, last = map(repr, map(str, Kind))
+            why = str(PEFT_TYPES[value]) if self.is_other_method else "other methods are not supported"
+            text = f"peft_type must be {', '.join(first)} or {last}, got {shown(value)}"
+            self._refuse("peft_type", f"{text}{':' if self.is_other_method else ';'} {why}")
+        return Kind.LORA
+
+    @property
+    def is_other_method(self) -> bool:
+        """Whether peft_type is one of PEFT's that is not served: no other field means anything here."""
+        value = self.fields.get("peft_type")
+        return isinstance(value, str) and value in PEFT_TYPES and value not in Kind.__members__
 
     def _refuse(self, name: str, reason: str) -> None:
         self.problems.append(reason)
@@ -248,12 +342,54 @@ class ConfigReader:
 
     # ------------------------------------------------------------------------------------------------ kinds of adapters
 
-    def peft_type(self) -> None:
-        value = self.fields.get("peft_type")
-        if value is None:
-            self.warnings.append("peft_type is missing; the adapter is read as LORA")
-        elif value != "LORA":
-            self._refuse("peft_type", f"peft_type must be 'LORA', got {shown(value)}; other methods are not supported")
+    def rank_masks(self, init_r: int) -> dict[str, int]:
+        """AdaLoRA's rank_pattern: module -> how many of its init_r ranks were kept."""
+        value = self.fields.get("rank_pattern")
+        if not is_set(value):
+            return {}
+        if not isinstance(value, Mapping) or len(value) > MAX_PATTERN_KEYS:
+            wanted = f"a map of at most {MAX_PATTERN_KEYS} names of lora_E to lists of true and false"
+            self._refuse_value("rank_pattern", wanted)
+            return {}
+        ranks = {}
+        for key, mask in value.items():
+            named = _MASK_KEY.fullmatch(key)
+            is_mask = isinstance(mask, list) and len(mask) == init_r and all(type(kept) is bool for kept in mask)
+            if named and is_mask:
+                ranks[named["module"]] = sum(mask)
+            elif named:
+                wanted = f"a list of {init_r} times true or false, as many as init_r"
+                self._refuse("rank_pattern", f"rank_pattern[{shown(key)}] must be {wanted}, got {shown(mask)}")
+            else:
+                self._refuse("rank_pattern", f"rank_pattern: {shown(key)} is not the lora_E of a module")
+        return ranks
+
+    def feedforward_modules(self) -> tuple[str, ...] | str:
+        if self.fields.get("feedforward_modules") is None:
+            text = "list the modules whose inputs it multiplies, or []"
+            self._refuse("feedforward_modules", f"feedforward_modules is missing; {text}")
+            return ()
+        found, targets = self.names_or_regex("feedforward_modules"), self.fields.get("target_modules")
+        if isinstance(found, tuple) and isinstance(targets, list):
+            known = {entry for entry in targets if isinstance(entry, str)}
+            odd = [entry for entry in found if entry not in known]
+            if odd:
+                self._refuse("feedforward_modules", f"feedforward_modules: {shown(odd[0])} is not in target_modules")
+        return found
+
+    def decompose_factor(self) -> int:
+        value = self.fields.get("decompose_factor", -1)
+        if type(value) is int and abs(value) <= MAX_FACTOR:
+            return value
+        self._refuse_value("decompose_factor", f"a whole number, at most {MAX_FACTOR}")
+        return -1
+
+    def use_dora(self) -> bool:
+        value = self.flag("use_dora")
+        if value and self.fields.get("lora_bias") is True:
+            text = "lora_bias=True with use_dora=True: peft does not load that"
+            self._refuse("lora_bias", f"{text}; train without one of them")
+        return value
 
     def init_lora_weights(self) -> None:
         value = self.fields.get("init_lora_weights")
@@ -273,13 +409,16 @@ class ConfigReader:
 
     def finish(self) -> tuple[FieldVerdict, ...]:
         """Judge the fields that no method reads; returns one verdict a field, in the order of the file."""
+        table = self._table
         for name, value in self.fields.items():
-            if name in HONOURED or name in IGNORED or (name in REFUSED and not is_set(value)):
+            if self.is_other_method or name in table.honoured or name in table.ignored:
+                continue
+            if name in table.refused and not is_set(value):
                 continue
             is_like_a_name = name.isidentifier() and len(name) <= MAX_SHOWN_CHARS
             text = f"{name if is_like_a_name else shown(name)}={shown(value)} is not "
-            if name in REFUSED:
-                self._refuse(name, f"{text}supported: {REFUSED[name]}")
+            if name in table.refused:
+                self._refuse(name, f"{text}supported: {table.refused[name]}")
             elif is_set(value):
                 self._refuse(name, f"{text}a known field; remove it if it does not change the result")
             else:
@@ -289,6 +428,8 @@ class ConfigReader:
     def _verdict(self, name: str, value: Any) -> FieldVerdict:
         if name in self._refused:
             return FieldVerdict(name, value, Verdict.REFUSED, self._refused[name])
-        if name in HONOURED:
+        if self.is_other_method:
+            return FieldVerdict(name, value, Verdict.IGNORED, "is of a kind that is not served")
+        if name in self._table.honoured:
             return FieldVerdict(name, value, Verdict.HONOURED)
-        return FieldVerdict(name, value, Verdict.IGNORED, IGNORED.get(name, "says nothing"))
+        return FieldVerdict(name, value, Verdict.IGNORED, self._table.ignored.get(name, "says nothing"))

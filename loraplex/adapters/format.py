@@ -1,15 +1,18 @@
-"""adapter_config.json of a PEFT LoRA, read exactly or refused by field.
+"""adapter_config.json of a PEFT adapter, read exactly or refused by field.
 
 scaling(module) = alpha(module) / rank(module), or alpha(module) / sqrt(rank(module)) with use_rslora
 rank(module), alpha(module): the value of the first key of rank_pattern, alpha_pattern that names the module, else r,
-lora_alpha
+lora_alpha (`alpha` in files of LoHa and LoKr)
+
+AdaLoRA:  scaling = lora_alpha / (init_r + 1e-5) in every module, whatever its rank_pattern left of init_r
+IA3:      no ranks, no scaling
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +21,7 @@ from typing import Any
 
 from loraplex.adapters.fields import ALPHA, MAX_FIELDS, RANK, ConfigReader, FieldVerdict
 from loraplex.adapters.files import CONFIG_NAME, AdapterFolder
+from loraplex.adapters.kinds import Kind
 from loraplex.adapters.patterns import (
     PatternError,
     dotted_suffixes,
@@ -32,6 +36,9 @@ from loraplex.errors import AdapterFileFormatError, AdapterValidationError, show
 
 MIN_SCALING, MAX_SCALING = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Of float32: the least with full precision, and the largest."""
+
+ADALORA_SPARE = 1e-5
+"""What peft adds to AdaLoRA's rank, by which it divides."""
 
 NOT_LINEAR_TARGETS = ("lm_head", "embed_tokens")
 """Last name components that 'all-linear' leaves out: peft excludes the output layer, and embeddings are no linears."""
@@ -51,7 +58,9 @@ class ModuleNumbers:
 class PEFTHelper:
     """One adapter's configuration. `problems`: why it is refused, found in the configuration alone.
 
-    A value that cannot be used is replaced by its default and named there, so that all else can still be checked.
+    A value that cannot be used is replaced by its default and named there, so that all else can still be checked. r,
+    lora_alpha: of AdaLoRA init_r, of LoHa and LoKr `alpha`, of IA3 0 and 1. kept_ranks: what AdaLoRA's rank_pattern
+    leaves of init_r, by module. is_other_method: its peft_type is not served, and nothing else of it was read.
     """
 
     adapter: str
@@ -68,6 +77,13 @@ class PEFTHelper:
     lora_bias: bool = False
     fan_in_fan_out: bool = False
     base_model_name: str | None = None
+    kind: Kind = Kind.LORA
+    use_dora: bool = False
+    kept_ranks: Mapping[str, int] | None = None
+    feedforward_modules: tuple[str, ...] | str = ()
+    decompose_both: bool = False
+    decompose_factor: int = -1
+    is_other_method: bool = False
     verdicts: tuple[FieldVerdict, ...] = ()
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -90,23 +106,13 @@ class PEFTHelper:
         if len(fields) > MAX_FIELDS:
             raise AdapterFileFormatError(f"{where} has {len(fields)} fields, at most {MAX_FIELDS} are read")
         read = ConfigReader(fields)
-        read.peft_type()
-        read.init_lora_weights()
+        given = {} if read.is_other_method else _FIELDS_OF[read.kind](read)
         return cls(
             adapter=adapter,
-            r=read.number("r", RANK),
-            lora_alpha=read.number("lora_alpha", ALPHA),
-            target_modules=read.target_modules(),
-            exclude_modules=read.names_or_regex("exclude_modules"),
-            layers_to_transform=read.layers_to_transform(),
-            layers_pattern=read.layers_pattern(),
-            rank_pattern=read.pattern("rank_pattern", RANK),
-            alpha_pattern=read.pattern("alpha_pattern", ALPHA),
-            use_rslora=read.flag("use_rslora"),
-            bias=read.bias(),
-            lora_bias=read.flag("lora_bias"),
-            fan_in_fan_out=read.fan_in_fan_out(),
+            **{"r": 1, "lora_alpha": 1.0, "target_modules": (), **given},
             base_model_name=read.text("base_model_name_or_path"),
+            kind=read.kind,
+            is_other_method=read.is_other_method,
             verdicts=read.finish(),
             problems=tuple(read.problems),
             warnings=tuple(read.warnings),
@@ -115,10 +121,13 @@ class PEFTHelper:
     # ------------------------------------------------------------------------------------------------------- validation
 
     def reasons(self, lora_config: LoRAConfig) -> list[str]:
-        """Why this configuration is refused under these limits; empty when it is not."""
+        """Why this configuration is refused under these limits; empty when it is not.
+
+        Not in it: ranks of other kinds than LoRA, which the shapes of the base decide, too (validation.py).
+        """
         reasons = list(self.problems)
         limit = lora_config.max_lora_rank
-        if limit is not None and self.max_rank > limit:
+        if self.kind is Kind.LORA and limit is not None and self.max_rank > limit:
             text = f"rank {self.max_rank} is above max_lora_rank {limit}"
             reasons.append(f"{text}; raise the limit or train with a lower rank")
         if self.has_bias and not lora_config.bias_enabled:
@@ -160,7 +169,8 @@ class PEFTHelper:
         rank_pattern, alpha_pattern = self.rank_pattern or {}, self.alpha_pattern or {}
         with self._refusing_bad_patterns():
             by_rank, by_alpha = pattern_values(rank_pattern, module_names), pattern_values(alpha_pattern, module_names)
-        ranks = {name: by_rank.get(name, (self.r,))[0] for name in module_names}
+        kept = self.kept_ranks or {}
+        ranks = {name: by_rank.get(name, (kept.get(name, self.r),))[0] for name in module_names}
         alphas = {name: by_alpha.get(name, (self.lora_alpha,))[0] for name in module_names}
         scalings = {name: self._scaling(alphas[name], ranks[name]) for name in module_names}
         warnings = (*_ambiguous("rank_pattern", by_rank), *_ambiguous("alpha_pattern", by_alpha))
@@ -172,7 +182,8 @@ class PEFTHelper:
         for name, scaling in numbers.scalings.items():
             if not MIN_SCALING <= scaling <= MAX_SCALING:
                 odd.setdefault((numbers.alphas[name], numbers.ranks[name]), []).append(name)
-        formula = "lora_alpha / sqrt(r)" if self.use_rslora else "lora_alpha / r"
+        divisor = "sqrt(r)" if self.use_rslora else "init_r" if self.kind is Kind.ADALORA else "r"
+        formula = f"{'alpha' if self.kind in (Kind.LOHA, Kind.LOKR) else 'lora_alpha'} / {divisor}"
         limits = f"it must be within {MIN_SCALING:.1e} and {MAX_SCALING:.1e}"
         return [
             f"{_and_more(names[0], names)}: the scaling {formula} is {self._scaling(alpha, rank):g} "
@@ -181,6 +192,10 @@ class PEFTHelper:
         ]
 
     def _scaling(self, alpha: float, rank: int) -> float:
+        if self.kind is Kind.IA3:
+            return 1.0
+        if self.kind is Kind.ADALORA:
+            return alpha / (self.r + ADALORA_SPARE)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     @contextmanager
@@ -199,6 +214,19 @@ class PEFTHelper:
         """
         with self._refusing_bad_patterns():
             return frozenset(self._targeted(module_names)) - self._excluded(module_names)
+
+    def match_feedforward(self, module_names: Sequence[str]) -> frozenset[str]:
+        """The modules whose inputs IA3 multiplies: peft takes the end of a name, without regard to dots.
+
+        Raises AdapterValidationError for a pattern that cannot be matched.
+        """
+        entries = self.feedforward_modules
+        if isinstance(entries, str):
+            with self._refusing_bad_patterns():
+                return frozenset(fullmatches(entries, module_names))
+        known = frozenset(entries)
+        ends = ((name, {name[start:] for start in range(len(name))}) for name in module_names)
+        return frozenset(name for name, endings in ends if not known.isdisjoint(endings))
 
     def unmatched_targets(self, module_names: Sequence[str]) -> tuple[str, ...]:
         """Entries of a target_modules list that name none of these modules, whatever the layers or exclusions."""
@@ -231,15 +259,20 @@ class PEFTHelper:
 
         Not in it: what is refused or warned of for the configuration alone.
         """
-        named, excluded = (
+        named, excluded, feedforward = (
             entries if isinstance(entries, str) else frozenset(entries)  # peft saves a set, in any order
-            for entries in (self.target_modules, self.exclude_modules)
+            for entries in (self.target_modules, self.exclude_modules, self.feedforward_modules)
         )
-        return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern
+        kept = tuple((self.kept_ranks or {}).items())
+        of_kind = feedforward, kept, self.decompose_both, self.decompose_factor
+        return self.canonical(), named, excluded, self.layers_to_transform, self.layers_pattern, of_kind
 
     def canonical(self) -> bytes:
-        """The fields that change the mathematics of given tensors, as JSON; keys sorted, patterns in their order."""
-        fields = {
+        """The fields that change the mathematics of given tensors, as JSON; keys sorted, patterns in their order.
+
+        peft_type and use_dora are there when they are not those of a plain LoRA, whose digests are older than they.
+        """
+        fields: dict[str, Any] = {
             "r": self.r,
             "lora_alpha": self.lora_alpha,
             "use_rslora": self.use_rslora,
@@ -248,7 +281,89 @@ class PEFTHelper:
             "bias": self.bias,
             "lora_bias": self.lora_bias,
         }
+        if self.kind is not Kind.LORA:
+            fields["peft_type"] = self.kind.value
+        if self.use_dora:
+            fields["use_dora"] = True
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+# ------------------------------------------------------------------------------------------- what each kind's file says
+
+
+def _of_lora(read: ConfigReader) -> dict[str, Any]:
+    read.init_lora_weights()
+    return {
+        "r": read.number("r", RANK),
+        "lora_alpha": read.number("lora_alpha", ALPHA),
+        **_targets(read),
+        **_layers(read),
+        "rank_pattern": read.pattern("rank_pattern", RANK),
+        "alpha_pattern": read.pattern("alpha_pattern", ALPHA),
+        "use_rslora": read.flag("use_rslora"),
+        "bias": read.bias(),
+        "lora_bias": read.flag("lora_bias"),
+        "fan_in_fan_out": read.fan_in_fan_out(),
+        "use_dora": read.use_dora(),
+    }
+
+
+def _of_adalora(read: ConfigReader) -> dict[str, Any]:
+    init_r = read.number("init_r", RANK)
+    return {
+        "r": init_r,
+        "lora_alpha": read.number("lora_alpha", ALPHA),
+        **_targets(read),
+        **_layers(read),
+        "kept_ranks": read.rank_masks(init_r),
+        "bias": read.bias(),
+        "fan_in_fan_out": read.fan_in_fan_out(),
+    }
+
+
+def _of_ia3(read: ConfigReader) -> dict[str, Any]:
+    return {
+        "r": 0,
+        **_targets(read),
+        "feedforward_modules": read.feedforward_modules(),
+        "fan_in_fan_out": read.fan_in_fan_out(),
+    }
+
+
+def _of_loha(read: ConfigReader) -> dict[str, Any]:
+    return {
+        "r": read.number("r", RANK),
+        "lora_alpha": read.number("alpha", ALPHA),
+        **_targets(read),
+        **_layers(read),
+        "rank_pattern": read.pattern("rank_pattern", RANK),
+        "alpha_pattern": read.pattern("alpha_pattern", ALPHA),
+    }
+
+
+def _of_lokr(read: ConfigReader) -> dict[str, Any]:
+    return {
+        **_of_loha(read),
+        "decompose_both": read.flag("decompose_both"),
+        "decompose_factor": read.decompose_factor(),
+    }
+
+
+def _targets(read: ConfigReader) -> dict[str, Any]:
+    return {"target_modules": read.target_modules(), "exclude_modules": read.names_or_regex("exclude_modules")}
+
+
+def _layers(read: ConfigReader) -> dict[str, Any]:
+    return {"layers_to_transform": read.layers_to_transform(), "layers_pattern": read.layers_pattern()}
+
+
+_FIELDS_OF: dict[Kind, Callable[[ConfigReader], dict[str, Any]]] = {
+    Kind.LORA: _of_lora,
+    Kind.ADALORA: _of_adalora,
+    Kind.IA3: _of_ia3,
+    Kind.LOHA: _of_loha,
+    Kind.LOKR: _of_lokr,
+}
 
 
 def _ambiguous(field: str, values: Mapping[str, Sequence[float]]) -> list[str]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.kinds import PEFT_TYPES, Kind, TypeVerdict
 from loraplex.adapters.regular_file import check_size
-from loraplex.adapters.tensor_names import TensorName, unused_reasons
+from loraplex.adapters.tensor_names import PARTS, TensorName, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
-from loraplex.adapters.validation import TensorCheck
+from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -25,11 +27,13 @@ class AdapterReport:
     """All that can be said of an adapter. `reasons` empty: it would be loaded (by this base, if targets were given).
 
     ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if
-    unreadable.
+    unreadable. kind: its peft_type, and whether that is served, converted at load or refused. parts: (number, bytes) of
+    tensors by part. served_ranks, served_nbytes: what is made of a converted adapter, in float32.
     """
 
     path: str
     base_model_name: str | None
+    kind: str
     fields: tuple[FieldVerdict, ...]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -37,6 +41,9 @@ class AdapterReport:
     ranks: dict[int, int] | None = None
     scalings: dict[float, int] | None = None
     dtypes: dict[str, int] | None = None
+    parts: dict[str, tuple[int, int]] | None = None
+    served_ranks: dict[int, int] | None = None
+    served_nbytes: int = 0
     nbytes: int = 0
     num_tensors: int = 0
     weight_file: str = ""
@@ -53,10 +60,10 @@ class AdapterReport:
         lines += [f"  refused: {reason}" for reason in self.reasons]
         lines += [f"  warning: {warning}" for warning in self.warnings]
         lines += [f"  {label}: {value}" for label, value in self._facts() if value]
-        for field in self.fields:
-            if is_set(field.value) or field.verdict is Verdict.REFUSED:
-                reason = f"  ({field.reason})" if field.verdict is Verdict.IGNORED else ""
-                lines.append(f"  {field.verdict.value:8} {field.name} = {shown(field.value, 80)}{reason}")
+        for each in self.fields:
+            if is_set(each.value) or each.verdict is Verdict.REFUSED:
+                reason = f"  ({each.reason})" if each.verdict is Verdict.IGNORED else ""
+                lines.append(f"  {each.verdict.value:8} {each.name} = {shown(each.value, 80)}{reason}")
         return "\n".join(map(_printable, lines))
 
     def _base_note(self) -> str:
@@ -66,14 +73,19 @@ class AdapterReport:
         def counts(values: dict[int, int] | dict[float, int] | dict[str, int] | None, what: str) -> str:
             return ", ".join(f"{value} ({count} {what})" for value, count in sorted((values or {}).items()))
 
+        parts = sorted((self.parts or {}).items())
+        served = f"a LoRA of rank {counts(self.served_ranks, 'modules')}, {self.served_nbytes} bytes in float32"
         return [
+            ("kind", self.kind),
             ("base model", self.base_model_name or ""),
             (
                 "file",
                 f"{self.weight_file}, {self.num_tensors} tensors, {self.nbytes} bytes" if self.weight_file else "",
             ),
             ("dtype", counts(self.dtypes, "tensors")),
+            *((f"part {part}", f"{count} tensors, {nbytes} bytes") for part, (count, nbytes) in parts),
             ("rank", counts(self.ranks, "modules")),
+            ("served as", served if self.served_ranks else ""),
             ("scaling", counts(self.scalings, "modules")),
             ("modules", ", ".join(sorted({module.rpartition(".")[2] for module in self.modules}))),
             ("digest", self.adapter_digest),
@@ -94,21 +106,28 @@ def inspect_adapter(
     """
     limits = lora_config or LoRAConfig()
     helper = PEFTHelper.from_local_dir(path)
+    if helper.is_other_method:
+        return _report(path, helper, helper.reasons(limits))
     try:
         file = WeightFile.open(AdapterFolder(Path(path), helper.adapter), limits.host_memory_bytes)
         check_size(file.nbytes, limits.host_memory_bytes, helper.adapter)
     except AdapterError as error:
         return _report(path, helper, [*helper.reasons(limits), error.message])
-    names, odd = _parse(file, helper)
+    check = _parse(file, helper)
+    names = {name: entry for name, entry in check.names.items() if entry.dtype in DTYPES}
+    facts = _module_facts(names, helper)
     digest, damaged = _digest(file, names, helper)
     if targets is None:
-        reasons, warnings = [*helper.reasons(limits), *odd, *damaged, *_pairs(names, helper)], helper.warnings
+        check.costs = facts.costs
+        reasons = [*helper.reasons(limits), *unused_reasons(check.unknown, helper.kind), *check.reasons, *damaged]
+        reasons, warnings = [*reasons, *_pairs(names, helper), *check.over_limits(limits)], helper.warnings
     else:
         reasons, warnings = _judge(path, helper, targets, limits)
     return replace(
-        _report(path, helper, reasons, _module_facts(names, helper)),
+        _report(path, helper, reasons, facts),
         warnings=warnings,
         dtypes=dict(Counter(entry.dtype for entry in names.values())),
+        parts=_parts(names),
         nbytes=file.nbytes,
         num_tensors=len(file.entries),
         weight_file=file.name,
@@ -131,13 +150,20 @@ def _judge(
         return [*helper.reasons(limits), error.message], helper.warnings
 
 
-def _parse(file: WeightFile, helper: PEFTHelper) -> tuple[dict[TensorName, TensorEntry], list[str]]:
+def _parse(file: WeightFile, helper: PEFTHelper) -> TensorCheck:
     """What can be read, and reasons for the rest."""
     check = TensorCheck(helper, base={})
     for entry in file.entries:
         check.add(entry)
-    names = {name: entry for name, entry in check.names.items() if entry.dtype in DTYPES}
-    return names, [*unused_reasons(check.unknown), *check.reasons]
+    return check
+
+
+def _parts(names: dict[TensorName, TensorEntry]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, entry in names.items():
+        count, nbytes = found.get(name.part, (0, 0))
+        found[name.part] = count + 1, nbytes + entry.nbytes
+    return found
 
 
 def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
@@ -149,23 +175,47 @@ def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFT
 
 
 def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str]:
-    """What can be checked without a base: A with B, and the ranks."""
+    """What can be checked without a base: the tensors of a module with one another, and the ranks."""
     try:
         modules = _modules(names)
-        numbers = helper.numbers(modules)
+        numbers, feedforward = helper.numbers(modules), helper.match_feedforward(modules)
     except AdapterValidationError as error:
         return list(error.reasons)
     reasons = helper.unusable_scalings(numbers)
     if not modules:
-        reasons.append("the file has no lora_A.weight: there is no LoRA in it")
+        first = next(iter(PARTS[helper.kind].values()))
+        reasons.append(f"the file has no {first}: there is no {helper.kind} adapter in it")
     for module, rank in numbers.ranks.items():
-        for part, axis in (("lora_A.weight", 0), ("lora_B.weight", 1)):
-            entry = names.get(TensorName(module, part))
-            if entry is None:
-                reasons.append(f"{module}: the file has no {part}")
-            elif len(entry.shape) != 2 or entry.shape[axis] != rank:
-                reasons.append(f"tensor {entry.name!r} has shape {list(entry.shape)}, its rank should be {rank}")
+        reasons += _odd_parts(module, rank, _entries_of(module, names, helper), helper, module in feedforward)
     return reasons
+
+
+def _odd_parts(
+    module: str, rank: int, found: dict[str, TensorEntry], helper: PEFTHelper, is_feedforward: bool
+) -> Iterator[str]:
+    """Of one module, by the widths that its tensors say."""
+    widths = file_widths(helper.kind, {part: entry.shape for part, entry in found.items()})
+    if widths is None and helper.kind is Kind.LOKR:
+        yield f"{module}: the file has no lokr_w1 and lokr_w2, each whole or in two factors"
+        return
+    wanted = part_shapes(helper, rank, *(widths or (0, 0)), is_feedforward)
+    rule = f"its rank should be {rank}"
+    if helper.kind is Kind.IA3:
+        rule = f"feedforward_modules calls for {'[1, in]' if is_feedforward else '[out, 1]'}"
+    for part, shape in wanted.items():
+        entry = found.get(part)
+        if entry is None:
+            yield f"{module}: the file has no {part}{WHY_CALLED.get(part, '')}"
+        elif len(entry.shape) != len(shape) or (widths is not None and entry.shape != shape):
+            yield f"tensor {entry.name!r} has shape {list(entry.shape)}, {rule}"
+    for part in found:
+        if part not in wanted:
+            yield f"{module}: the file has {part} but {why_uncalled(part, wanted)}"
+
+
+def _entries_of(module: str, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> dict[str, TensorEntry]:
+    of_module = ((part, TensorName(module, part)) for part in PARTS[helper.kind].values() if part != "bias")
+    return {part: names[name] for part, name in of_module if name in names}
 
 
 def _modules(names: dict[TensorName, TensorEntry]) -> tuple[str, ...]:
@@ -177,28 +227,52 @@ class _ModuleFacts:
     modules: tuple[str, ...] = ()
     ranks: dict[int, int] | None = None
     scalings: dict[float, int] | None = None
+    costs: dict[str, ModuleCost] = field(default_factory=dict)
 
 
 def _module_facts(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> _ModuleFacts:
     modules = _modules(names)
+    if helper.kind is Kind.IA3:
+        return _ModuleFacts(modules)
     try:
         numbers = helper.numbers(modules)
     except AdapterValidationError:  # a pattern that cannot be matched: it is among the reasons
         return _ModuleFacts(modules)
-    return _ModuleFacts(modules, dict(Counter(numbers.ranks.values())), dict(Counter(numbers.scalings.values())))
+    ranks, scalings = dict(Counter(numbers.ranks.values())), dict(Counter(numbers.scalings.values()))
+    costs = {}
+    for module, rank in numbers.ranks.items():
+        shapes = {part: entry.shape for part, entry in _entries_of(module, names, helper).items()}
+        widths = file_widths(helper.kind, shapes)
+        if widths is not None:
+            costs[module] = cost_of(helper, rank, *widths)
+    return _ModuleFacts(modules, ranks, scalings, costs)
+
+
+def _kind_of(helper: PEFTHelper) -> str:
+    """In words: which, whether it is served, what it computes."""
+    if helper.is_other_method:
+        return "of another method, refused"
+    found = PEFT_TYPES[helper.kind]
+    how = "served" if found.verdict is TypeVerdict.SERVED else "converted to A and B at load"
+    return f"{helper.kind}{' with DoRA' if helper.use_dora else ''}, {how}: {found.mathematics}"
 
 
 def _report(
     path: str | Path, helper: PEFTHelper, reasons: Sequence[str], facts: _ModuleFacts | None = None
 ) -> AdapterReport:
     facts = facts or _ModuleFacts()
+    is_converted = PEFT_TYPES[helper.kind].verdict is TypeVerdict.CONVERTED
+    served_ranks = dict(Counter(cost.rank for cost in facts.costs.values())) if is_converted else None
     return AdapterReport(
         path=str(path),
         base_model_name=helper.base_model_name,
+        kind=_kind_of(helper),
         fields=helper.verdicts,
         reasons=AdapterValidationError.from_reasons(helper.adapter, reasons).reasons,
         warnings=helper.warnings,
         modules=facts.modules,
         ranks=facts.ranks,
         scalings=facts.scalings,
+        served_ranks=served_ranks,
+        served_nbytes=sum(cost.nbytes for cost in facts.costs.values()),
     )

@@ -1,7 +1,8 @@
 """Whether the tensors of a file are exactly what the configuration and the base model call for.
 
     wanted: lora_A.weight [rank, in], lora_B.weight [out, rank] of each module that the configuration names and the base
-            has, and with lora_bias their lora_B.bias [out],
+            has, and with lora_bias their lora_B.bias [out], with use_dora their lora_magnitude_vector [out],
+            the tensors of its kind where it is no LoRA (conversion.part_shapes),
             bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all")
 
 Every difference is a reason. When all differences are those between two base models (widths, number of layers), the
@@ -16,10 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.tensor_names import TensorName, parse_tensor_name, unused_reasons, why_unknown
+from loraplex.adapters.kinds import Kind
+from loraplex.adapters.tensor_names import PARTS, TensorName, parse_tensor_name, unused_reasons, why_unknown
 from loraplex.adapters.tensors import DTYPES
+from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
 from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, shown
 
@@ -34,21 +38,36 @@ _HIDDEN_OUT = ("o_proj", "down_proj")
 _WIDTHS = {"q_proj": "attention width", "k_proj": "key/value width", "v_proj": "key/value width"}
 _WIDTHS |= {"gate_proj": "intermediate size", "up_proj": "intermediate size"}
 _WIDTHS_IN = {"o_proj": "attention width", "down_proj": "intermediate size"}
+_OF_INPUTS = ("lora_A.weight", "lora_A", "hada_w1_b", "hada_w2_b")
+_WITHOUT_WIDTH = ("lora_E", *PARTS[Kind.LOKR])
+"""Parts with a column for each of the module's inputs, and parts that say nothing of its widths; the others have a row
+for each of its outputs."""
+WHY_CALLED = {"lora_magnitude_vector": ", which use_dora calls for", "lora_B.bias": ", which lora_bias calls for"}
+_UNCALLED = {
+    "lora_B.bias": "lora_bias is not set in adapter_config.json",
+    "lora_magnitude_vector": "use_dora is not set in adapter_config.json: is it DoRA?",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModule:
-    """One linear of the base model under its checkpoint name; sizes are the whole checkpoint's."""
+    """One linear of the base model under its checkpoint name; sizes are the whole checkpoint's.
+
+    is_fused: others read the same inputs in one product (q, k and v; gate and up).
+    """
 
     in_features: int
     out_features: int
     has_bias: bool
+    is_fused: bool = False
 
 
 def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
     """module name -> its sizes, over all slices of all targets."""
     return {
-        part.module_name: BaseModule(target.full_in_features, part.full_out_features, part.has_bias)
+        part.module_name: BaseModule(
+            target.full_in_features, part.full_out_features, part.has_bias, len(target.slices) > 1
+        )
         for target in targets
         for part in target.slices
     }
@@ -59,7 +78,8 @@ class TensorCheck:
     """The findings about one file. `names` maps what is understood to its entry, `unknown` is the rest.
 
     reasons: faults of the adapter itself; differences: those that another base model would explain; widths: what these
-    say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them.
+    say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them. costs:
+    what each module that the configuration names is served as; inputs: those whose inputs IA3 multiplies.
     """
 
     helper: PEFTHelper
@@ -71,6 +91,8 @@ class TensorCheck:
     differences: list[str] = field(default_factory=list)
     widths: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     agreed: set[str] = field(default_factory=set)
+    costs: dict[str, ModuleCost] = field(default_factory=dict)
+    inputs: frozenset[str] = frozenset()
 
     def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
         """AdapterBaseMismatchError when another base explains all, else AdapterValidationError with all reasons."""
@@ -100,7 +122,7 @@ class TensorCheck:
 
     def add(self, entry: TensorEntry) -> None:
         """Take one tensor of the file: its name, dtype and whether it is there twice."""
-        name = parse_tensor_name(entry.name)
+        name = parse_tensor_name(entry.name, self.helper.kind)
         if name is None:
             self.unknown.append(entry.name)
             return
@@ -114,7 +136,7 @@ class TensorCheck:
 
     def check(self) -> None:
         """Compare what was added with what is wanted."""
-        self.reasons.extend(unused_reasons(self.unknown))
+        self.reasons.extend(unused_reasons(self.unknown, self.helper.kind))
         try:
             if not self._is_foreign():
                 self._check()
@@ -129,7 +151,11 @@ class TensorCheck:
         numbers = self.helper.numbers(sorted(matched))
         self.warnings.extend(numbers.warnings)
         self.reasons.extend(self.helper.unusable_scalings(numbers))
+        self.inputs = self.helper.match_feedforward(sorted(matched))
+        self._check_kept_ranks(matched)
         for module in sorted(matched):
+            base = self.base[module]
+            self.costs[module] = cost_of(self.helper, numbers.ranks[module], base.in_features, base.out_features)
             if module in self._modules_in_file:
                 self._check_module(module, numbers.ranks[module])
             else:
@@ -140,6 +166,31 @@ class TensorCheck:
             elif name.module not in matched:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
+        if self.helper.kind in (Kind.LOHA, Kind.LOKR):
+            text = f"it is served as a LoRA of ranks up to {self.served_rank}, with {self.served_nbytes} bytes"
+            self.warnings.append(f"peft_type is {self.helper.kind}; {text}")
+
+    @property
+    def served_rank(self) -> int:
+        return max((cost.rank for cost in self.costs.values()), default=0)
+
+    @property
+    def served_nbytes(self) -> int:
+        """Of what is made of the file's tensors."""
+        return sum(cost.nbytes for cost in self.costs.values())
+
+    def over_limits(self, lora_config: LoRAConfig) -> list[str]:
+        """Reasons: the rank and the bytes of a converted adapter. Those of a LoRA are in its configuration and file."""
+        if self.helper.kind is Kind.LORA:
+            return []
+        reasons, limit, max_bytes = [], lora_config.max_lora_rank, lora_config.host_memory_bytes
+        if limit is not None and self.served_rank > limit:
+            text = f"as a LoRA it has rank {self.served_rank}, which is above max_lora_rank {limit}"
+            reasons.append(f"{text}; raise the limit or train with a lower rank")
+        if self.served_nbytes > max_bytes:
+            text = f"as a LoRA it has {self.served_nbytes} bytes, the host budget for adapters is {max_bytes} bytes"
+            reasons.append(f"{text}; raise host_memory_bytes or train with a lower rank")
+        return reasons
 
     @cached_property
     def _modules_in_file(self) -> frozenset[str]:
@@ -172,20 +223,48 @@ class TensorCheck:
         unsupported = [module for module in UNSUPPORTED_BASE_MODULES if module in matched]
         self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported)
 
+    def _check_kept_ranks(self, matched: frozenset[str]) -> None:
+        kept = self.helper.kept_ranks or {}
+        for module in sorted(kept.keys() - matched):
+            self.reasons.append(f"rank_pattern names {shown(module)}, which is no target of the adapter")
+        if matched and matched <= kept.keys() and not any(kept[module] for module in matched):
+            self.reasons.append("rank_pattern leaves no rank to any module: the adapter changes nothing")
+
     def _check_module(self, module: str, rank: int) -> None:
-        base = self.base[module]
-        wanted: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, base.in_features)}
-        wanted["lora_B.weight"] = (base.out_features, rank)
-        if self.helper.lora_bias:
-            wanted["lora_B.bias"] = (base.out_features,)
+        base, kind, is_feedforward = self.base[module], self.helper.kind, module in self.inputs
+        if is_feedforward and base.is_fused:
+            text = "a gain on inputs that other modules share is not supported; train it on the outputs"
+            self.reasons.append(f"feedforward_modules names {module!r}: {text}")
+        wanted = part_shapes(self.helper, rank, base.in_features, base.out_features, is_feedforward)
+        names = {part: TensorName(module, part) for part in PARTS[kind].values() if part != "bias"}
+        found = {part: self.names[name] for part, name in names.items() if name in self.names}
+        if kind is Kind.LOKR and self._fits_other_widths(module, rank, found):
+            return
         for part, shape in wanted.items():
-            name = TensorName(module, part)
-            if name in self.names:
-                self._check_shape(name, self.names[name], shape)
+            if part in found:
+                self._check_shape(names[part], found[part], shape)
             else:
-                self.reasons.append(f"{module}: the file has no {part}; save the adapter again")
-        if not self.helper.lora_bias and TensorName(module, "lora_B.bias") in self.names:
-            self.reasons.append(f"{module}: the file has lora_B.bias but lora_bias is not set in adapter_config.json")
+                text = f"{module}: the file has no {part}{WHY_CALLED.get(part, '')}"
+                self.reasons.append(f"{text}; save the adapter again")
+        for part in found:
+            if part not in wanted:
+                self.reasons.append(f"{module}: the file has {part} but {why_uncalled(part, wanted)}")
+
+    def _fits_other_widths(self, module: str, rank: int, found: Mapping[str, TensorEntry]) -> bool:
+        """Of LoKr, whose tensors say the widths of their module by products only: whether they fit another module."""
+        base, shapes = self.base[module], {part: entry.shape for part, entry in found.items()}
+        ours, theirs = (base.in_features, base.out_features), file_widths(Kind.LOKR, shapes)
+        if theirs is None or part_shapes(self.helper, rank, *theirs) != shapes:
+            return False
+        for width, has, wants in zip(_widths_of(module), theirs, ours, strict=True):
+            if has == wants:
+                self.agreed.add(width)
+            else:
+                self.widths.setdefault(width, set()).add((has, wants))
+        if theirs != ours:
+            text = f"are for {theirs[0]} inputs and {theirs[1]} outputs, the base has {ours[0]} and {ours[1]}"
+            self.differences.append(f"{module}: its tensors {text}")
+        return True
 
     def _missing_module(self, module: str) -> None:
         """Without any tensor, or with chosen layers, missing layers do not speak for another base."""
@@ -199,9 +278,9 @@ class TensorCheck:
 
     def _check_shape(self, name: TensorName, entry: TensorEntry, wanted: tuple[int, ...]) -> None:
         """A wrong rank or number of axes is the adapter's fault, a wrong width may be another base's."""
-        width, axis = _width_of(name)
+        width, axis = _width_of(name, wanted)
         if entry.shape == wanted:
-            self.agreed.add(width)
+            self.agreed |= {width} if axis >= 0 else set()
             return
         text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
         odd_axes = [i for i, (has, wants) in enumerate(zip(entry.shape, wanted, strict=False)) if has != wants]
@@ -220,7 +299,7 @@ class TensorCheck:
             self._differs(LAYERS, self._layers_in_file, layers, text)
         else:
             is_embedding = name.module.endswith(("embed_tokens", "lm_head"))
-            why = why_unknown(name.canonical) if is_embedding else "is the adapter for another model?"
+            why = why_unknown(name.canonical, self.helper.kind) if is_embedding else "is the adapter for another model?"
             self._unused(entry, f"the base model has no linear {name.module!r}; {why}")
 
     def _unused(self, entry: TensorEntry, why: str) -> None:
@@ -254,6 +333,11 @@ class TensorCheck:
         self.widths.setdefault(width, set()).add((theirs, ours))
 
 
+def why_uncalled(part: str, wanted: Iterable[str]) -> str:
+    """What to say about a part of a module that the configuration does not call for."""
+    return _UNCALLED.get(part, f"the configuration calls for {', '.join(wanted)}")
+
+
 def _layer_of(module: str) -> int | None:
     match = _LAYER.match(module)
     return int(match["layer"]) if match else None
@@ -269,12 +353,19 @@ def _num_layers(modules: Iterable[str]) -> int:
     return max(layers, default=-1) + 1
 
 
-def _width_of(name: TensorName) -> tuple[str, int]:
-    """What the tensor's width is called, and its axis."""
-    leaf = name.module.rpartition(".")[2]
-    if name.part == "lora_A.weight":
-        return ("hidden size" if leaf in _HIDDEN_IN else _WIDTHS_IN.get(leaf, f"inputs of {leaf}")), 1
-    return ("hidden size" if leaf in _HIDDEN_OUT else _WIDTHS.get(leaf, f"outputs of {leaf}")), 0
+def _width_of(name: TensorName, wanted: tuple[int, ...]) -> tuple[str, int]:
+    """What the tensor's width is called, and its axis; -1 where it has none."""
+    inputs, outputs = _widths_of(name.module)
+    if name.part in _OF_INPUTS or (name.part == "ia3_l" and wanted[0] == 1):
+        return inputs, 1
+    return outputs, -1 if name.part in _WITHOUT_WIDTH else 0
+
+
+def _widths_of(module: str) -> tuple[str, str]:
+    """What the widths of its inputs and of its outputs are called."""
+    leaf = module.rpartition(".")[2]
+    inputs = "hidden size" if leaf in _HIDDEN_IN else _WIDTHS_IN.get(leaf, f"inputs of {leaf}")
+    return inputs, "hidden size" if leaf in _HIDDEN_OUT else _WIDTHS.get(leaf, f"outputs of {leaf}")
 
 
 def _shortened(reasons: Sequence[str]) -> list[str]:

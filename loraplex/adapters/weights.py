@@ -1,7 +1,8 @@
 """An adapter in host memory: `delta(module) = scaling * lora_b @ lora_a`, `[out, in]`; and its reading for one base.
 
 lora_a [rank, in], lora_b [out, rank] as PEFT stores them; `scaling` is kept apart. lora_bias [out] is added, scaled:
-`y += scaling * (x A^T B^T + lora_bias)`. bias [out] replaces the base's bias of the module.
+`y += scaling * (x A^T B^T + lora_bias)`. bias [out] replaces the base's bias of the module. Other kinds than LoRA are
+made into these, a magnitude or gains (conversion.py), in float32 whatever the file has.
 
 What was found good of a configuration and a header is remembered by both, since those of a thousand adapters of one
 recipe are equal (`Blueprint`, docs/adr/0014). Read and checked each time: the file's identity, bytes, NaN, the digest.
@@ -21,10 +22,12 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.conversion import Converter, converter_of
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.kinds import Kind
 from loraplex.adapters.regular_file import Roots, check_size
-from loraplex.adapters.tensor_names import PARTS, TensorName
+from loraplex.adapters.tensor_names import MAX_PARTS, PARTS, TensorName
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig
@@ -39,10 +42,15 @@ of a few kilobytes would cost gigabytes."""
 MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
 
+FLOAT32_FIELDS = ("magnitude", "gain", "input_gain")
+LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS)
+"""The tensors of a layer; those of FLOAT32_FIELDS are float32, whatever lora_dtype is."""
+
 
 @dataclass(frozen=True, eq=False)
 class LoRALayerWeights:
-    """One module's share of an adapter. `lora_a` and `lora_b` are None when only the bias is replaced (bias "all").
+    """One module's share of an adapter. `lora_a` and `lora_b` are None when only the bias is replaced (bias "all"), and
+    of IA3.
 
     magnitude [out] (DoRA): the row norms that W + scaling * B A is brought to. gain [out], input_gain [in] (IA3): what
     the outputs, or the inputs, of the base's module are multiplied by.
@@ -63,7 +71,7 @@ class LoRALayerWeights:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is there, by field name."""
-        return {field: tensor for field in PARTS if (tensor := getattr(self, field)) is not None}
+        return {field: tensor for field in LAYER_FIELDS if (tensor := getattr(self, field)) is not None}
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +79,7 @@ class LoRALayerWeights:
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> LoRALayerWeights:
         """The same layer with these tensors, by field name; those not given are None."""
-        fields: dict[str, Any] = {field: tensors.get(field) for field in PARTS}
+        fields: dict[str, Any] = {field: tensors.get(field) for field in LAYER_FIELDS}
         return replace(self, **fields)
 
 
@@ -79,18 +87,21 @@ class LoRALayerWeights:
 class Blueprint:
     """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors alone.
 
-    layers: each without tensors, and by field which of the plan's tensors are its own.
+    layers: each without tensors, and by short name (of a LoRA: field) which of the plan's tensors are its own. convert:
+    what makes fields of these, None where they are the fields. made_bytes: of what it makes.
     """
 
     plan: ReadPlan
     layers: tuple[tuple[LoRALayerWeights, dict[str, int]], ...]
     warnings: tuple[str, ...]
+    convert: Converter | None = None
+    made_bytes: int = 0
 
     def layers_of(self, block: torch.Tensor) -> dict[str, LoRALayerWeights]:
         """Those of a block that was read by the plan."""
-        tensors = self.plan.tensors(block)
+        tensors, convert = self.plan.tensors(block), self.convert or dict
         return {
-            layer.module_name: layer.with_tensors({field: tensors[index] for field, index in parts.items()})
+            layer.module_name: layer.with_tensors(convert({name: tensors[index] for name, index in parts.items()}))
             for layer, parts in self.layers
         }
 
@@ -174,7 +185,7 @@ class CheckedReader:
     def __init__(self, targets: Sequence[LoraTarget], lora_config: LoRAConfig) -> None:
         self.lora_config = lora_config
         self._base = base_modules(targets)
-        self.max_tensors = max(MIN_TENSORS, len(self._base) * len(PARTS))
+        self.max_tensors = max(MIN_TENSORS, len(self._base) * MAX_PARTS)
         """With spare, so that messages say what is wrong."""
         self._budget = ByteBudget(lora_config.host_memory_bytes)
         self._known: OrderedDict[Hashable, Blueprint] = OrderedDict()
@@ -188,34 +199,52 @@ class CheckedReader:
         Also AdapterBaseMismatchError, AdapterTooLargeError, and the errors of the files (missing, permission, outside
         the roots, truncated, format).
         """
+        if helper.is_other_method:
+            helper.validate_legal(self.lora_config)
         folder = AdapterFolder(directory, helper.adapter, roots)
-        nbytes = _bytes_to_read(folder)
-        with self._budget.hold(nbytes):
-            return self._read(folder, helper, nbytes)
+        file_bytes = _bytes_to_read(folder)
+        with self._budget.hold(file_bytes):
+            model = self._read(folder, helper, file_bytes, 0)
+        if isinstance(model, int):
+            with self._budget.hold(file_bytes + model):
+                model = self._read(folder, helper, file_bytes, model)
+        if isinstance(model, int):
+            raise AdapterLoadError(f"adapter {helper.adapter!r} changed while it was read; load it again")
+        return model
 
-    def _read(self, folder: AdapterFolder, helper: PEFTHelper, held_bytes: int) -> LoRAModel:
+    def _read(self, folder: AdapterFolder, helper: PEFTHelper, file_bytes: int, made_bytes: int) -> LoRAModel | int:
+        """The adapter, while these bytes are held; or how many are to be held for what is made of its tensors.
+
+        Then it is read again from the start: two that waited for more with some in hand would wait for each other.
+        """
         max_bytes = self.lora_config.host_memory_bytes
         file = WeightFile.open(folder, max_bytes, self.max_tensors)
-        if sum(shard.size for shard in file.shards) > held_bytes:
+        if sum(shard.size for shard in file.shards) > file_bytes:
             text = "grew while it was read; load it again when it is complete"
             raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
         check = TensorCheck(helper, self._base)
         key = _key(file, helper)
-        blueprint = self._get(key)
+        blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
         if blueprint is None:
             check_size(file.nbytes, max_bytes, helper.adapter)
             blueprint = _blueprint(file, check)
-        reasons = helper.reasons(self.lora_config)
+            reasons += check.over_limits(self.lora_config)
         if blueprint.plan.nbytes > MAX_REFUSED_BYTES:
             check.raise_if_refused(reasons)
+        if blueprint.made_bytes > made_bytes and not reasons:
+            return blueprint.made_bytes
         block, digest, not_finite = read_tensors(file, blueprint.plan, helper.canonical())
         remedy = "train again or take an earlier checkpoint"
         check.reasons.extend(f"tensor {name!r} has NaN or Inf; {remedy}" for name in not_finite)
         check.raise_if_refused(reasons)
         self._put(key, blueprint)
-        layers = _convert(blueprint.layers_of(block), self.lora_config, helper.adapter)
+        layers = blueprint.layers_of(block)
+        if blueprint.made_bytes:
+            _check_converted(layers, helper.adapter)
+        layers = _convert(layers, self.lora_config, helper.adapter)
         warnings = (*helper.warnings, *blueprint.warnings)
-        return LoRAModel(digest, max(layer.rank for layer in layers.values()), layers, 0, warnings, blueprint)
+        rank = max((layer.rank for layer in layers.values()), default=0)
+        return LoRAModel(digest, rank, layers, 0, warnings, blueprint)
 
     def _get(self, key: Hashable) -> Blueprint | None:
         with self._lock:
@@ -254,31 +283,55 @@ def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
         check.add(entry)
     check.check()
     plan = ReadPlan.of({name: entry for name, entry in check.names.items() if entry.dtype in DTYPES})
-    layers = () if check.reasons or check.differences else _layers(plan, check.helper)
-    return Blueprint(plan, tuple(layers), tuple(check.warnings))
+    if check.reasons or check.differences:
+        return Blueprint(plan, (), tuple(check.warnings))
+    layers = tuple(_layers(plan, check))
+    return Blueprint(plan, layers, tuple(check.warnings), converter_of(check.helper), check.served_nbytes)
 
 
-def _layers(plan: ReadPlan, helper: PEFTHelper) -> Iterator[tuple[LoRALayerWeights, dict[str, int]]]:
+def _layers(plan: ReadPlan, check: TensorCheck) -> Iterator[tuple[LoRALayerWeights, dict[str, int]]]:
+    """Of each module with tensors; AdaLoRA may have left a module no rank, which then changes nothing."""
+    helper = check.helper
     modules = sorted({name.module for name in plan.names})
     numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
     for module in modules:
-        names = {field: TensorName(module, part) for field, part in PARTS.items()}
-        parts = {field: indices[name] for field, name in names.items() if name in indices}
-        rank = numbers.ranks[module] if "lora_a" in parts else 0
-        scaling = numbers.scalings[module]
-        yield LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling), parts
+        names = {short: TensorName(module, part) for short, part in PARTS[helper.kind].items()}
+        parts = {short: indices[name] for short, name in names.items() if name in indices}
+        cost = check.costs.get(module)
+        if helper.kind is Kind.IA3:
+            parts = {"input_gain" if module in check.inputs else "gain": parts["ia3_l"]}
+        elif cost is None or cost.rank == 0:
+            parts = {short: index for short, index in parts.items() if short == "bias"}
+        if parts:
+            rank = 0 if cost is None else cost.rank
+            scaling = numbers.scalings[module]
+            yield LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling), parts
+
+
+def _check_converted(layers: Mapping[str, LoRALayerWeights], adapter: str) -> None:
+    """Raise AdapterValidationError for products that float32 does not hold."""
+    reasons = [
+        f"{name}: {field} does not fit in float32 once it is multiplied out; the numbers of the file are too large"
+        for name, layer in layers.items()
+        for field, tensor in layer.tensors.items()
+        if not is_finite(tensor)
+    ]
+    if reasons:
+        raise AdapterValidationError.from_reasons(adapter, reasons)
 
 
 def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapter: str) -> dict[str, LoRALayerWeights]:
     """The layers in `lora_dtype`, unless it is `auto`, or `int8`, which they become when they are packed.
 
-    A value that does not fit is a reason to refuse.
+    Magnitudes and gains stay float32. A value that does not fit is a reason to refuse.
     """
     if lora_config.lora_dtype in ("auto", "int8"):
         return layers
     dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
     converted = {
-        name: layer.with_tensors({field: tensor.to(dtype) for field, tensor in layer.tensors.items()})
+        name: layer.with_tensors(
+            {field: tensor if field in FLOAT32_FIELDS else tensor.to(dtype) for field, tensor in layer.tensors.items()}
+        )
         for name, layer in layers.items()
     }
     reasons = [

@@ -129,6 +129,53 @@ def make_adapter(path: Path, family: str = "llama", dtype: torch.dtype = torch.f
     return PeftAdapter(path, targets, lora_layers(model), model)
 
 
+def save_kind(
+    path: Path,
+    config: peft.PeftConfig,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    rank_pattern: Mapping[str, list[bool]] | None = None,
+) -> tuple[LoraTarget, ...]:
+    """Save an adapter of any kind with real peft, its tensors random (trained biases of the base too), none of them 0.
+
+    rank_pattern: what AdaLoRA's training leaves in its configuration. Returns the base's targets.
+    """
+    base = new_base(family)
+    names, targets = set(base.state_dict()), targets_of(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if name.endswith("ranknum.default"):
+                continue
+            is_of_adapter = name.removeprefix("base_model.model.").replace(".base_layer", "") not in names
+            if is_of_adapter or (parameter.requires_grad and name.endswith("bias")):
+                torch.nn.init.normal_(parameter, std=0.3)
+            if is_of_adapter:
+                parameter.data = parameter.data.to(dtype)
+        if rank_pattern is not None:
+            model.peft_config["default"].rank_pattern = dict(rank_pattern)
+        model.save_pretrained(path, save_embedding_layers=False)
+    return targets
+
+
+def peft_reads(path: Path, family: str = "llama") -> torch.nn.Module:
+    """What peft makes of a saved adapter, in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.PeftModel.from_pretrained(new_base(family), str(path)).double().eval()
+
+
+def tuned_layers(model: torch.nn.Module) -> dict[str, Any]:
+    """module name in the base -> peft's layer, of any kind."""
+    return {
+        name.removeprefix("base_model.model."): module
+        for name, module in model.named_modules()
+        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+    }
+
+
 def read_config(path: Path) -> dict[str, Any]:
     return json.loads((path / "adapter_config.json").read_text())
 

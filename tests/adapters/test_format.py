@@ -93,7 +93,6 @@ def test_the_default_config_of_peft_is_accepted_without_a_word(tmp_path: Path) -
 
 LORA_DEFAULTS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
 SET_VALUES: dict[str, Any] = {
-    "use_dora": True,
     "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1, 2],
     "alora_invocation_tokens": [5],
@@ -209,7 +208,7 @@ def test_alpha_must_be_positive(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["true", 1, 0, [], "no"])
-@pytest.mark.parametrize("name", ["use_rslora", "lora_bias", "fan_in_fan_out"])
+@pytest.mark.parametrize("name", ["use_rslora", "lora_bias", "fan_in_fan_out", "use_dora"])
 def test_flags_must_be_booleans(name: str, value: Any) -> None:
     assert f"{name} must be true or false" in reasons(**{name: value})[0]
 
@@ -241,7 +240,7 @@ def test_empty_target_modules_change_nothing_and_are_refused() -> None:
     assert "target_modules is empty" in reasons(target_modules=[])[0]
 
 
-@pytest.mark.parametrize("peft_type", ["VERA", "LOHA", "IA3", "ADALORA", "lora", 3])
+@pytest.mark.parametrize("peft_type", ["VERA", "XLORA", "BOFT", "PROMPT_TUNING", "lora", "loha", 3])
 def test_another_peft_type_is_refused(peft_type: Any) -> None:
     assert "peft_type must be 'LORA'" in reasons(peft_type=peft_type)[0]
 
@@ -259,6 +258,7 @@ def test_a_missing_peft_type_is_a_warning() -> None:
         ({"layers_pattern": "layers"}, "layers_pattern"),
         ({"target_modules": ".*q_proj", "layers_pattern": "layers"}, "layers_pattern"),
         ({"lora_bias": True, "init_lora_weights": "gaussian"}, "lora_bias"),
+        ({"lora_bias": True, "use_dora": True}, "lora_bias"),
     ],
 )
 def test_what_peft_itself_refuses_to_construct_is_refused(fields: dict[str, Any], word: str) -> None:
@@ -281,7 +281,7 @@ def test_patterns_must_map_to_numbers() -> None:
 
 def test_all_reasons_come_at_once() -> None:
     with pytest.raises(AdapterValidationError) as caught:
-        helper(r=0, lora_alpha=-1, use_dora=True, bias="x", unknown=1, peft_type="VERA").validate_legal(LIMITS)
+        helper(r=0, lora_alpha=-1, use_qalora=True, bias="x", unknown=1, peft_type="lora").validate_legal(LIMITS)
     assert len(caught.value.reasons) == 6
     assert "'sql'" in caught.value.message
     assert all(reason in caught.value.message for reason in caught.value.reasons)
@@ -356,7 +356,14 @@ def test_canonical_has_only_what_changes_the_mathematics() -> None:
     plain = helper().canonical()
     assert helper(target_modules=["v_proj", "q_proj"], peft_version="1", layers_to_transform=[0]).canonical() == plain
     assert helper(lora_alpha=16.0).canonical() == plain
-    for change in ({"r": 4}, {"lora_alpha": 8}, {"use_rslora": True}, {"bias": "all"}, {"lora_bias": True}):
+    for change in (
+        {"r": 4},
+        {"lora_alpha": 8},
+        {"use_rslora": True},
+        {"bias": "all"},
+        {"lora_bias": True},
+        {"use_dora": True},
+    ):
         assert helper(**change).canonical() != plain
     one = helper(alpha_pattern={"q_proj": 1, ".*proj": 2})
     assert one.canonical() != helper(alpha_pattern={".*proj": 2, "q_proj": 1}).canonical()

@@ -84,14 +84,14 @@ def test_orders_for_a_terminal_are_shown_and_not_obeyed(adapter: PeftAdapter) ->
 
 
 def test_a_refused_adapter_lists_every_reason(adapter: PeftAdapter) -> None:
-    edit_config(adapter.path, use_dora=True, target_modules=["q_proj", "v_proj", "k_proj"])
+    edit_config(adapter.path, use_qalora=True, target_modules=["q_proj", "v_proj", "k_proj"])
     report = inspect_adapter(adapter.path, adapter.targets, LoRAConfig(max_lora_rank=2))
     assert not report.is_honoured
     reasons = "\n".join(report.reasons)
-    for word in ("use_dora", "max_lora_rank", "k_proj"):
+    for word in ("use_qalora", "max_lora_rank", "k_proj"):
         assert word in reasons
     assert "is refused" in report.describe()
-    assert {field.name for field in report.fields if field.verdict is Verdict.REFUSED} == {"use_dora"}
+    assert {field.name for field in report.fields if field.verdict is Verdict.REFUSED} == {"use_qalora"}
 
 
 def test_another_base_is_a_reason(adapter: PeftAdapter) -> None:

@@ -69,7 +69,7 @@ def put(name: str, value: torch.Tensor) -> Callable[[Tensors], None]:
         ),
         (put("base_model.model.lm_head.lora_A.weight", torch.ones(4, 32)), ["lm_head", "not supported yet"]),
         (put("base_model.model.lm_head.modules_to_save.weight", torch.ones(64, 32)), ["modules_to_save"]),
-        (put(f"{Q}.lora_magnitude_vector", torch.ones(32)), ["DoRA"]),
+        (put(f"{Q}.lora_magnitude_vector", torch.ones(32)), ["DoRA", "use_dora is not set"]),
         (put(f"{Q}.lora_velora_embed", torch.ones(32)), ["VeLoRA"]),
         (put(f"{Q}.lora_A.other.weight", torch.ones(4, 32)), ["lora_A.other.weight", "no part of a LoRA"]),
         (put(f"{Q}.lora_B.bias", torch.ones(32)), ["lora_B.bias", "lora_bias is not set"]),
@@ -173,9 +173,9 @@ def test_all_reasons_of_config_and_file_come_at_once(adapter: PeftAdapter) -> No
     tensors[f"{Q}.lora_A.weight"][0, 0] = float("nan")
     tensors["junk"] = torch.ones(1)
     write_tensors(adapter.path, tensors)
-    edit_config(adapter.path, use_dora=True)
+    edit_config(adapter.path, use_qalora=True)
     reasons = "\n".join(refused(adapter, LoRAConfig(max_lora_rank=2)))
-    for word in ("use_dora", "max_lora_rank 2", "lora_B.weight", "NaN", "junk"):
+    for word in ("use_qalora", "max_lora_rank 2", "lora_B.weight", "NaN", "junk"):
         assert word in reasons
 
 
@@ -188,14 +188,14 @@ def test_many_reasons_are_counted(adapter: PeftAdapter) -> None:
     assert reasons[-1] == "... and 480 more"
 
 
-def test_dora_is_said_once_with_a_count(adapter: PeftAdapter) -> None:
+def test_what_is_in_every_module_is_said_once_with_a_count(adapter: PeftAdapter) -> None:
     tensors = read_tensors(adapter.path)
     modules = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
-    tensors.update({f"{module}.lora_magnitude_vector": torch.ones(4) for module in modules})
+    tensors.update({f"{module}.lora_diag": torch.ones(4) for module in modules})
     write_tensors(adapter.path, tensors)
     (reason,) = refused(adapter)
     assert reason.startswith(f"{len(modules)} tensors such as 'base_model.model.")
-    assert reason.endswith("are not used: DoRA is not supported yet; train a plain LoRA")
+    assert reason.endswith("are not used: KaSA is not supported; train a plain LoRA")
 
 
 # --------------------------------------------------------------------------------------------------------- another base
@@ -245,7 +245,7 @@ def test_an_architecture_that_is_not_there_is_another_base(adapter: PeftAdapter)
         match=r"none of its 9 modules is there, not 'transformer\.h\.0\.mlp\.down_proj'",
     ):
         load(adapter.path, adapter.targets)
-    edit_config(adapter.path, use_dora=True)
+    edit_config(adapter.path, use_qalora=True)
     assert any("none of its 9 modules" in reason for reason in refused(adapter))
 
 

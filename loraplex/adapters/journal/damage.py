@@ -31,7 +31,7 @@ LocalPath = Annotated[str, Meta(pattern=r"\A/", max_length=8192)]
 LoraIntId = Annotated[int, Meta(ge=1)]
 Number = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
-Rank = Annotated[int, Meta(ge=1, le=MAX_RANK)]
+Rank = Annotated[int, Meta(ge=0, le=MAX_RANK)]
 Time = Annotated[float, Meta(ge=0, le=1e11)]
 
 Row = Mapping[str, Any]
