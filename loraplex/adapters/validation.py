@@ -30,6 +30,10 @@ from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, sh
 UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
 MAX_REASONS_OF_A_KIND = 20
 
+SHARE_OF_CONVERTED, GROWTH_OF_CONVERTED = 8, 4
+"""What is made of an adapter has at most an eighth of the host budget, or four times the file's bytes (of 16 bits, some
+become 32): a file of a megabyte that took gigabytes would push out all other adapters."""
+
 LAYERS = "number of layers"
 
 _LAYER = re.compile(r".*?\blayers\.(?P<layer>\d+)\..")
@@ -183,13 +187,15 @@ class TensorCheck:
         """Reasons: the rank and the bytes of a converted adapter. Those of a LoRA are in its configuration and file."""
         if self.helper.kind is Kind.LORA:
             return []
-        reasons, limit, max_bytes = [], lora_config.max_lora_rank, lora_config.host_memory_bytes
+        reasons, limit, budget = [], lora_config.max_lora_rank, lora_config.host_memory_bytes
         if limit is not None and self.served_rank > limit:
             text = f"as a LoRA it has rank {self.served_rank}, which is above max_lora_rank {limit}"
             reasons.append(f"{text}; raise the limit or train with a lower rank")
-        if self.served_nbytes > max_bytes:
-            text = f"as a LoRA it has {self.served_nbytes} bytes, the host budget for adapters is {max_bytes} bytes"
-            reasons.append(f"{text}; raise host_memory_bytes or train with a lower rank")
+        file_bytes = sum(entry.nbytes for entry in self.names.values())
+        most = min(budget, max(budget // SHARE_OF_CONVERTED, GROWTH_OF_CONVERTED * file_bytes))
+        if self.served_nbytes > most:
+            text = f"as a LoRA it has {self.served_nbytes} bytes; a file of {file_bytes} bytes may become {most}"
+            reasons.append(f"{text}, by the host budget of {budget}; raise host_memory_bytes or lower the rank")
         return reasons
 
     @cached_property
