@@ -39,7 +39,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Tensors = Mapping[str, torch.Tensor]
 Array = np.ndarray
 Converter = Callable[[Tensors], dict[str, torch.Tensor]]
-"""A module's tensors by their short names (tensor_names.PARTS) -> the fields of its layer."""
+"""A module's tensors by their short names (kinds.PARTS) -> the fields of its layer."""
 
 
 @dataclass(frozen=True, slots=True)

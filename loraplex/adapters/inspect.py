@@ -11,9 +11,8 @@ from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import PEFT_TYPES, Kind, TypeVerdict
+from loraplex.adapters.kinds import PARTS, PEFT_TYPES, Kind, TensorName, TypeVerdict, unused_reasons
 from loraplex.adapters.regular_file import check_size
-from loraplex.adapters.tensor_names import PARTS, TensorName, unused_reasons
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
 from loraplex.adapters.weights import LoRAModel

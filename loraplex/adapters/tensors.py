@@ -26,8 +26,8 @@ from loraplex.adapters.files import (
     parse_shards,
     read_shards,
 )
+from loraplex.adapters.kinds import TensorName
 from loraplex.adapters.regular_file import RegularFile
-from loraplex.adapters.tensor_names import TensorName
 from loraplex.errors import AdapterTruncatedError
 
 ALIGNMENT = 64

@@ -15,13 +15,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import Kind
-from loraplex.adapters.tensor_names import PARTS, TensorName, parse_tensor_name, unused_reasons, why_unknown
+from loraplex.adapters.kinds import PARTS, Kind, TensorName, parse_tensor_name, unused_reasons, why_unknown
 from loraplex.adapters.tensors import DTYPES
 from loraplex.config import LoRAConfig
 from loraplex.core import LoraTarget
@@ -262,7 +261,7 @@ class TensorCheck:
         ours, theirs = (base.in_features, base.out_features), file_widths(Kind.LOKR, shapes)
         if theirs is None or part_shapes(self.helper, rank, *theirs) != shapes:
             return False
-        for width, has, wants in zip(_widths_of(module), theirs, ours, strict=True):
+        for width, has, wants in zip(_widths_of(module.rpartition(".")[2]), theirs, ours, strict=True):
             if has == wants:
                 self.agreed.add(width)
             else:
@@ -286,7 +285,8 @@ class TensorCheck:
         """A wrong rank or number of axes is the adapter's fault, a wrong width may be another base's."""
         width, axis = _width_of(name, wanted)
         if entry.shape == wanted:
-            self.agreed |= {width} if axis >= 0 else set()
+            if axis >= 0:
+                self.agreed.add(width)
             return
         text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
         odd_axes = [i for i, (has, wants) in enumerate(zip(entry.shape, wanted, strict=False)) if has != wants]
@@ -361,15 +361,15 @@ def _num_layers(modules: Iterable[str]) -> int:
 
 def _width_of(name: TensorName, wanted: tuple[int, ...]) -> tuple[str, int]:
     """What the tensor's width is called, and its axis; -1 where it has none."""
-    inputs, outputs = _widths_of(name.module)
+    inputs, outputs = _widths_of(name.module.rpartition(".")[2])
     if name.part in _OF_INPUTS or (name.part == "ia3_l" and wanted[0] == 1):
         return inputs, 1
     return outputs, -1 if name.part in _WITHOUT_WIDTH else 0
 
 
-def _widths_of(module: str) -> tuple[str, str]:
-    """What the widths of its inputs and of its outputs are called."""
-    leaf = module.rpartition(".")[2]
+@lru_cache(maxsize=64)  # a check asks for each tensor
+def _widths_of(leaf: str) -> tuple[str, str]:
+    """What the widths of a module's inputs and of its outputs are called, by the last component of its name."""
     inputs = "hidden size" if leaf in _HIDDEN_IN else _WIDTHS_IN.get(leaf, f"inputs of {leaf}")
     return inputs, "hidden size" if leaf in _HIDDEN_OUT else _WIDTHS.get(leaf, f"outputs of {leaf}")
 

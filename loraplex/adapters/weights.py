@@ -25,9 +25,8 @@ import torch
 from loraplex.adapters.conversion import Converter, converter_of
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import Kind
+from loraplex.adapters.kinds import MAX_PARTS, PARTS, Kind, TensorName
 from loraplex.adapters.regular_file import Roots, check_size
-from loraplex.adapters.tensor_names import MAX_PARTS, PARTS, TensorName
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
 from loraplex.config import LoRAConfig

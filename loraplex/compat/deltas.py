@@ -12,7 +12,7 @@ from typing import overload
 import torch
 
 from loraplex.adapters.tensors import ALIGNMENT
-from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
+from loraplex.adapters.weights import FLOAT32_FIELDS, LoRALayerWeights, LoRAModel
 
 
 class DeltaCache:
@@ -47,8 +47,12 @@ class DeltaCache:
 def compute_delta_weight(layer: LoRALayerWeights, cache: DeltaCache | None = None) -> torch.Tensor:
     """scaling * B @ A, [out, in], in the dtype of B; computed in float32, as peft does on a CPU.
 
-    Raises ValueError for a layer that only replaces the bias.
+    Raises ValueError for a layer that only replaces the bias, or whose change of the weight depends on the weight.
     """
+    of_the_weight = [field for field in FLOAT32_FIELDS if field in layer.tensors]
+    if of_the_weight:
+        text = f"the change of the weight depends on the weight ({', '.join(of_the_weight)})"
+        raise ValueError(f"{layer.module_name}: {text}; there is no delta weight")
     if layer.lora_a is None or layer.lora_b is None:
         raise ValueError(f"{layer.module_name}: this adapter only replaces the bias here; there is no delta weight")
     found = None if cache is None else cache.get(layer)

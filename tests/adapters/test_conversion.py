@@ -20,8 +20,7 @@ from peft.tuners.lokr.layer import factorization
 from loraplex.adapters import conversion
 from loraplex.adapters.conversion import converter_of, cost_of, factor_pair, file_widths, part_shapes
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import Kind
-from loraplex.adapters.tensor_names import PARTS
+from loraplex.adapters.kinds import PARTS, Kind
 from loraplex.adapters.tensors import ALIGNMENT
 from loraplex.adapters.weights import LoRALayerWeights
 from loraplex.config import LoRAConfig

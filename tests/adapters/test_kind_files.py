@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,11 +13,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from loraplex.adapters import conversion, validation, weights
+from loraplex.adapters.fields import TABLES
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.inspect import inspect_adapter
-from loraplex.adapters.kinds import Kind
+from loraplex.adapters.kinds import PARTS, Kind
 from loraplex.adapters.validation import TensorCheck
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig
@@ -59,10 +63,10 @@ class Saved:
     """Copies of adapters of every kind."""
 
     def __init__(self, root: Path, targets: tuple[LoraTarget, ...], own: Path) -> None:
-        self._root, self.targets, self._own = root, targets, own
+        self.root, self.targets, self._own = root, targets, own
 
     def copy(self, name: str) -> Path:
-        return Path(shutil.copytree(self._root / name / "sql", self._own / name / "sql"))
+        return Path(shutil.copytree(self.root / name / "sql", self._own / name / "sql"))
 
     def refused(self, path: Path, config: LoRAConfig = LIMITS) -> tuple[str, ...]:
         with pytest.raises(AdapterValidationError) as caught:
@@ -525,6 +529,56 @@ def test_factors_that_claim_a_huge_module_are_judged_at_once(tmp_path: Path) -> 
         load(tmp_path / "sql", one_target(64, 64))
     assert not inspect_adapter(tmp_path / "sql").is_honoured
     assert time.monotonic() - start < 2
+
+
+MASKS = {"model.layers.0.self_attn.q_proj.lora_E": [True, False, True, True]}
+VALUES: tuple[Any, ...] = (None, True, 0, 1, 2, 3, 4, -1, 2**16, 10**400, 0.5, "", "q_proj", [], ["down_proj"], {})
+VALUES += ([[]], {"q_proj": 2}, MASKS, *map(str, Kind), "VERA")
+FIELDS = sorted(set().union(*(table.honoured for table in TABLES.values())))
+ALL_PARTS = sorted({part for parts in PARTS.values() for part in parts.values()})
+SHAPES = ((), (0,), (4,), (32,), (1, 48), (48, 1), (32, 1), (4, 4), (32, 4), (4, 32), (0, 32), (3, 3, 2))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_mutant_of_any_kind_is_an_adapter_or_refused(data: st.DataObject, saved: Saved) -> None:
+    """By `adapter inspect` as by a load; what is loaded has tensors of the base's shapes, all finite."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Saved(saved.root, saved.targets, Path(folder)).copy(data.draw(st.sampled_from(sorted(CONFIGS))))
+        edit_config(path, **data.draw(st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(VALUES), max_size=2)))
+        tensors = read_tensors(path)
+        for name in data.draw(st.lists(st.sampled_from(sorted(tensors)), max_size=3, unique=True)):
+            tensor = tensors.pop(name)
+            how = data.draw(st.sampled_from(["drop", "rename", "reshape", "dtype"]))
+            if how == "rename":
+                module = name.rpartition(".lora_" if ".lora_" in name else ".")[0]
+                tensors[f"{module}.{data.draw(st.sampled_from(ALL_PARTS))}"] = tensor
+            elif how == "reshape":
+                tensors[name] = torch.ones(data.draw(st.sampled_from(SHAPES)))
+            elif how == "dtype":
+                tensors[name] = tensor.to(data.draw(st.sampled_from(DTYPES)))
+        write_tensors(path, tensors)
+        try:
+            model = load(path, saved.targets)
+        except AdapterError:
+            assert not inspect_adapter(path, saved.targets).is_honoured
+            return
+        assert inspect_adapter(path, saved.targets).is_honoured
+        assert_fits(model, saved.targets)
+
+
+def assert_fits(model: LoRAModel, targets: tuple[LoraTarget, ...]) -> None:
+    widths = {part.module_name: (part.out_features, t.in_features) for t in targets for part in t.slices}
+    for layer in model:
+        out_features, in_features = widths[layer.module_name]
+        expected = {"lora_a": (layer.rank, in_features), "lora_b": (out_features, layer.rank)}
+        expected |= dict.fromkeys(("magnitude", "gain", "bias", "lora_bias"), (out_features,))
+        expected["input_gain"] = (in_features,)
+        assert layer.tensors
+        for field, tensor in layer.tensors.items():
+            assert tuple(tensor.shape) == expected[field]
+            assert tensor.isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------------------- inspect

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from loraplex.adapters.tensors import ALIGNMENT
@@ -45,3 +46,12 @@ def test_deltas_are_cached_only_within_the_budget() -> None:
     small = DeltaCache(100)
     compute_delta_weight(first, small)
     assert small.nbytes == 0
+
+
+@pytest.mark.parametrize("field", ["magnitude", "gain", "input_gain"])
+def test_what_depends_on_the_base_weight_has_no_delta(field: str) -> None:
+    """DoRA and IA3: scaling * B A alone would be another adapter."""
+    layer = LoRALayerWeights("m", 4, 6, torch.randn(4, 32), torch.randn(32, 4), **{field: torch.ones(32)})
+    with pytest.raises(ValueError, match=rf"m: .* depends on the weight \({field}\); there is no delta weight"):
+        compute_delta_weight(layer)
+    assert torch.equal(optimize(layer).tensors[field], torch.ones(32))

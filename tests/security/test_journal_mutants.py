@@ -101,7 +101,7 @@ HARMLESS = {
     "versions.origin": {"empty", "x", "relative", "upper hex", "line end", "-1", "0", "2", "1.5", "10^15"}
     | {"2^63-1", "-2^63", "infinite"},
     "versions.nbytes": {"2", "10^15"},
-    "versions.max_rank": {"2"},
+    "versions.max_rank": {"0", "2"},  # IA3 has none
     "versions.is_pinned": {"0"},
     "versions.loaded_time": {"0", "2", "1.5"},
 }
