@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.adapters.kinds import PEFT_TYPES, Kind
+from loraplex.adapters.kinds import PEFT_TYPES, Kind, TypeVerdict
 from loraplex.adapters.patterns import PatternError, check_patterns
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
@@ -216,9 +216,13 @@ class ConfigReader:
             self.warnings.append("peft_type is missing; the adapter is read as LORA")
         else:
             *first, last = map(repr, map(str, Kind))
-            why = str(PEFT_TYPES[value]) if self.is_other_method else "other methods are not supported"
             text = f"peft_type must be {', '.join(first)} or {last}, got {shown(value)}"
-            self._refuse("peft_type", f"{text}{':' if self.is_other_method else ';'} {why}")
+            if self.is_other_method:
+                found = PEFT_TYPES[value]
+                yet = " yet" if found.verdict is TypeVerdict.NOT_YET else ""
+                self._refuse("peft_type", f"{text}, which is not served{yet}: {found}")
+            else:
+                self._refuse("peft_type", f"{text}; other methods are not supported")
         return Kind.LORA
 
     @property

@@ -221,6 +221,8 @@ class PEFTHelper:
         Raises AdapterValidationError for a pattern that cannot be matched.
         """
         entries = self.feedforward_modules
+        if not entries:
+            return frozenset()
         if isinstance(entries, str):
             with self._refusing_bad_patterns():
                 return frozenset(fullmatches(entries, module_names))

@@ -229,8 +229,9 @@ class TensorCheck:
         self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported)
 
     def _check_kept_ranks(self, matched: frozenset[str]) -> None:
+        """Of modules that the file has and the base has not, their tensors say it."""
         kept = self.helper.kept_ranks or {}
-        for module in sorted(kept.keys() - matched):
+        for module in sorted(kept.keys() - matched - (self._modules_in_file - self.base.keys())):
             self.reasons.append(f"rank_pattern names {shown(module)}, which is no target of the adapter")
         if matched and matched <= kept.keys() and not any(kept[module] for module in matched):
             self.reasons.append("rank_pattern leaves no rank to any module: the adapter changes nothing")

@@ -343,6 +343,18 @@ def test_an_adapter_of_another_base_is_said_to_be_one(name: str, saved: Saved) -
     assert ("hidden size 32 against 64" in caught.value.message) == (not says_one_side)
 
 
+def test_an_adalora_of_more_layers_is_for_another_base(saved: Saved) -> None:
+    """Its rank_pattern, too, names layers that are not there."""
+    path = saved.copy("adalora")
+    tensors = read_tensors(path)
+    deeper = {key.replace("layers.2", "layers.3"): tensor.clone() for key, tensor in tensors.items()}
+    write_tensors(path, {**tensors, **deeper})
+    names = {key.removeprefix("base_model.model.").rpartition(".")[0] for key in (*tensors, *deeper)}
+    edit_config(path, rank_pattern={f"{name}.lora_E": [True] * 4 for name in names})
+    with pytest.raises(AdapterBaseMismatchError, match="number of layers 4 against 3"):
+        load(path, saved.targets)
+
+
 def _resized(target: LoraTarget, sizes: Mapping[int, int]) -> LoraTarget:
     slices = tuple(
         LoraSlice(part.module_name, part.out_offset, sizes[part.out_features], sizes[part.out_features], part.has_bias)
@@ -615,7 +627,7 @@ def test_inspect_says_why_a_type_is_not_served(saved: Saved) -> None:
     for targets in (None, saved.targets):
         report = inspect_adapter(path, targets)
         (reason,) = report.reasons
-        assert "got 'VERA': scales one pair of random matrices" in reason
+        assert "got 'VERA', which is not served yet: scales one pair of random matrices" in reason
         assert "peft.save_as_lora" in reason
         assert "kind: of another method, refused" in report.describe()
     assert saved.refused(path) == report.reasons
