@@ -87,6 +87,13 @@ class LayerOps(Protocol):
         """
         ...
 
+    def weight_rows(self, weight: LinearWeight, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of a weight [out, in], prepared or not, as float32 [last - first, in]; of a quantised
+        weight what its numbers stand for. In memory of their own, on the weight's device; any thread may call it,
+        while steps run.
+        """
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
         ...

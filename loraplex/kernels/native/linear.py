@@ -96,3 +96,19 @@ def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     if weight.panels.dtype in COLUMN_PLACES:
         column = COLUMN_PLACES[weight.panels.dtype][column]
     return weight.panels[token_ids // PANEL, :, column]
+
+
+def weight_rows(weight: PanelWeight, first: int, last: int) -> torch.Tensor:
+    """Rows [first, last) of the weight [out, in] that was packed, as float32: a copy."""
+    panels = weight.panels[first // PANEL : -(-last // PANEL)]
+    num_panels, depth, _ = panels.shape
+    if weight.scale is not None:  # pairs of k beside one another: [panel, k / 2, column, k % 2]
+        columns = panels.view(num_panels, depth // 2, PANEL, 2).transpose(1, 2)
+    elif weight.panels.dtype in COLUMN_PLACES:  # [panel, k, column % 8, column / 8]
+        columns = panels.view(num_panels, depth, PANEL // 2, 2).permute(0, 3, 2, 1)
+    else:
+        columns = panels.transpose(1, 2)
+    wide = columns.to(torch.float32, copy=True, memory_format=torch.contiguous_format).view(-1, depth)
+    skipped = first % PANEL
+    rows = wide[skipped : skipped + last - first, : weight.in_features]
+    return rows if weight.scale is None else rows.mul_(weight.scale[first:last, None])
