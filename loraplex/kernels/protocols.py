@@ -87,10 +87,19 @@ class LayerOps(Protocol):
         """
         ...
 
-    def weight_rows(self, weight: LinearWeight, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last) of a weight [out, in], prepared or not, as float32 [last - first, in]; of a quantised
-        weight what its numbers stand for. In memory of their own, on the weight's device; any thread may call it,
-        while steps run.
+    def row_norms(
+        self,
+        weight: LinearWeight,
+        first: int,
+        last: int,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """||W_n + scaling (B A)_n||_2 of rows n in [first, last) of a weight [out, in], prepared or not; of a quantised
+        one what its numbers stand for. In float32: lora_a [rank, in], lora_b [last - first, rank], the norms.
+
+        Any thread may call it, while steps run; few rows are in memory a second time.
         """
         ...
 

@@ -137,6 +137,10 @@ def unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block
     return SliceWeights(lora_a, lora_b, part(layout.bias_offset, out_features), layout.scale)
 
 
+NORMED_AT_ONCE = 1 << 20
+"""Numbers of a weight that are float32 at one moment, while the norms of its rows are computed."""
+
+
 class StockWeights:
     """Weights of linears as the checkpoint has them, shared by the backends of stock torch."""
 
@@ -155,7 +159,19 @@ class StockWeights:
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, weight)
 
-    def weight_rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
+    def row_norms(
+        self, weight: Any, first: int, last: int, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        norms = lora_b.new_empty(last - first)
+        step = max(1, NORMED_AT_ONCE // lora_a.shape[1])
+        for start in range(first, last, step):
+            here = slice(start - first, min(start + step, last) - first)
+            rows = self._rows(weight, start, first + here.stop).addmm_(lora_b[here], lora_a, alpha=scaling)
+            torch.linalg.vector_norm(rows, dim=1, out=norms[here])
+        return norms
+
+    def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
+        """Of a weight in any form of this backend: float32, in memory of their own."""
         rows: torch.Tensor = weight[first:last].to(torch.float32, copy=True)
         return rows
 
@@ -330,10 +346,10 @@ class ReferenceBackend(StockPacking, StockWeights):
     ) -> torch.Tensor | QuantizedSpecification:
         return weight if quantization is None else SPECIFICATIONS[quantization].of(weight)
 
-    def weight_rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
+    def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
         if isinstance(weight, QuantizedSpecification):
             return weight.rows(first, last)
-        return super().weight_rows(weight, first, last)
+        return super()._rows(weight, first, last)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor | QuantizedSpecification, bias: torch.Tensor | None = None

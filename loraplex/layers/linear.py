@@ -26,8 +26,6 @@ from loraplex.layers.common import LayerSetup, WeightPart
 
 META = torch.device("meta")
 HEAD_QUANTIZATIONS = ("int8",)
-NUMBERS_AT_ONCE = 1 << 20
-"""Of a weight in float32, while the norms of its rows are computed."""
 
 
 class ParallelLinear:
@@ -76,20 +74,15 @@ class ParallelLinear:
     def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
         """||W_n + scaling (B A)_n||_2 of each row n of one slice, in float32, on the host.
 
-        lora_a [rank, in] and lora_b [out, rank] are this rank's. Any thread may call it, while steps run: weights are
-        read, few rows at a time. ValueError where a row is cut over ranks: its norm is a sum over them.
+        lora_a [rank, in] and lora_b [out, rank] are this rank's. Any thread may call it, while steps run. ValueError
+        where a row is cut over ranks: its norm is a sum over them.
         """
         s, shard = self._slice(module_name), self.target.shard
         if self.target.kind is ShardKind.ROW and shard.size > 1:
             raise ValueError(f"the rows of {module_name} are cut over {shard.size} ranks, none has their norms")
         a, b = (tensor.to(self.device, torch.float32) for tensor in (lora_a, lora_b))
-        step = max(1, NUMBERS_AT_ONCE // self.target.in_features)
-        norms = []
-        for first in range(0, s.out_features, step):
-            last = min(first + step, s.out_features)
-            rows = self.ops.weight_rows(self.weight, s.out_offset + first, s.out_offset + last)
-            norms.append(torch.linalg.vector_norm(rows.addmm_(b[first:last], a, alpha=scaling), dim=1))
-        return torch.cat(norms).cpu()
+        end = s.out_offset + s.out_features
+        return self.ops.row_norms(self.weight, s.out_offset, end, a, b, scaling).cpu()
 
     def _slice(self, module_name: str) -> LoraSlice:
         for s in self.target.slices:

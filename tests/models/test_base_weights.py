@@ -20,7 +20,6 @@ from torch import Tensor
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SliceWeights
-from loraplex.layers import linear
 from loraplex.memory.weights.packing import Packer
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
@@ -49,13 +48,6 @@ def norms_of(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return (weight.double() + SCALING * b.double() @ a.double()).norm(dim=1)
 
 
-@pytest.fixture(params=[1, 1000, linear.NUMBERS_AT_ONCE], ids=["row by row", "in blocks", "at once"])
-def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of these models have 64 and 160 numbers."""
-    monkeypatch.setattr(linear, "NUMBERS_AT_ONCE", request.param)
-
-
-@pytest.mark.usefixtures("at_once")
 @each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_row_norms_are_those_of_the_checkpoints_weights(
@@ -74,28 +66,6 @@ def test_row_norms_are_those_of_the_checkpoints_weights(
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
     with pytest.raises(KeyError, match="lm_head"):
         decoder.row_norms("lm_head", a, b, SCALING)
-
-
-QUANTIZED = [(backend, name) for backend in BACKENDS for name in backend.quantizations]
-
-
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize(("backend", "quantization"), QUANTIZED, ids=lambda each: getattr(each, "name", each))
-def test_norms_of_a_quantised_weight_are_of_what_it_stands_for(
-    zoo: ModelZoo, backend: KernelBackend, quantization: str
-) -> None:
-    base, ops = zoo.base("qwen2"), get_backend(backend.name, CPU)
-    config = ModelConfig.from_dir(base)
-    decoder = load_model(base, config, torch.float32, CPU, "auto", 0, ops, True, quantization=quantization)
-    weights, name = load_file(base / "model.safetensors"), "model.layers.1.mlp.up_proj"
-    (up,) = (each for each in decoder.weighted_layers() if each.name == "model.layers.1.mlp.gate_up_proj")
-    assert isinstance(up, linear.ParallelLinear)
-    stands_for = ops.weight_rows(up.weight, 160, 320)
-    assert not torch.equal(stands_for, weights[f"{name}.weight"])
-    a, b = draw(64, 160)
-    got = decoder.row_norms(name, a, b, SCALING)
-    torch.testing.assert_close(got.double(), norms_of(stands_for, a, b), rtol=1e-5, atol=0)
-    torch.testing.assert_close(got.double(), norms_of(weights[f"{name}.weight"], a, b), rtol=0.1, atol=0)
 
 
 @each_backend

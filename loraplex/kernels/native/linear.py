@@ -98,17 +98,33 @@ def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     return weight.panels[token_ids // PANEL, :, column]
 
 
-def weight_rows(weight: PanelWeight, first: int, last: int) -> torch.Tensor:
-    """Rows [first, last) of the weight [out, in] that was packed, as float32: a copy."""
-    panels = weight.panels[first // PANEL : -(-last // PANEL)]
-    num_panels, depth, _ = panels.shape
-    if weight.scale is not None:  # pairs of k beside one another: [panel, k / 2, column, k % 2]
-        columns = panels.view(num_panels, depth // 2, PANEL, 2).transpose(1, 2)
-    elif weight.panels.dtype in COLUMN_PLACES:  # [panel, k, column % 8, column / 8]
-        columns = panels.view(num_panels, depth, PANEL // 2, 2).permute(0, 3, 2, 1)
-    else:
-        columns = panels.transpose(1, 2)
-    wide = columns.to(torch.float32, copy=True, memory_format=torch.contiguous_format).view(-1, depth)
-    skipped = first % PANEL
-    rows = wide[skipped : skipped + last - first, : weight.in_features]
-    return rows if weight.scale is None else rows.mul_(weight.scale[first:last, None])
+def row_norms(
+    library: NativeLibrary,
+    weight: PanelWeight,
+    first: int,
+    last: int,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """As LayerOps.row_norms, on the calling thread alone: the threads of steps are left to them."""
+    assert 0 <= first <= last <= weight.out_features, (first, last, weight.out_features)
+    a, b = lora_a.contiguous(), lora_b.contiguous()
+    assert a.dtype == b.dtype == torch.float32, (a.dtype, b.dtype)
+    assert (a.shape[1], b.shape) == (weight.in_features, (last - first, len(a))), (a.shape, b.shape)
+    norms = torch.empty(last - first)
+    library.functions.loraplex_row_norms(
+        weight.format,
+        weight.address,
+        weight.scale_address,
+        weight.out_features,
+        weight.in_features,
+        first,
+        last,
+        a.data_ptr(),
+        b.data_ptr(),
+        len(a),
+        scaling,
+        norms.data_ptr(),
+    )
+    return norms

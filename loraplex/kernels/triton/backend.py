@@ -176,10 +176,10 @@ class TritonBackend(GpuPacking, TorchBackend):
             return quantized_linear(self.launcher, x, weight, bias)
         return super().linear(x, weight, bias)
 
-    def weight_rows(self, weight: torch.Tensor | QuantizedWeight, first: int, last: int) -> torch.Tensor:
+    def _rows(self, weight: torch.Tensor | QuantizedWeight, first: int, last: int) -> torch.Tensor:
         if isinstance(weight, QuantizedWeight):
             return weight.rows(first, last)
-        return super().weight_rows(weight, first, last)
+        return super()._rows(weight, first, last)
 
     # ----------------------------------------------------------------------------------------------------------- layers
 
