@@ -2,10 +2,11 @@
 
     extent of a layer := the packed blocks of the layer's targets, one after the other, each a multiple of 64 bytes
     additive bias     := scaling * lora_bias + (bias - base_bias), where `bias` replaces the base's bias of the module
-    with a magnitude     gain_n := magnitude_n / ||W_n + scaling * (B A)_n||_2, W the base's weight (DoRA)
-                         additive bias := gain * scaling * lora_bias + (bias - gain * base_bias), `bias` or base_bias
+    with a magnitude  :  gain_n := magnitude_n / ||W_n + scaling * (B A)_n||_2, W the base's weight (DoRA);
+                         additive bias := gain * scaling * lora_bias + (b - gain * base_bias), b := bias where there is
+                         one, else base_bias
 
-DoRA acts on the base's product without its bias, and kernels multiply what has the bias: hence the difference.
+A gain of DoRA is for the base's product without its bias, and kernels multiply what has it: hence the difference.
 What a block holds is the backend's business; here it is a number of opaque bytes.
 """
 
@@ -97,7 +98,7 @@ class Packer:
 
     def lay_out(self, model: LoRAModel) -> PackedLayout:
         """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target, UnfitWeightsError
-        when kernels do not run it."""
+        for a gain where none can be."""
         layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
         if layout is None:
             layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms))
@@ -212,9 +213,11 @@ class Packer:
         if layer.lora_a is not None and layer.lora_b is not None:
             lora_a = shard_lora_a(target, index, layer.lora_a)
             lora_b = shard_lora_b(target, index, layer.lora_b)
-            if layer.magnitude is not None:
-                norms = row_norms(layer.module_name, lora_a, lora_b, layer.scaling)
-                gain = dora_gain = _dora_gain(layer, shard_gain(target, index, layer.magnitude), norms)
+        if layer.magnitude is not None:
+            assert lora_a is not None, f"{layer.module_name}: a magnitude without A and B"
+            assert lora_b is not None
+            norms = row_norms(layer.module_name, lora_a, lora_b, layer.scaling)
+            gain = dora_gain = _dora_gain(layer, shard_gain(target, index, layer.magnitude), norms)
         if layer.gain is not None:
             gain = shard_gain(target, index, layer.gain).float()
         if layer.input_gain is not None:

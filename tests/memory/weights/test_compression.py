@@ -200,9 +200,21 @@ def test_int8_is_half_of_bfloat16(backend: str) -> None:
     assert 0.5 < copy.nbytes / copy.layout.nbytes < 0.51
 
 
+def with_both_gains(model: LoRAModel, gains: LoRAModel) -> LoRAModel:
+    """Those on inputs of the other one, too."""
+    layers = {
+        layer.module_name: replace(layer, input_gain=gains.layers[layer.module_name].input_gain) for layer in model
+    }
+    return replace(model, layers=layers)
+
+
 @pytest.mark.parametrize("backend", GAIN_BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", ["lossless", "int8"])
-@pytest.mark.parametrize("model", [make_dora("dora", with_biases=True), make_ia3("ia3")], ids=["DoRA", "IA3"])
+@pytest.mark.parametrize(
+    "model",
+    [make_dora("dora", with_biases=True), make_ia3("ia3"), with_both_gains(make_dora("both"), make_ia3("gains"))],
+    ids=["DoRA", "IA3", "both gains"],
+)
 def test_gains_come_back_as_they_were(backend: KernelBackend, name: str, model: LoRAModel) -> None:
     packer = Packer(TARGETS, backend, FP32, BASE)
     layout = packer.lay_out(model)
