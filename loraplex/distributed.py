@@ -9,6 +9,8 @@ ranks).
                   bias only on rank 0, or the sum would count it `size` times
     replicated    nothing is cut
 
+A gain on the outputs multiplies each summand, so it is cut like B, on every rank; one on the inputs like A's columns.
+
 Source of the derivation from the base layer: torchtitan, components/lora.py.
 """
 
@@ -62,6 +64,18 @@ def shard_bias(target: LoraTarget, slice_index: int, bias: torch.Tensor) -> torc
     if target.kind is ShardKind.ROW and target.shard.rank > 0:
         return None
     return shard_rows(bias, target.slices[slice_index].out_features, target.shard)
+
+
+def shard_gain(target: LoraTarget, slice_index: int, gain: torch.Tensor) -> torch.Tensor:
+    """This shard's gain [out_features] of the checkpoint's [full_out_features]."""
+    _expect(target, slice_index, "the gain", gain.size(0), target.slices[slice_index].full_out_features)
+    return shard_rows(gain, target.slices[slice_index].out_features, target.shard)
+
+
+def shard_input_gain(target: LoraTarget, slice_index: int, input_gain: torch.Tensor) -> torch.Tensor:
+    """This shard's input gain [in_features] of the checkpoint's [full_in_features]."""
+    _expect(target, slice_index, "the input gain", input_gain.size(0), target.full_in_features)
+    return shard_rows(input_gain, target.in_features, target.shard)
 
 
 def _expect(target: LoraTarget, slice_index: int, what: str, got: int, full: int) -> None:

@@ -289,7 +289,7 @@ def build_manager(
         model.activation_dtype,
         arena,
         open_weights=partial(read_spec, source=source, reader=CheckedReader(targets, lora)),
-        base_bias=model.base_bias,
+        base=model,
         host_arena=host_arena,
         copies=copies,
         ask_kv=blocks.give_back,
@@ -329,5 +329,11 @@ def open_disk_tier(lora: LoRAConfig, packer: Packer) -> DiskCache | None:
     else:
         return None
     private_folder(folder, "the folder of packed adapters", "give another with --disk-cache-dir")
-    form = packer.form(lora.lora_dtype)
-    return DiskCache(folder, lora.disk_memory_bytes, form, packer.check_layout, checksums=packer.checksums)
+    return DiskCache(
+        folder,
+        lora.disk_memory_bytes,
+        packer.form(lora.lora_dtype),
+        packer.check_layout,
+        checksums=packer.checksums,
+        weights_name=packer.weights_name,
+    )

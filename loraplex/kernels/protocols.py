@@ -87,6 +87,22 @@ class LayerOps(Protocol):
         """
         ...
 
+    def row_norms(
+        self,
+        weight: LinearWeight,
+        first: int,
+        last: int,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """||W_n + scaling (B A)_n||_2 of rows n in [first, last) of a weight [out, in], prepared or not; of a quantised
+        one what its numbers stand for. In float32: lora_a [rank, in], lora_b [last - first, rank], the norms.
+
+        Any thread may call it, while steps run; few rows are in memory a second time.
+        """
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
         ...

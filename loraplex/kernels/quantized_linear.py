@@ -62,6 +62,14 @@ class QuantizedWeight:
             packed.scale[..., rows] = specified.scale.t()
         return packed
 
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of the weight, float32 [last - first, in]."""
+        if self.quantization == "fp8":
+            return self.q[first:last, : self.in_features].float() * self.scale[first:last, None]
+        out = torch.empty(last - first, _round_up(self.in_features, INT4_GROUP), device=self.q.device)
+        self.dequantize(first, out)
+        return out[:, : self.in_features]
+
     def dequantize(self, start: int, out: torch.Tensor) -> None:
         """out [n, in'] := rows start .. start + n of the weight, in the dtype of `out`. Not for fp8."""
         rows = slice(start, start + len(out))

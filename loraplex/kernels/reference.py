@@ -137,6 +137,10 @@ def unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block
     return SliceWeights(lora_a, lora_b, part(layout.bias_offset, out_features), layout.scale)
 
 
+NORMED_AT_ONCE = 1 << 20
+"""Numbers of a weight that are float32 at one moment, while the norms of its rows are computed."""
+
+
 class StockWeights:
     """Weights of linears as the checkpoint has them, shared by the backends of stock torch."""
 
@@ -154,6 +158,22 @@ class StockWeights:
 
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.embedding(token_ids, weight)
+
+    def row_norms(
+        self, weight: Any, first: int, last: int, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        norms = lora_b.new_empty(last - first)
+        step = max(1, NORMED_AT_ONCE // lora_a.shape[1])
+        for start in range(first, last, step):
+            here = slice(start - first, min(start + step, last) - first)
+            rows = self._rows(weight, start, first + here.stop).addmm_(lora_b[here], lora_a, alpha=scaling)
+            torch.linalg.vector_norm(rows, dim=1, out=norms[here])
+        return norms
+
+    def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
+        """Of a weight in any form of this backend: float32, in memory of their own."""
+        rows: torch.Tensor = weight[first:last].to(torch.float32, copy=True)
+        return rows
 
     def captured(self, forward: LayersForward, on_seconds: Callable[[str, float], None] | None = None) -> LayersForward:
         return forward
@@ -220,6 +240,9 @@ class Int8Weight:
         x_q = (x.float() / x_scale).round().double()
         return (x_q @ self.q.double().T * x_scale * self.scale).to(x.dtype)
 
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        return self.q[first:last] * self.scale[first:last, None]
+
 
 INT4_GROUP = 128
 """Numbers of a weight's row that have one scale."""
@@ -249,6 +272,10 @@ class Int4Weight:
         scale = self.scale.double().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
         return (x.double() @ ((self.q.double() - 8) * scale).T).to(x.dtype)
 
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        scale = self.scale[first:last].float().repeat_interleave(INT4_GROUP, dim=1)[:, : self.q.shape[1]]
+        return (self.q[first:last].float() - 8) * scale
+
 
 FP8_MAX = 448.0
 """The largest number of float8 e4m3."""
@@ -272,6 +299,9 @@ class Fp8Weight:
         rounded = Fp8Weight.of(x)
         sums = rounded.q.double() @ self.q.double().T
         return (sums * rounded.scale[:, None] * self.scale).to(x.dtype)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        return self.q[first:last].float() * self.scale[first:last, None]
 
 
 QuantizedSpecification = Int8Weight | Int4Weight | Fp8Weight
@@ -315,6 +345,11 @@ class ReferenceBackend(StockPacking, StockWeights):
         self, weight: torch.Tensor, quantization: str | None = None
     ) -> torch.Tensor | QuantizedSpecification:
         return weight if quantization is None else SPECIFICATIONS[quantization].of(weight)
+
+    def _rows(self, weight: Any, first: int, last: int) -> torch.Tensor:
+        if isinstance(weight, QuantizedSpecification):
+            return weight.rows(first, last)
+        return super()._rows(weight, first, last)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor | QuantizedSpecification, bias: torch.Tensor | None = None

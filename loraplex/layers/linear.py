@@ -69,9 +69,25 @@ class ParallelLinear:
 
     def base_bias(self, module_name: str) -> Tensor | None:
         """This rank's bias of one slice, a view; None when the layer has no biases. KeyError: no such slice."""
+        return None if self.bias is None else self._rows_of(self.bias, self._slice(module_name))
+
+    def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+        """||W_n + scaling (B A)_n||_2 of each row n of one slice, in float32, on the host.
+
+        lora_a [rank, in] and lora_b [out, rank] are this rank's. Any thread may call it, while steps run. ValueError
+        where a row is cut over ranks: its norm is a sum over them.
+        """
+        s, shard = self._slice(module_name), self.target.shard
+        if self.target.kind is ShardKind.ROW and shard.size > 1:
+            raise ValueError(f"the rows of {module_name} are cut over {shard.size} ranks, none has their norms")
+        a, b = (tensor.to(self.device, torch.float32) for tensor in (lora_a, lora_b))
+        end = s.out_offset + s.out_features
+        return self.ops.row_norms(self.weight, s.out_offset, end, a, b, scaling).cpu()
+
+    def _slice(self, module_name: str) -> LoraSlice:
         for s in self.target.slices:
             if s.module_name == module_name:
-                return None if self.bias is None else self._rows_of(self.bias, s)
+                return s
         raise KeyError(module_name)
 
     @staticmethod

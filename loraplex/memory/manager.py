@@ -46,7 +46,7 @@ from loraplex.memory.weights.compression import HOST_SHARE, CompressedCopies, ge
 from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
-from loraplex.memory.weights.packing import BaseBias, Packer
+from loraplex.memory.weights.packing import BaseWeights, Packer
 from loraplex.metrics import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class LoRAModelManager:
 
     arena: what kernels read; on a CPU it also holds the host tier. host_arena: host memory of another device's engine
     (pinned for a GPU); then weights are copied to `arena` by `copies`. open_weights: reads the source of a spec, in any
-    thread. base_bias: this shard's slice of a module's base bias. on_digest_dropped: called by `poll` when the last
-    adapter of a content is gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool). make_policy: of the
+    thread. base: the model's own weights. on_digest_dropped: called by `poll` when the last adapter of a content is
+    gone. ask_kv: asks the KV cache for chunks of `arena` (LoRAMemoryPool). make_policy: of the
     tiers' eviction, if not the one that the config names.
     """
 
@@ -73,7 +73,7 @@ class LoRAModelManager:
         compute_dtype: torch.dtype,
         arena: Arena,
         open_weights: Callable[[AdapterSpec], LoRAModel],
-        base_bias: BaseBias,
+        base: BaseWeights,
         clock: Callable[[], float] = time.monotonic,
         *,
         host_arena: Arena | None = None,
@@ -88,7 +88,7 @@ class LoRAModelManager:
         self.on_digest_dropped = on_digest_dropped
         self._open_weights = open_weights
         self._clock = clock
-        packer = Packer(targets, backend, compute_dtype, base_bias)
+        packer = Packer(targets, backend, compute_dtype, base)
         copies = copies or SynchronousCopies()
         make_policy = make_policy or policy_maker(lora_config.eviction_policy)
         new_policy = partial(make_policy, clock)
@@ -366,8 +366,8 @@ def _check_budgets(caches: Sequence[Budget], lora_config: LoRAConfig, packer: Pa
         size = f"{cache.setting} leaves {cache.max_bytes} bytes of {cache.tier.value} memory for adapters"
         if cache.max_bytes < least:
             raise ConfigError(
-                f"{size}, and the smallest that this model can have (rank 1 on one module) takes {least}: every load "
-                f"would be refused; raise {cache.setting}, or turn LoRA off"
+                f"{size}, and the smallest that this model can have (one gain, or rank 1 on one module) takes "
+                f"{least}: every load would be refused; raise {cache.setting}, or turn LoRA off"
             )
         if cache.max_bytes < usual:
             logger.warning("%s, and one of rank 1 on all layers takes %d: raise %s", size, usual, cache.setting)

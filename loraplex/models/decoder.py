@@ -10,6 +10,9 @@ The batch (`StepBatch`) is an argument all the way down. Modules are named as in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,6 +159,8 @@ class Decoder:
         self._ops = ops
         setup = LayerSetup(ops, dtype, device, shard, quantization)
         self.config, self.dtype, self.device = config, dtype, device
+        self.weights_name = ""
+        """Names the weights and their form: equal names, equal numbers. Set when they are loaded."""
         self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
         self.embed_tokens = VocabParallelEmbedding(
@@ -256,6 +261,20 @@ class Decoder:
     def base_bias(self, module_name: str) -> Tensor | None:
         """The bias of one module of the checkpoint, e.g. `model.layers.0.self_attn.q_proj`; None when it has none."""
         return self._linear_of[module_name].base_bias(module_name)
+
+    def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+        """As `ParallelLinear.row_norms`; on a GPU beside the steps, which do not wait for it."""
+        with self._beside_steps():
+            return self._linear_of[module_name].row_norms(module_name, lora_a, lora_b, scaling)
+
+    def _beside_steps(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.device.type != "cuda" else torch.cuda.stream(self._stream)
+
+    @cached_property
+    def _stream(self) -> Any:
+        """One for all threads: each stream keeps its own free memory."""
+        cuda: Any = torch.cuda
+        return cuda.Stream(self.device)
 
     def weighted_layers(self) -> tuple[WeightedLayer, ...]:
         """Every layer with weights, in the order in which they are to be loaded."""

@@ -21,7 +21,7 @@ from loraplex.kernels.protocols import KernelBackend
 from loraplex.layers.common import WeightedLayer, WeightPart
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
-from loraplex.models.packed_cache import PackedCache
+from loraplex.models.packed_cache import PackedCache, checkpoint_name
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,6 +61,8 @@ def load_model(
     if load_format not in ("auto", "dummy"):
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     model = Decoder(config, ops, dtype, device, enable_lora, quantization=quantization)
+    name = checkpoint_name(Path(path)) if load_format == "auto" else f"random-{seed}"
+    model.weights_name = f"{name} {dtype} {quantization}"
     layers = model.weighted_layers()
     if load_format == "auto" and packed_cache is not None and packed_cache.restore(layers):
         return model

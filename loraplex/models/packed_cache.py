@@ -47,8 +47,7 @@ class PackedCache:
     """The file of one checkpoint in one form. `form` names dtype, quantization and packed format."""
 
     def __init__(self, folder: Path, checkpoint: Path, form: Sequence[str]) -> None:
-        place = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:16]
-        self._prefix = "-".join((place, *form))
+        self._prefix = "-".join((_place(checkpoint), *form))
         self.file = folder / f"{self._prefix}-{_fingerprint(checkpoint)}.safetensors"
 
     def restore(self, layers: Sequence[WeightedLayer]) -> bool:
@@ -126,6 +125,15 @@ def default_folder() -> Path | None:
     if own:
         return None if own == "none" else Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loraplex"
+
+
+def checkpoint_name(checkpoint: Path) -> str:
+    """Another one where the checkpoint is another, or has changed; its weights are not read."""
+    return f"{_place(checkpoint)}-{_fingerprint(checkpoint)}"
+
+
+def _place(checkpoint: Path) -> str:
+    return hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:16]
 
 
 def _fingerprint(checkpoint: Path) -> str:

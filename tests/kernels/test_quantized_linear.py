@@ -65,6 +65,16 @@ def test_packing_keeps_the_numbers_of_the_specification(
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_features", [1, 128, 200])
+def test_rows_are_those_of_the_specification(quantization: str, dtype: torch.dtype, in_features: int) -> None:
+    weight = draw(37, in_features, dtype=dtype)
+    packed, want = QuantizedWeight.of(weight, quantization), specified(weight, quantization)
+    for first, last in ((0, 37), (5, 6), (9, 30)):
+        assert torch.equal(packed.rows(first, last), want[first:last])
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_that_is_quantised_in_pieces_is_the_same(
     quantization: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

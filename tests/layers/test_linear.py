@@ -196,3 +196,20 @@ def test_base_bias_is_this_ranks_part() -> None:
     assert got is not None
     assert torch.equal(got, checkpoint["k.bias"][HEAD_DIM:])
     assert make("row", setup_of(0, 1), False).base_bias("r") is None
+
+
+def test_row_norms_are_of_this_ranks_rows() -> None:
+    layer = make("qkv2", setup_of(1, 2), False)
+    checkpoint = random_checkpoint(list(layer.weight_parts()))
+    fill(layer, checkpoint)
+    a, b = torch.randn(3, layer.target.in_features), torch.randn(HEAD_DIM, 3)
+    want = (checkpoint["k.weight"][HEAD_DIM:] + 2 * b @ a).norm(dim=1)
+    torch.testing.assert_close(layer.row_norms("k", a, b, 2.0), want)
+
+
+def test_rows_that_are_cut_over_ranks_have_no_norms_here() -> None:
+    layer = make("row", setup_of(0, 2), False)
+    fill(layer, random_checkpoint(list(layer.weight_parts())))
+    a, b = torch.randn(3, layer.target.in_features), torch.randn(layer.target.slices[0].out_features, 3)
+    with pytest.raises(ValueError, match="rows of r are cut over 2 ranks"):
+        layer.row_norms("r", a, b, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -41,6 +41,29 @@ def make_targets(num_layers: int = NUM_LAYERS) -> tuple[LoraTarget, ...]:
 
 TARGETS = make_targets()
 BASE_BIAS = {s.module_name: torch.linspace(-1, 1, s.out_features) for t in TARGETS for s in t.slices if s.has_bias}
+BASE_WEIGHTS = {
+    s.module_name: torch.randn(s.out_features, t.in_features, generator=torch.Generator().manual_seed(t.layer))
+    for t in TARGETS
+    for s in t.slices
+}
+
+
+@dataclass(frozen=True)
+class FakeBase:
+    """packing.BaseWeights over dicts by module name, by the formula."""
+
+    biases: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights_name: str = "fake"
+
+    def base_bias(self, module_name: str) -> torch.Tensor | None:
+        return self.biases.get(module_name)
+
+    def row_norms(self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+        return (self.weights[module_name] + scaling * lora_b.float() @ lora_a.float()).norm(dim=1)
+
+
+BASE = FakeBase(BASE_BIAS, BASE_WEIGHTS)
 
 
 def make_model(
@@ -230,7 +253,7 @@ class Rig:
             torch.float32,
             self.arena,
             self.source.open,
-            BASE_BIAS.get,
+            BASE,
             self.clock,
             host_arena=host_arena,
             copies=self.copies,
@@ -246,7 +269,7 @@ class Rig:
     def packed_nbytes(model: LoRAModel) -> int:
         from loraplex.memory.weights.packing import Packer
 
-        packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
+        packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE)
         return packer.lay_out(model).nbytes
 
     def spec(self, adapter_id: int, digest: str = "", rank: int = 4) -> AdapterSpec:

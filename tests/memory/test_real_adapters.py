@@ -25,7 +25,7 @@ from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import LoraPlan, LoraSegment
 from loraplex.memory.manager import LoRAModelManager
 from loraplex.memory.space.arena import Arena
-from tests.memory.rig import BASE_BIAS, CPU, TARGETS, expected_delta
+from tests.memory.rig import BASE, CPU, TARGETS, expected_delta
 
 CONFIG = LoRAConfig(adapter_memory_bytes=1 << 18, host_memory_bytes=1 << 19)
 SOURCE = AdapterSource()
@@ -92,7 +92,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     backend = get_backend(request.param, CPU)
     arena = Arena(CONFIG.host_memory_bytes, 4096, CPU)
     open_weights = partial(read_spec, source=SOURCE, reader=READER)
-    manager = LoRAModelManager(CONFIG, TARGETS, backend, torch.float32, arena, open_weights, BASE_BIAS.get)
+    manager = LoRAModelManager(CONFIG, TARGETS, backend, torch.float32, arena, open_weights, BASE)
     yield Served(manager, backend)
     manager.close()
 

@@ -21,7 +21,7 @@ from loraplex.kernels.native import checksum, lora, sampling
 from loraplex.kernels.native.attention import kv_layout_gap, paged_attention, rotary_write_kv
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, embedding, linear, pack_linear
+from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, embedding, linear, pack_linear, row_norms
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
@@ -144,6 +144,13 @@ class NativeBackend(TorchBackend):
 
     def embedding(self, token_ids: torch.Tensor, weight: Any) -> torch.Tensor:
         return embedding(token_ids, weight) if isinstance(weight, PanelWeight) else super().embedding(token_ids, weight)
+
+    def row_norms(
+        self, weight: Any, first: int, last: int, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        if isinstance(weight, PanelWeight):
+            return row_norms(self.library, weight, first, last, lora_a, lora_b, scaling)
+        return super().row_norms(weight, first, last, lora_a, lora_b, scaling)
 
     def rotary_write_kv(
         self,

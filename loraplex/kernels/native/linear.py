@@ -96,3 +96,35 @@ def embedding(token_ids: torch.Tensor, weight: PanelWeight) -> torch.Tensor:
     if weight.panels.dtype in COLUMN_PLACES:
         column = COLUMN_PLACES[weight.panels.dtype][column]
     return weight.panels[token_ids // PANEL, :, column]
+
+
+def row_norms(
+    library: NativeLibrary,
+    weight: PanelWeight,
+    first: int,
+    last: int,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """As LayerOps.row_norms, on the calling thread alone: the threads of steps are left to them."""
+    assert 0 <= first <= last <= weight.out_features, (first, last, weight.out_features)
+    a, b = lora_a.contiguous(), lora_b.contiguous()
+    assert a.dtype == b.dtype == torch.float32, (a.dtype, b.dtype)
+    assert (a.shape[1], b.shape) == (weight.in_features, (last - first, len(a))), (a.shape, b.shape)
+    norms = torch.empty(last - first)
+    library.functions.loraplex_row_norms(
+        weight.format,
+        weight.address,
+        weight.scale_address,
+        weight.out_features,
+        weight.in_features,
+        first,
+        last,
+        a.data_ptr(),
+        b.data_ptr(),
+        len(a),
+        scaling,
+        norms.data_ptr(),
+    )
+    return norms

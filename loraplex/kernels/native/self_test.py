@@ -16,7 +16,7 @@ from loraplex.kernels.native import glue, lora, sampling
 from loraplex.kernels.native.attention import KV_FORMATS, paged_attention, rotary_write_kv
 from loraplex.kernels.native.checksum import checksums
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import linear, pack_linear
+from loraplex.kernels.native.linear import linear, pack_linear, row_norms
 from loraplex.kernels.plan import DTYPE_CODES, AttentionPlan, LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
 from loraplex.kernels.token_ranking import WeightRule
 
@@ -47,6 +47,7 @@ def _linear(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, .
     packed = pack_linear(library, weight if dtype == torch.int8 else weight.to(dtype), dtype, 1)
     bias, x = _draw(out_features), _draw(33, in_features)
     outputs = [linear(library, x[:rows], packed, bias, 1) for rows in (1, 3, 15, 33)]
+    outputs.append(row_norms(library, packed, 5, 90, _draw(7, in_features), _draw(85, 7), 0.5))
     return (packed.panels, *([] if packed.scale is None else [packed.scale]), *outputs)
 
 

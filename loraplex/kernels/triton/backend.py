@@ -176,6 +176,11 @@ class TritonBackend(GpuPacking, TorchBackend):
             return quantized_linear(self.launcher, x, weight, bias)
         return super().linear(x, weight, bias)
 
+    def _rows(self, weight: torch.Tensor | QuantizedWeight, first: int, last: int) -> torch.Tensor:
+        if isinstance(weight, QuantizedWeight):
+            return weight.rows(first, last)
+        return super()._rows(weight, first, last)
+
     # ----------------------------------------------------------------------------------------------------------- layers
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

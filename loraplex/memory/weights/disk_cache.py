@@ -2,6 +2,9 @@
 
     folder / form / digest.lora      form := a hash of what decides how an adapter is packed: forms never mix
 
+Behind the digest of an adapter with packed norms of the base's rows stands a hash that names the base's weights. They
+decide its bytes and no other adapter's: a checkpoint that is written again leaves the others where they are.
+
 Any number of processes may share the folder: a file appears whole by a rename, one that is deleted stays readable for
 who has it open, and each process keeps the folder within its own byte budget by deleting the least recently used files,
 its own or not. What others do is noticed at the next look (RESCAN_S), so that until then the folder may hold more than
@@ -70,10 +73,10 @@ MAX_TOUCHED = 1 << 14
 MAX_LAYOUTS = 64
 """Parsed layouts kept: adapters of one rank on the same targets have equal ones."""
 
-_DIGEST = re.compile(r"[0-9a-f]{1,128}")
+_DIGEST = re.compile(r"[0-9a-f]{1,144}")
 _FORM = re.compile(r"[0-9a-f]{16}")
-_FILE = re.compile(r"[0-9a-f]{1,128}\.lora")
-_UNFINISHED = re.compile(r"[0-9a-f]{1,128}\.[0-9a-f]{16}\.tmp")
+_FILE = re.compile(r"[0-9a-f]{1,144}\.lora")
+_UNFINISHED = re.compile(r"[0-9a-f]{1,144}\.[0-9a-f]{16}\.tmp")
 
 
 class DiskRead(enum.Enum):
@@ -113,9 +116,9 @@ class DiskStats:
 class DiskCache:
     """The files of one form. Thread-safe; data is read and written without a lock.
 
-    form: names all that decides how an adapter is packed. check_layout: raises ValueError for a layout that is not one
-    of this model's (Packer.check_layout). clock: seconds. checksums: of extents on the host. A digest is a lower-case
-    hexadecimal number; another is a ValueError.
+    form: names all that decides how an adapter is packed; weights_name: the base's weights (Packer.weights_name).
+    check_layout: raises ValueError for a layout that is not one of this model's (Packer.check_layout). clock: seconds.
+    checksums: of extents on the host. A digest is a lower-case hexadecimal number; another is a ValueError.
     """
 
     def __init__(
@@ -126,9 +129,11 @@ class DiskCache:
         check_layout: Callable[[PackedLayout], None],
         clock: Callable[[], float] = time.monotonic,
         checksums: Checksums = checksums,
+        weights_name: str = "",
     ) -> None:
         self._folder = folder
         self._form = form
+        self._of_weights = hashlib.blake2b(weights_name.encode(), digest_size=8).hexdigest()
         self._own_folder = folder / hashlib.blake2b(form.encode(), digest_size=8).hexdigest()
         self._check_layout = check_layout
         self._checksums = checksums
@@ -147,10 +152,7 @@ class DiskCache:
 
     def has(self, digest: str) -> bool:
         """Whether there is a file; whether it is good shows when it is read."""
-        try:
-            return stat.S_ISREG(os.lstat(self._file(digest)).st_mode)
-        except OSError:
-            return False
+        return self._is_file(self._found(digest))
 
     def read_layout(self, digest: str) -> StoredLayout | None:
         """None when there is no good file; one that is damaged is deleted."""
@@ -159,7 +161,7 @@ class DiskCache:
         def read(fd: int, header: Header) -> None:
             stored.append(StoredLayout(self._layout_of(header), header.checksums))
 
-        return stored[0] if self._read(digest, read) is DiskRead.DONE else None
+        return stored[0] if self._read(self._found(digest), read) is DiskRead.DONE else None
 
     def read_into(self, digest: str, views: Sequence[torch.Tensor]) -> DiskRead:
         """Fill the extents and compare their checksums. Unless DONE, what `views` hold then is undefined."""
@@ -170,7 +172,7 @@ class DiskCache:
                 raise DamagedFileError(f"its extents of {sizes} bytes are not those of the adapter")
             read_extents(fd, header, views, self._checksums)
 
-        outcome = self._read(digest, read)
+        outcome = self._read(self._found(digest), read)
         if outcome is DiskRead.DONE:
             self._count("num_hits")
             self.touch(digest)
@@ -178,17 +180,17 @@ class DiskCache:
 
     def write(self, digest: str, layout: PackedLayout, views: Sequence[torch.Tensor], checksums: Sequence[int]) -> bool:
         """Whether the file is there now. `views` are the extents' memory on the host, not written meanwhile."""
-        file = self._file(digest)
         if self.has(digest):
             self.touch(digest)
             return True
+        name = self._normed(digest) if layout.has_row_norms else digest
         is_written = False
         try:
             for folder in (self._folder, self._own_folder):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self._own_folder.is_symlink():
                 raise NotADirectoryError(f"{self._own_folder} is a symbolic link")
-            is_written = self._write(file, encode_header(self._identity(digest), layout, checksums), views)
+            is_written = self._write(self._file(name), encode_header(self._identity(name), layout, checksums), views)
         except OSError as error:
             self._complain(error)
         self._count("num_writes" if is_written else "num_refused")
@@ -196,22 +198,23 @@ class DiskCache:
 
     def touch(self, digest: str) -> None:
         """Used now: the last to be deleted for room."""
-        now_s = self._clock()
+        now_s, name = self._clock(), self._found(digest)
         with self._lock:
-            if now_s - self._touched.get(digest, -TOUCH_S) < TOUCH_S:
+            if now_s - self._touched.get(name, -TOUCH_S) < TOUCH_S:
                 return
             if len(self._touched) >= MAX_TOUCHED:
                 self._touched.clear()
-            self._touched[digest] = now_s
+            self._touched[name] = now_s
         now_ns = time.time_ns()
         with suppress(OSError):
-            os.utime(self._file(digest), ns=(now_ns, now_ns), follow_symlinks=False)
+            os.utime(self._file(name), ns=(now_ns, now_ns), follow_symlinks=False)
 
     def drop(self, digest: str) -> bool:
         """Whether there was a file."""
-        file = self._file(digest)
+        name = self._found(digest)
+        file = self._file(name)
         with self._lock:
-            self._touched.pop(digest, None)
+            self._touched.pop(name, None)
             try:
                 file.unlink()
             except OSError:
@@ -234,32 +237,46 @@ class DiskCache:
 
     # --------------------------------------------------------------------------------------------------------- one file
 
-    def _file(self, digest: str) -> Path:
-        if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"the digest of an adapter must be a lower-case hexadecimal number, got {digest!r}")
-        return self._own_folder / f"{digest}.lora"
+    def _found(self, digest: str) -> str:
+        """The name of the adapter's file; that of a plain adapter when there is none."""
+        normed = self._normed(digest)
+        return normed if self._is_file(normed) else digest
 
-    def _identity(self, digest: str) -> bytes:
-        return hashlib.blake2b(f"{digest}\n{self._form}".encode(), digest_size=IDENTITY_BYTES).digest()
+    def _normed(self, digest: str) -> str:
+        return digest + self._of_weights
 
-    def _read(self, digest: str, read: Callable[[int, Header], None]) -> DiskRead:
+    def _is_file(self, name: str) -> bool:
         try:
-            with opened(self._file(digest)) as fd:
-                read(fd, read_header(fd, self._identity(digest)))
+            return stat.S_ISREG(os.lstat(self._file(name)).st_mode)
+        except OSError:
+            return False
+
+    def _file(self, name: str) -> Path:
+        if not _DIGEST.fullmatch(name):
+            raise ValueError(f"the digest of an adapter must be a lower-case hexadecimal number, got {name!r}")
+        return self._own_folder / f"{name}.lora"
+
+    def _identity(self, name: str) -> bytes:
+        return hashlib.blake2b(f"{name}\n{self._form}".encode(), digest_size=IDENTITY_BYTES).digest()
+
+    def _read(self, name: str, read: Callable[[int, Header], None]) -> DiskRead:
+        try:
+            with opened(self._file(name)) as fd:
+                read(fd, read_header(fd, self._identity(name)))
         except DamagedFileError as error:
-            return self._discard(digest, error)
+            return self._discard(name, error)
         except OSError as error:
             if error.errno == errno.EIO:
-                return self._discard(digest, error)
+                return self._discard(name, error)
             if not isinstance(error, FileNotFoundError):
                 self._complain(error)
             self._count("num_misses")
             return DiskRead.MISSING
         return DiskRead.DONE
 
-    def _discard(self, digest: str, error: Exception) -> DiskRead:
-        logger.warning("%s is damaged and is deleted: %s", self._file(digest), error)
-        self.drop(digest)
+    def _discard(self, name: str, error: Exception) -> DiskRead:
+        logger.warning("%s is damaged and is deleted: %s", self._file(name), error)
+        self.drop(name)
         self._count("num_damaged")
         return DiskRead.DAMAGED
 

@@ -4,7 +4,7 @@
                 extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
     layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]],
-                slice := [a, b, bias, rank, scale, dtype]
+                slice := [a, b, bias, rank, scale, dtype], and behind it [gain, input gain] where it has one of them
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 
@@ -50,6 +50,8 @@ _REST = struct.Struct(f"<IIQ{IDENTITY_BYTES}s")
 _PREFIX_BYTES = _START.size + _REST.size
 _FIRST_READ = 1 << 15
 """Bytes in which most headers are whole."""
+
+NO_GAINS = (ABSENT, ABSENT)
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_CODES}
 
@@ -161,7 +163,9 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
     if layout is None:
         return None
     offsets = layout.a_offset, layout.b_offset, layout.bias_offset
-    return (*offsets, layout.rank, layout.scale, str(layout.dtype).removeprefix("torch."))
+    gains = layout.gain_offset, layout.input_gain_offset
+    plain = (*offsets, layout.rank, layout.scale, str(layout.dtype).removeprefix("torch."))
+    return plain if gains == NO_GAINS else (*plain, *gains)
 
 
 def parse_layout(text: bytes) -> PackedLayout:
@@ -186,14 +190,15 @@ def _parse_block(sizes: Sequence[int], target_name: Any, extent_index: Any, offs
     )
 
 
-def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dtype: Any) -> SliceLayout:
+def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dtype: Any, *gains: Any) -> SliceLayout:
     """`room`: bytes from the start of the block to the end of its extent."""
-    a, b, bias = (ABSENT if offset == ABSENT else _whole(offset, room - 1) for offset in (a, b, bias))
+    offsets = (a, b, bias, *(gains or NO_GAINS))
+    a, b, bias, gain, input_gain = (ABSENT if each == ABSENT else _whole(each, room - 1) for each in offsets)
     if not isinstance(scale, float) or not math.isfinite(scale):
         raise ValueError(f"a scale of {scale!r}")
     if dtype not in _DTYPES:
         raise ValueError(f"a dtype of {dtype!r}")
-    return SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype])
+    return SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype], gain, input_gain)
 
 
 def _whole(value: Any, most: int, multiple: int = ALIGNMENT) -> int:

@@ -32,6 +32,7 @@ from loraplex.errors import (
     AdapterPathNotFoundError,
     AdapterPermissionError,
     AdapterUnavailableError,
+    AdapterValidationError,
     AdapterWeightsMissingError,
     EngineShutdownError,
     LoraplexError,
@@ -41,7 +42,7 @@ from loraplex.memory.residency.records import LoadJob, Place, StoredAdapter, Sto
 from loraplex.memory.residency.tiers import Tiers
 from loraplex.memory.weights.compression import CompressedCopies, CompressedCopy
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead
-from loraplex.memory.weights.packing import PackedLayout, Packer
+from loraplex.memory.weights.packing import PackedLayout, Packer, UnfitWeightsError
 
 _log = logging.getLogger(__name__)
 
@@ -224,10 +225,12 @@ def _explained(error: Exception, adapter: StoredAdapter, is_reload: bool) -> Lor
 
 
 def as_adapter_error(error: BaseException, adapter_name: str) -> LoraplexError:
-    """`error` when it is an AdapterError (or the engine's end); AdapterNoRoomError without memory; else
-    AdapterLoadError."""
+    """`error` when it is an AdapterError (or the engine's end); AdapterValidationError for weights that do not fit the
+    base; AdapterNoRoomError without memory; else AdapterLoadError."""
     if isinstance(error, AdapterError | EngineShutdownError):
         return error
+    if isinstance(error, UnfitWeightsError):
+        return AdapterValidationError.from_reasons(adapter_name, [str(error)])
     if is_out_of_memory(error):
         return AdapterNoRoomError(f"adapter {adapter_name!r} could not be loaded for lack of memory; try again later")
     return AdapterLoadError(f"adapter {adapter_name!r} could not be loaded: {type(error).__name__}: {error}")

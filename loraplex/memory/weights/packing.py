@@ -2,28 +2,54 @@
 
     extent of a layer := the packed blocks of the layer's targets, one after the other, each a multiple of 64 bytes
     additive bias     := scaling * lora_bias + (bias - base_bias), where `bias` replaces the base's bias of the module
+    with a magnitude  :  gain_n := magnitude_n / ||W_n + scaling * (B A)_n||_2, W the base's weight (DoRA);
+                         additive bias := gain * scaling * lora_bias + (b - gain * base_bias), b := bias where there is
+                         one, else base_bias
 
+A gain of DoRA is for the base's product without its bias, and kernels multiply what has it: hence the difference.
 What a block holds is the backend's business; here it is a number of opaque bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
 from loraplex.core import LoraTarget
-from loraplex.distributed import shard_bias, shard_lora_a, shard_lora_b
-from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights
+from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b
+from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
 from loraplex.kernels.protocols import AdapterPacking
 
-BaseBias = Callable[[str], torch.Tensor | None]
-"""Module name -> this shard's slice of the base bias, None for a module without one."""
+RowNorms = Callable[[str, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+class BaseWeights(Protocol):
+    """What packing needs of the base model: this shard's part. Any number of threads may ask at once."""
+
+    @property
+    def weights_name(self) -> str:
+        """Names the weights and their form: equal names, equal numbers."""
+        ...
+
+    def base_bias(self, module_name: str) -> torch.Tensor | None:
+        """None for a module without one."""
+        ...
+
+    def row_norms(self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """||W_n + scaling * (B A)_n||_2 of each row n, float32 on the host; A and B are this shard's, too."""
+        ...
+
+
+class UnfitWeightsError(ValueError):
+    """The adapter cannot be served on this base; the message is a reason to refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +73,12 @@ class PackedLayout:
     def nbytes(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def has_row_norms(self) -> bool:
+        """Whether the bytes depend on the base's weights: a gain beside A and B was made of norms of their rows."""
+        slices = itertools.chain.from_iterable(block.layouts for block in self.blocks)
+        return any(each is not None and each.rank and each.gain_offset != ABSENT for each in slices)
+
 
 class Packer:
     """Packs adapters for one model. Any number of threads may use it at once.
@@ -55,28 +87,33 @@ class Packer:
     """
 
     def __init__(
-        self, targets: Sequence[LoraTarget], backend: AdapterPacking, compute_dtype: torch.dtype, base_bias: BaseBias
+        self, targets: Sequence[LoraTarget], backend: AdapterPacking, compute_dtype: torch.dtype, base: BaseWeights
     ) -> None:
         self._targets = sorted(targets, key=lambda target: target.layer)
         self._by_name = {target.name: target for target in targets}
         self._backend = backend
         self._compute_dtype = compute_dtype
-        self._base_bias = base_bias
+        self._base = base
         self._layouts: WeakKeyDictionary[Blueprint, PackedLayout] = WeakKeyDictionary()
 
     def lay_out(self, model: LoRAModel) -> PackedLayout:
-        """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target."""
+        """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target, UnfitWeightsError
+        for a gain where none can be."""
         layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
         if layout is None:
-            layout = self._lay_out(lambda target: self._slices(model, target))
+            layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms))
             if model.blueprint is not None:
                 self._layouts[model.blueprint] = layout
         return layout
 
     def write(self, model: LoRAModel, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
-        """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host."""
+        """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host.
+
+        Raises UnfitWeightsError for a gain that is not finite; the extents are half written then.
+        """
         for block in layout.blocks:
-            self.repack(block, self._slices(model, self._by_name[block.target_name]), views[block.extent_index])
+            slices = self._slices(model, self._by_name[block.target_name], self._base.row_norms)
+            self.repack(block, slices, views[block.extent_index])
 
     def smallest_nbytes(self) -> int:
         """Bytes of an adapter of rank 1 on every target: a yardstick for how many adapters a budget may hold."""
@@ -84,7 +121,9 @@ class Packer:
         return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
 
     def least_nbytes(self, lora_dtype: str) -> int:
-        """Bytes that every adapter has: those of rank 1 on the one smallest module, in 16 bits if adapters may be."""
+        """Bytes that every adapter has: those of rank 1 on the one smallest module, in 16 bits if adapters may be, or
+        of one gain."""
+        gain = min(align(4 * width) for target in self._targets for width in _gain_widths(target))
         dtype = torch.float32 if lora_dtype == "float32" else torch.float16
         least = min(
             self._backend.packed_nbytes(
@@ -94,10 +133,16 @@ class Packer:
             for slices in [_rank_one(target, dtype)]
             for only in range(len(slices))
         )
-        return least // 2 if lora_dtype == "int8" else least
+        return min(gain, least // 2 if lora_dtype == "int8" else least)
+
+    @property
+    def weights_name(self) -> str:
+        """Names the base's weights. They decide the bytes of a layout that `has_row_norms`, beside its form."""
+        return self._base.weights_name
 
     def form(self, lora_dtype: str) -> str:
-        """Names all that decides packed bytes beside the content: copies of an equal form may be used.
+        """Names all that decides packed bytes beside the content, and beside the base's weights where row norms are in
+        them: copies of an equal form may be used.
 
         lora_dtype: of the settings; adapters are cast to it when they are read.
         """
@@ -105,7 +150,7 @@ class Packer:
         for target in self._targets:
             model.update(repr(target).encode())
             for s in target.slices:
-                bias = self._base_bias(s.module_name)
+                bias = self._base.base_bias(s.module_name)
                 if bias is not None:
                     model.update(f"{s.module_name} {bias.dtype} {tuple(bias.shape)}".encode())
                     model.update(bias.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -157,35 +202,85 @@ class Packer:
             sizes[-1] += nbytes
         return PackedLayout(tuple(sizes), tuple(blocks))
 
-    def _slices(self, model: LoRAModel, target: LoraTarget) -> tuple[SliceWeights | None, ...]:
-        return tuple(self._slice(model, target, index) for index in range(len(target.slices)))
+    def _slices(self, model: LoRAModel, target: LoraTarget, row_norms: RowNorms) -> tuple[SliceWeights | None, ...]:
+        return tuple(self._slice(model, target, index, row_norms) for index in range(len(target.slices)))
 
-    def _slice(self, model: LoRAModel, target: LoraTarget, index: int) -> SliceWeights | None:
+    def _slice(self, model: LoRAModel, target: LoraTarget, index: int, row_norms: RowNorms) -> SliceWeights | None:
         layer = model.get_lora(target.slices[index].module_name)
         if layer is None:
             return None
-        bias = self._additive_bias(layer, target, index)
-        if layer.lora_a is None or layer.lora_b is None:
-            return None if bias is None else SliceWeights(None, None, bias, layer.scaling)
-        lora_a = shard_lora_a(target, index, layer.lora_a)
-        return SliceWeights(lora_a, shard_lora_b(target, index, layer.lora_b), bias, layer.scaling)
+        lora_a = lora_b = dora_gain = gain = input_gain = None
+        if layer.lora_a is not None and layer.lora_b is not None:
+            lora_a = shard_lora_a(target, index, layer.lora_a)
+            lora_b = shard_lora_b(target, index, layer.lora_b)
+        if layer.magnitude is not None:
+            assert lora_a is not None, f"{layer.module_name}: a magnitude without A and B"
+            assert lora_b is not None
+            norms = row_norms(layer.module_name, lora_a, lora_b, layer.scaling)
+            gain = dora_gain = _dora_gain(layer, shard_gain(target, index, layer.magnitude), norms)
+        if layer.gain is not None:
+            gain = shard_gain(target, index, layer.gain).float()
+        if layer.input_gain is not None:
+            input_gain = _input_gain(target, index, layer.input_gain)
+        bias = self._additive_bias(layer, target, index, dora_gain)
+        slice_weights = SliceWeights(lora_a, lora_b, bias, layer.scaling, gain, input_gain)
+        return slice_weights if slice_weights.tensors else None
 
-    def _additive_bias(self, layer: LoRALayerWeights, target: LoraTarget, index: int) -> torch.Tensor | None:
-        """[out_features] of this shard; summed in float32: the difference to the base's bias is rounded once."""
+    def _additive_bias(
+        self, layer: LoRALayerWeights, target: LoraTarget, index: int, gain: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """[out_features] of this shard; summed in float32: the difference to the base's bias is rounded once.
+
+        gain: of DoRA.
+        """
         lora_bias = None if layer.lora_bias is None else shard_bias(target, index, layer.lora_bias)
         replacement = None if layer.bias is None else shard_bias(target, index, layer.bias)
-        if lora_bias is None and replacement is None:
+        base = None if replacement is None and gain is None else self._base.base_bias(layer.module_name)
+        kept = base if replacement is None else replacement
+        if lora_bias is None and kept is None:
             return None
         total = torch.zeros(target.slices[index].out_features)
-        dtype = self._compute_dtype
         if lora_bias is not None:
-            total += layer.scaling * lora_bias.float()
-            dtype = torch.promote_types(dtype, lora_bias.dtype)
-        if replacement is not None:
-            base = self._base_bias(layer.module_name)
-            total += replacement.float() if base is None else replacement.float() - base.float().cpu()
-            dtype = torch.promote_types(dtype, replacement.dtype)
-        return total.to(dtype)
+            scaled = layer.scaling * lora_bias.float()
+            total += scaled if gain is None else gain * scaled
+        if kept is not None:
+            removed = 0.0 if base is None else base.float().cpu()
+            total += kept.float().cpu() - (removed if gain is None else gain * removed)
+        own = (each.dtype for each in (lora_bias, replacement) if each is not None)
+        return total.to(functools.reduce(torch.promote_types, own, self._compute_dtype))
+
+
+def _unit_norms(_name: str, _lora_a: torch.Tensor, lora_b: torch.Tensor, _scaling: float) -> torch.Tensor:
+    """For a layout, which the norms do not change."""
+    return torch.ones(lora_b.size(0))
+
+
+def _dora_gain(layer: LoRALayerWeights, magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+    gain = magnitude.float() / norms
+    (wrong,) = (~(gain.isfinite() & norms.isfinite())).nonzero(as_tuple=True)
+    if len(wrong):
+        n = int(wrong[0])
+        raise UnfitWeightsError(
+            f"{layer.module_name}: DoRA divides the magnitudes by the row norms of W + scaling B A, and for "
+            f"{len(wrong)} of {len(norms)} outputs that is not finite, first output {n}: {magnitude[n]:g} / "
+            f"{norms[n]:g}; train it on this base model"
+        )
+    return gain
+
+
+def _input_gain(target: LoraTarget, index: int, input_gain: torch.Tensor) -> torch.Tensor:
+    if len(target.slices) > 1:
+        names = ", ".join(s.module_name.rpartition(".")[2] for s in target.slices)
+        raise UnfitWeightsError(
+            f"{target.slices[index].module_name}: it has a gain on its inputs, and {names} read one input here; train "
+            "with feedforward_modules of o_proj and down_proj alone"
+        )
+    return shard_input_gain(target, index, input_gain).float()
+
+
+def _gain_widths(target: LoraTarget) -> list[int]:
+    outputs = [s.out_features for s in target.slices]
+    return outputs if len(outputs) > 1 else [*outputs, target.in_features]
 
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
@@ -193,22 +288,32 @@ def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
 
 
 def _shapes_of(block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
-    """Tensors without memory from which `block` could be packed. ValueError: another number of slices."""
-    return [
-        None
-        if layout is None
-        else _shape(
-            layout.rank, target.in_features, s.out_features, layout.dtype, layout.bias_offset != ABSENT, layout.scale
-        )
-        for s, layout in zip(target.slices, block.layouts, strict=True)
-    ]
+    """Tensors without memory from which `block` could be packed. ValueError: another number of slices, or a gain on an
+    input that several have."""
+    pairs = list(zip(target.slices, block.layouts, strict=True))
+    if len(pairs) > 1 and any(layout is not None and layout.input_gain_offset != ABSENT for _, layout in pairs):
+        raise ValueError(f"a gain on the input of {target.name}")
+    return [None if layout is None else _shape_of(layout, target.in_features, s.out_features) for s, layout in pairs]
 
 
-def _shape(
-    rank: int, in_features: int, out_features: int, dtype: torch.dtype, has_bias: bool = False, scaling: float = 1.0
-) -> SliceWeights:
+def _shape_of(layout: SliceLayout, in_features: int, out_features: int) -> SliceWeights:
+    shape = _shape(layout.rank, in_features, out_features, layout.dtype)
+
+    def part(offset: int, width: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None if offset == ABSENT else torch.empty(width, dtype=dtype, device="meta")
+
+    return replace(
+        shape,
+        bias=part(layout.bias_offset, out_features, layout.dtype),
+        scaling=layout.scale,
+        gain=part(layout.gain_offset, out_features, torch.float32),
+        input_gain=part(layout.input_gain_offset, in_features, torch.float32),
+    )
+
+
+def _shape(rank: int, in_features: int, out_features: int, dtype: torch.dtype) -> SliceWeights:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")  # only shapes and dtypes decide a layout
 
     lora_a, lora_b = (empty(rank, in_features), empty(out_features, rank)) if rank else (None, None)
-    return SliceWeights(lora_a, lora_b, empty(out_features) if has_bias else None, scaling)
+    return SliceWeights(lora_a, lora_b, None, 1.0)

@@ -222,7 +222,8 @@ def test_instruction_sets_agree(dtype: torch.dtype, in_features: int, out_featur
     def run(ops: NativeBackend) -> tuple[torch.Tensor, ...]:
         packed = pack(ops, weight, dtype)
         outputs = [ops.linear(x[:rows], packed, bias) for rows in (1, 2, 4, 7, 12, 13, 29)]
-        return (*ops.linear_tensors(packed).values(), *outputs)
+        norms = ops.row_norms(packed, 0, out_features, draw(5, in_features), draw(out_features, 5), 0.7)
+        return (*ops.linear_tensors(packed).values(), *outputs, norms)
 
     assert_same_on_every_isa(run)
 

@@ -58,6 +58,7 @@ def test_avx512_is_like_avx2() -> None:
     [
         ("loraplex_linear", 9, "linear float32"),
         ("loraplex_pack_linear", 4, "linear float32"),
+        ("loraplex_row_norms", 11, "linear float32"),
         ("loraplex_rms_norm", 8, "rms_norm"),
         ("loraplex_add_rms_norm", 2, "rms_norm"),
         ("loraplex_silu_mul", 4, "silu_mul"),

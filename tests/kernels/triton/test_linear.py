@@ -148,6 +148,12 @@ def test_a_prepared_weight_is_the_backends_linear(quantization: str) -> None:
     restored = ops.restore_linear(ops.linear_tensors(prepared), (48, 128))
     assert torch.equal(ops.linear(x, restored), ops.linear(x, prepared))
     assert_close(ops.linear(x, ops.prepare_linear(weight)), REFERENCE.linear(x, weight))
+    a, b = draw(4, 128, seed=2), draw(35, 4, seed=3)
+    norms = REFERENCE.row_norms(REFERENCE.prepare_linear(weight, quantization), 5, 40, a, b, 0.5)
+    torch.testing.assert_close(ops.row_norms(prepared, 5, 40, a, b, 0.5), norms)
+    torch.testing.assert_close(
+        ops.row_norms(ops.prepare_linear(weight), 5, 40, a, b, 0.5), (weight[5:40] + 0.5 * b @ a).norm(dim=1)
+    )
 
 
 def test_many_rows_are_not_left_to_the_kernel_of_few(launcher: TritonLauncher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from loraplex.memory.weights.compression import get_compression
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.weights.packing import Packer
 from tests.kernels.cases import BF16, FP16, FP32, POISON, make_target, make_weights, same_bits
-from tests.memory.rig import BASE_BIAS, CPU, TARGETS, make_model
+from tests.memory.rig import BASE, CPU, TARGETS, make_model
 
 INT8 = torch.int8
 TARGET = make_target(37, (130, 5, 48))
@@ -126,7 +126,7 @@ def test_a_weight_is_off_by_half_a_step_at_most() -> None:
 
 
 def packed_model(block_dtype: torch.dtype | None) -> tuple[Packer, Any, list[torch.Tensor]]:
-    packer = Packer(TARGETS, backend_of(block_dtype), FP32, BASE_BIAS.get)
+    packer = Packer(TARGETS, backend_of(block_dtype), FP32, BASE)
     model = make_model("content", 5)
     layout = packer.lay_out(model)
     views = [torch.full((size,), POISON, dtype=torch.uint8) for size in layout.sizes]

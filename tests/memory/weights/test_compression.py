@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.errors import ConfigError
-from loraplex.kernels.ops import get_backend
+from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SliceLayout
 from loraplex.memory.weights.compression import COMPRESSIONS, Int8Compression, LosslessCompression, get_compression
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout, Packer
 from tests.kernels.cases import BF16, FP16, FP32, same_bits
-from tests.memory.rig import BASE_BIAS, CPU, TARGETS, make_model
+from tests.memory.gains import GAIN_BACKENDS, make_dora, make_ia3
+from tests.memory.rig import BASE, CPU, TARGETS, FakeBase, make_model
 from tests.memory.weights.test_packing import BACKENDS
 
 ROUNDING = {FP32: 2.0**-24, FP16: 2.0**-11, BF16: 2.0**-8}
@@ -33,7 +34,7 @@ def packed(
     model = make_model(f"{rank}", rank, modules=modules)
     layers = {name: in_dtype(layer, dtype, spread) for name, layer in model.layers.items()}
     model = replace(model, layers=layers)
-    packer = Packer(TARGETS, get_backend(backend, CPU), dtype, BASE_BIAS.get)
+    packer = Packer(TARGETS, get_backend(backend, CPU), dtype, BASE)
     layout = packer.lay_out(model)
     views = list(torch.full((layout.nbytes,), 255, dtype=torch.uint8).split(list(layout.sizes)))
     packer.write(model, layout, views)
@@ -189,7 +190,7 @@ def test_int8_of_zeros_and_of_nothing_is_exact(backend: str) -> None:
 @each_backend
 def test_int8_is_half_of_bfloat16(backend: str) -> None:
     target = LoraTarget("t", 0, 896, 896, (LoraSlice("t", 0, 896, 896),))
-    packer = Packer([target], get_backend(backend, CPU), BF16, lambda name: None)
+    packer = Packer([target], get_backend(backend, CPU), BF16, FakeBase({}))
     a, b = torch.randn(16, 896).to(BF16), torch.randn(896, 16).to(BF16)
     model = LoRAModel("d", 16, {"t": LoRALayerWeights("t", 16, 16.0, a, b, None, None, 1.0)})
     layout = packer.lay_out(model)
@@ -199,8 +200,43 @@ def test_int8_is_half_of_bfloat16(backend: str) -> None:
     assert 0.5 < copy.nbytes / copy.layout.nbytes < 0.51
 
 
+def with_both_gains(model: LoRAModel, gains: LoRAModel) -> LoRAModel:
+    """Those on inputs of the other one, too."""
+    layers = {
+        layer.module_name: replace(layer, input_gain=gains.layers[layer.module_name].input_gain) for layer in model
+    }
+    return replace(model, layers=layers)
+
+
+@pytest.mark.parametrize("backend", GAIN_BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("name", ["lossless", "int8"])
+@pytest.mark.parametrize(
+    "model",
+    [make_dora("dora", with_biases=True), make_ia3("ia3"), with_both_gains(make_dora("both"), make_ia3("gains"))],
+    ids=["DoRA", "IA3", "both gains"],
+)
+def test_gains_come_back_as_they_were(backend: KernelBackend, name: str, model: LoRAModel) -> None:
+    packer = Packer(TARGETS, backend, FP32, BASE)
+    layout = packer.lay_out(model)
+    views = [torch.full((size,), 255, dtype=torch.uint8) for size in layout.sizes]
+    packer.write(model, layout, views)
+    compression = get_compression(name, packer)
+    assert compression is not None
+    copy, restored = compression.compress(layout, views), poisoned(views)
+    compression.restore(copy, restored)
+    for block in layout.blocks:
+        slices = (packer.unpack(block, each[block.extent_index]) for each in (views, restored))
+        for before, after in zip(*slices, strict=True):
+            for part in ("bias", "gain", "input_gain"):
+                kept, got = (None if each is None else getattr(each, part) for each in (before, after))
+                assert (kept is None) == (got is None)
+                assert kept is None or same_bits(kept, got)
+    is_same = all(torch.equal(a, b) for a, b in zip(views, restored, strict=True))
+    assert is_same == (compression.is_exact or copy.max_error == 0)
+
+
 def test_compressions_by_name() -> None:
-    packer = Packer(TARGETS, get_backend("reference", CPU), FP32, BASE_BIAS.get)
+    packer = Packer(TARGETS, get_backend("reference", CPU), FP32, BASE)
     found = {name: get_compression(name, packer) for name in COMPRESSIONS}
     assert {name: each and each.name for name, each in found.items()} == {
         "none": None,

@@ -32,7 +32,8 @@ from loraplex.memory.weights import disk_cache, disk_file
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.weights.disk_file import DamagedFileError, parse_layout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout, Packer
-from tests.memory.rig import BASE_BIAS, CPU, TARGETS, FakeClock, make_model
+from tests.memory.gains import GAIN_BACKENDS, make_dora, make_ia3
+from tests.memory.rig import BASE, BASE_BIAS, BASE_WEIGHTS, CPU, TARGETS, FakeBase, FakeClock, make_model
 
 FORM = "reference rows.1 float32 0123abcd"
 DIGEST = "ab12" * 16
@@ -67,7 +68,7 @@ def adapter_of(sizes: Sequence[int], seed: int = 0, blocks: Sequence[PackedBlock
 
 @functools.cache
 def real_adapter(rank: int = 5) -> tuple[Packer, Adapter]:
-    packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE_BIAS.get)
+    packer = Packer(TARGETS, get_backend("reference", CPU), torch.float32, BASE)
     model = make_model("content", rank)
     layout = packer.lay_out(model)
     views = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
@@ -122,6 +123,8 @@ def layouts(draw: st.DrawFn) -> PackedLayout:
             st.integers(0, 512),
             st.floats(allow_nan=False, allow_infinity=False),
             st.sampled_from(sorted(DTYPE_CODES, key=str)),
+            lines,
+            lines,
         )
         name = draw(st.text(max_size=20))
         blocks.append(PackedBlock(name, extent, offset, tuple(draw(st.lists(st.none() | part, max_size=3)))))
@@ -407,13 +410,18 @@ def test_any_json_is_a_layout_or_damage(value: Any) -> None:
     for block in layout.blocks:
         for part in block.layouts:
             if part is not None:
+                gains = part.gain_offset, part.input_gain_offset
                 assert (
-                    block.offset + max(part.a_offset, part.b_offset, part.bias_offset)
+                    block.offset + max(part.a_offset, part.b_offset, part.bias_offset, *gains)
                     < layout.sizes[block.extent_index]
                 )
 
 
 PART = [0, 64, 128, 4, 2.0, "float32"]
+
+
+def layout_text(part: list[Any]) -> bytes:
+    return json.dumps([[640], [["t", 0, 0, [None, part]]]]).encode()
 
 
 @pytest.mark.parametrize(
@@ -425,12 +433,58 @@ PART = [0, 64, 128, 4, 2.0, "float32"]
     ],
 )  # fmt: skip
 def test_one_wrong_number_makes_a_layout_wrong(place: int, value: Any) -> None:
-    def text(part: list[Any]) -> bytes:
-        return json.dumps([[640], [["t", 0, 0, [None, part]]]]).encode()
-
-    assert parse_layout(text(PART)).blocks[0].layouts[1] == SliceLayout(0, 64, 128, 4, 2.0, torch.float32)
+    assert parse_layout(layout_text(PART)).blocks[0].layouts[1] == SliceLayout(0, 64, 128, 4, 2.0, torch.float32)
     with pytest.raises(DamagedFileError):
-        parse_layout(text([*PART[:place], value, *PART[place + 1 :]]))
+        parse_layout(layout_text([*PART[:place], value, *PART[place + 1 :]]))
+
+
+@pytest.mark.parametrize("gains", [(192, ABSENT), (ABSENT, 256), (192, 256)])
+def test_gains_stand_behind_what_every_slice_has(gains: tuple[int, int]) -> None:
+    """A plain adapter's file is as it was: those of earlier versions are read, and theirs find no gain unread."""
+    plain = SliceLayout(0, 64, 128, 4, 2.0, torch.float32)
+    layout = replace(plain, gain_offset=gains[0], input_gain_offset=gains[1])
+    assert disk_file._encode_slice(plain) == tuple(PART)
+    assert disk_file._encode_slice(layout) == (*PART, *gains)
+    assert parse_layout(layout_text([*PART, *gains])).blocks[0].layouts[1] == layout
+
+
+@pytest.mark.parametrize("gains", [[192], [192, 256, 320], [192, 32], [640, -1], [-2, -1], [None, -1], [-1, "64"]])
+def test_one_wrong_gain_makes_a_layout_wrong(gains: list[Any]) -> None:
+    with pytest.raises(DamagedFileError):
+        parse_layout(layout_text([*PART, *gains]))
+
+
+def test_files_with_row_norms_are_of_the_base_that_has_them(tmp_path: Path) -> None:
+    """Of another base, or of a checkpoint that was written again, they are missing, not damaged; plain ones are
+    there."""
+    adapters, caches = {}, []
+    for name in ("one base", "another"):
+        base = FakeBase(BASE_BIAS, BASE_WEIGHTS, name)
+        packer = Packer(TARGETS, GAIN_BACKENDS[0], torch.float32, base)
+        for digest, model in (("aa", make_model("plain")), ("bb", make_dora("dora")), ("cc", make_ia3("ia3"))):
+            layout = packer.lay_out(model)
+            views = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]
+            packer.write(model, layout, views)
+            adapters[digest] = layout, views, [checksum(view) for view in views]
+        form = packer.form("auto")
+        caches.append(DiskCache(tmp_path, ROOM, form, packer.check_layout, weights_name=packer.weights_name))
+    first, second = caches
+    for digest, adapter in adapters.items():
+        assert first.write(digest, *adapter)
+    assert [second.has(digest) for digest in adapters] == [True, False, True]
+    assert second.read_layout("bb") is None
+    assert second.read_into("bb", empty(adapters["bb"][1])) is DiskRead.MISSING
+    assert second.write("bb", *adapters["bb"])
+    for cache in caches:
+        cache._rescan()
+        for digest, (layout, views, checksums) in adapters.items():
+            assert cache.read_layout(digest) == StoredLayout(layout, tuple(checksums))
+            found = empty(views)
+            assert cache.read_into(digest, found) is DiskRead.DONE
+            assert same(found, views)
+        assert (cache.stats().num_files, cache.stats().num_damaged) == (4, 0)
+    assert second.drop("bb")
+    assert [cache.has("bb") for cache in caches] == [True, False]
 
 
 # --------------------------------------------------------------------------------------------------------------- budget

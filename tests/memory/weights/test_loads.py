@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from loraplex.memory.residency.records import LoadJob
 from loraplex.memory.residency.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
 from loraplex.memory.weights.copies import SynchronousCopies
 from loraplex.memory.weights.loading import LoaderThreads
+from tests.memory.gains import make_dora
 from tests.memory.rig import Rig, make_model
 
 
@@ -282,6 +284,32 @@ def test_a_packer_that_fails_gives_its_room_back(rig: Rig, monkeypatch: pytest.M
             rig.add(2)
     assert rig.manager.report().tier("host").used_bytes == 0
     rig.manager.check_integrity()
+
+
+def test_an_adapter_that_does_not_fit_the_base_is_refused_alone(rig: Rig) -> None:
+    """By verbs and to requests, under its own name; its room comes back, and no other adapter notices."""
+    rig.add(2)
+    slot = rig.acquire(2)
+    dora = make_dora("dora")
+    name, layer = next(iter(dora.layers.items()))
+    assert layer.lora_b is not None
+    broken = replace(layer, lora_b=torch.full_like(layer.lora_b, 3e38))  # found when it is packed, not before
+    rig.source.put("/p3", replace(dora, layers={**dora.layers, name: broken}))
+    used_bytes = rig.manager.report().tier("host").used_bytes
+    reason = f"^adapter 'a3' is refused:\n  - {name}: DoRA"
+    with pytest.raises(AdapterValidationError, match=reason) as refused:
+        rig.manager.add_adapter(rig.spec(3, "dora"))
+    assert len(refused.value.reasons) == 1
+    rig.manager.attach_adapters([rig.spec(3, "dora")])
+    assert ask(rig, 3) is WaitsFor.LOAD
+    load(rig)
+    with pytest.raises(AdapterValidationError, match=reason):
+        ask(rig, 3)
+    report = rig.manager.report()
+    assert (report.tier("host").used_bytes, dict(report.quarantined)) == (used_bytes, {})
+    rig.manager.check_integrity()
+    rig.check_output(slot, make_model("d2"))
+    rig.check_output(rig.acquire(1), make_model("d1"))
 
 
 def test_an_interrupt_in_an_add_leaves_nothing_behind() -> None:
