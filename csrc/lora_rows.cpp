@@ -55,6 +55,7 @@ LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* 
       using Math = decltype(math);
       using Weight = typename Math::Weight;
       const LoraSource source = {.a = (const Weight*)table->a_addr[slot] + r.column * in, .b = nullptr, .bias = nullptr,
+                                 .gain = nullptr, .input_gain = nullptr,
                                  .a_stride = in, .b_stride = 0, .a_format = format, .b_format = format,
                                  .rank = r.columns, .out = 0};
       part.resize(part_bytes(in, most_columns, sizeof(float)) / sizeof(float));
@@ -62,7 +63,7 @@ LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* 
       run_product<Math>({.x = x + r.row * x_stride, .x_stride = x_stride, .rows = r.rows,
                          .w = (const Weight*)part.data(), .depth = in, .width = part_width(r.columns),
                          .y = y + r.row * y_stride + r.column, .y_stride = y_stride, .columns = r.columns,
-                         .adds = true, .scale = segments->weight[r.segment] * table->scale[slot]},
+                         .adds = true, .sum = {.scale = segments->weight[r.segment] * table->scale[slot]}},
                         0, vectors_of(r.columns));
     };
     switch (format) {

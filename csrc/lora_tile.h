@@ -2,13 +2,20 @@
 #pragma once
 #include <algorithm>
 
+#include "gain.h"
 #include "lora_layout.h"
 #include "tile.h"
 
 namespace loraplex {
 
-// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds`
-// y[t, c] = fma(scale, that sum, y[t, c]).
+// How a product is added to what y holds: y = fma(scale, product, y), and with a gain, which is of the columns,
+// y = fma(scale * gain, product, (1 + weight (gain - 1)) y), to the bit the same where the gain is 1 and so the weight.
+struct LoraSum {
+  float scale = 0, weight = 1;
+  const float* gain = nullptr;
+};
+
+// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds` it is added to y.
 template <class Math>
 struct LoraProduct {
   const float* x;
@@ -18,7 +25,7 @@ struct LoraProduct {
   float* y;  // for column 0 of the part; without `adds` it has room for whole vectors
   long y_stride, columns;
   bool adds;
-  float scale;
+  LoraSum sum = {};
 };
 
 constexpr int max_vectors(int rows) {
@@ -30,17 +37,17 @@ constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows g
 constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
 
 // Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on
-// from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower): look at the disassembly.
+// from what y holds; `added`: how they are added to it at the end, null: they replace it. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower): look at the disassembly.
 template <class Math, int ROWS, int VECTORS>
 __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride,
-                                         long depth, float* y, long y_stride, long columns, bool resumes, bool adds,
-                                         float scale) {
+                                         long depth, float* y, long y_stride, long columns, bool resumes,
+                                         const LoraSum* added, const float* gain) {
   Vec16 sum[ROWS][VECTORS];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
     for (int v = 0; v < VECTORS; v++) sum[m][v] = resumes ? load(y + m * y_stride + kPanel * v) : zero();
-  if (adds && ROWS > 4) {  // what the next tile but one adds to; a few rows are still in the cache
+  if (added != nullptr && ROWS > 4) {  // what the next tile but one adds to; a few rows are still in the cache
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
@@ -73,20 +80,35 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
     x++;
     w += w_stride;
   }
-  const Vec16 scales = set1(scale);
   auto finish = [&](auto f) {
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
       for (int v = 0; v < VECTORS; v++) f(y + m * y_stride + kPanel * v, columns - kPanel * v, sum[m][v]);
   };
-  if (!adds) finish([](float* to, long, Vec16 chain) { store(to, chain); });
-  else if (columns >= kPanel * VECTORS)
+  if (added == nullptr) return finish([](float* to, long, Vec16 chain) { store(to, chain); });
+  const Vec16 scales = set1(added->scale);
+  const bool is_whole = columns >= kPanel * VECTORS;
+  if (gain != nullptr) {
+#pragma GCC unroll 12
+    for (int v = 0; v < VECTORS; v++) {
+      const long count = is_whole ? kPanel : columns - kPanel * v;
+      if (count <= 0) continue;
+      const Vec16 gains = load_first(gain + kPanel * v, count), factors = weighted_gain(gains, added->weight);
+      const Vec16 scaled = mul(scales, gains);
+#pragma GCC unroll 12
+      for (int m = 0; m < ROWS; m++) {
+        float* to = y + m * y_stride + kPanel * v;
+        store_first(to, fma(scaled, sum[m][v], mul(factors, load_first(to, count))), count);
+      }
+    }
+  } else if (is_whole) {
     finish([&](float* to, long, Vec16 chain) { store(to, fma(scales, chain, load(to))); });
-  else
+  } else {
     finish([&](float* to, long count, Vec16 chain) {
       if (count > 0) store_first(to, fma(scales, chain, load_first(to, count)), count);
     });
+  }
 }
 
 // Products of one row and one vector of columns each, of one depth, at the same time: one alone waits for its chain.
@@ -132,7 +154,8 @@ void run_product(const LoraProduct<Math>& p, long begin, long end) {
         if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
           lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width,
                                              std::min(chunk, p.depth - k), p.y + t0 * p.y_stride + column, p.y_stride,
-                                             p.columns - column, k > 0, p.adds, p.scale);
+                                             p.columns - column, k > 0, p.adds ? &p.sum : nullptr,
+                                             p.sum.gain == nullptr ? nullptr : p.sum.gain + column);
       });
     });
   };
