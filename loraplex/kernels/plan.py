@@ -146,6 +146,13 @@ class LoraPlan:
             self.tiles = tiles
         return self.tiles
 
+    @property
+    def num_small_tiles(self) -> int:
+        """Small tiles that a GPU kernel goes over. In a decode step as many as its padded rows can need, so that a
+        captured launch serves other steps."""
+        num_small = int(self.cut_tiles().small.shape[1])
+        return max(num_small, min(self.num_tokens, self.small_tiles.shape[1])) if self.is_decode else num_small
+
     def _allocate(self) -> None:
         """Buffers with the present segments and no tiles."""
         size, capacity = 4 * self.capacity + self._room.size, self.capacity
