@@ -357,6 +357,11 @@ class SlotTable:
         self._changed: set[int] = set()
 
     @property
+    def gains(self) -> tuple[bool, bool]:
+        """(`has_gains`, `has_input_gains`): which operators for gains a step captured now has."""
+        return self.has_gains, self.has_input_gains
+
+    @property
     def num_rows(self) -> int:
         return len(self._rows)
 

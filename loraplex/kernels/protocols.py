@@ -280,7 +280,7 @@ class StepCapture(Protocol):
         ...
 
     def may_replay(self, table: SlotTable) -> bool:
-        """Whether what is in this table can be in a captured step at all, ranks apart."""
+        """Whether what is in this table can be in a captured step at all, ranks and gains apart."""
         ...
 
 
