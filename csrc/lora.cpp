@@ -2,10 +2,10 @@
 // segments of a step and all slices of a linear. No gain is a gain of 1.
 //
 // BATCH INVARIANCE. h[t, r] is one chain of fused multiply-adds over k in order from 0, d[t, n] one chain over the rank
-// from 0; then y = fma(weight * scale, d, y) and y = fma(weight, bias, y). With a gain f = fma(weight, gain, 1 - weight)
-// and y = fma(weight * scale * gain, d, f * y), or y = f * y where there are no A and B. A row that is in several
-// segments gets them in their order. So its bits depend on its own x, y and adapters: not on other rows or segments, on how rows are cut
-// into segments, or on the number of threads.
+// from 0; then y = fma(weight * scale, d, y) and y = fma(weight, bias, y). With a gain f = fma(weight, gain, 1 -
+// weight), y = fma(weight * scale * gain, d, f * y), or y = f * y where there are no A and B, and then the bias. A row
+// that is in several segments gets them in their order. So its bits depend on its own x, y and adapters: not on other
+// rows or segments, on how rows are cut into segments, or on the number of threads.
 //
 // Two phases: shrink (h = x A^T) of all segments, then expand (y += h B^T).
 #include <vector>
@@ -69,7 +69,7 @@ template <class Math>
 LoraProduct<Math> shrink_product(const LoraDelta& delta, const LoraWork& w, long t0, long t1) {
   return {.x = delta.x + (w.row + t0) * delta.x_stride, .x_stride = delta.x_stride, .rows = t1 - t0,
           .w = (const typename Math::Weight*)w.a, .depth = delta.table.in, .width = part_width(w.a_columns),
-          .y = w.h + t0 * w.h_stride, .y_stride = w.h_stride, .columns = w.a_columns, .adds = false};
+          .y = w.h + t0 * w.h_stride, .y_stride = w.h_stride, .columns = w.a_columns, .adds = false, .scale = 0};
 }
 
 // vectors [v0, v1) of the columns of A
@@ -95,7 +95,7 @@ void add_bias(const float* bias, float weight, float* y, long y_stride, long row
     }
 }
 
-// The gain, h B^T and the bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice; its h begins at h_column.
+// Gain, h B^T and bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice; its h begins at h_column.
 void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column, long t0, long t1, long v0, long v1) {
   const LoraTable& table = delta.table;
   const long at = delta.entry(w, slice), rank = table.rank[at], columns = table.out[slice];
@@ -105,13 +105,13 @@ void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column
   if (rank > 0) {
     with_format(w.format, [&](auto math) {
       using Math = decltype(math);
-      run_product<Math>({.x = w.h + t0 * w.h_stride + h_column,
-                         .x_stride = w.h_stride, .rows = t1 - t0,
-                         .w = (const typename Math::Weight*)table.b_addr[at], .depth = rank,
-                         .width = part_width(columns), .y = y, .y_stride = delta.y_stride, .columns = columns,
-                         .adds = true,
-                         .sum = {.scale = w.weight * table.scale[at], .weight = w.weight, .gain = gain}},
-                        v0, v1);
+      const LoraProduct<Math> product = {.x = w.h + t0 * w.h_stride + h_column,
+                                         .x_stride = w.h_stride, .rows = t1 - t0,
+                                         .w = (const typename Math::Weight*)table.b_addr[at], .depth = rank,
+                                         .width = part_width(columns), .y = y, .y_stride = delta.y_stride,
+                                         .columns = columns, .adds = true, .scale = w.weight * table.scale[at]};
+      if (gain == nullptr) return run_product(product, v0, v1);
+      run_product(product, v0, v1, Gain{gain, w.weight});
     });
   } else if (gain != nullptr) {
     apply_gain(gain, w.weight, y, delta.y_stride, t1 - t0, first, last);
@@ -183,6 +183,12 @@ void shrink_piece(const LoraDelta& delta, long piece, long pieces) {
   }
 }
 
+// Of a slice of item i, if there is one: gains are a stream beside that of the blocks.
+void prefetch_gain(const LoraDelta& delta, size_t i, long slice) {
+  if (i == delta.work.size()) return;
+  prefetch_start((const void*)delta.table.gain_addr[delta.entry(delta.work[i], slice)], kGainAheadBytes);
+}
+
 void expand_piece(const LoraDelta& delta, long piece, long pieces) {
   Piece own(delta.expand_cost, piece, pieces);
   for (size_t i = 0; i < delta.work.size(); i++) {
@@ -191,7 +197,10 @@ void expand_piece(const LoraDelta& delta, long piece, long pieces) {
       const long vectors = vectors_of(delta.table.out[slice]);
       const bool by_columns = w.rows <= 4 * kMaxRows;
       own.take(cost, by_columns ? vectors : w.rows, [&](long first, long last) {
-        if (slice + 1 == delta.table.num_slices && i + 1 < delta.work.size()) prefetch_start(delta.work[i + 1].b);
+        const bool is_last = slice + 1 == delta.table.num_slices;
+        if (is_last && i + 1 < delta.work.size()) prefetch_start(delta.work[i + 1].b);
+        if (delta.table.gain_addr[delta.entry(w, slice)] != 0)
+          prefetch_gain(delta, is_last ? i + 1 : i, is_last ? 0 : slice + 1);
         if (by_columns) expand(delta, w, slice, h_column, 0, w.rows, first, last);
         else expand(delta, w, slice, h_column, first, last, 0, vectors);
       });

@@ -63,7 +63,7 @@ LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* 
       run_product<Math>({.x = x + r.row * x_stride, .x_stride = x_stride, .rows = r.rows,
                          .w = (const Weight*)part.data(), .depth = in, .width = part_width(r.columns),
                          .y = y + r.row * y_stride + r.column, .y_stride = y_stride, .columns = r.columns,
-                         .adds = true, .sum = {.scale = segments->weight[r.segment] * table->scale[slot]}},
+                         .adds = true, .scale = segments->weight[r.segment] * table->scale[slot]},
                         0, vectors_of(r.columns));
     };
     switch (format) {

@@ -1,6 +1,7 @@
 // The products of the LoRA delta: y (+)= scale * x W for W in the panels of lora_layout.h.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "gain.h"
 #include "lora_layout.h"
@@ -8,14 +9,8 @@
 
 namespace loraplex {
 
-// How a product is added to what y holds: y = fma(scale, product, y), and with a gain, which is of the columns,
-// y = fma(scale * gain, product, (1 + weight (gain - 1)) y), to the bit the same where the gain is 1 and so the weight.
-struct LoraSum {
-  float scale = 0, weight = 1;
-  const float* gain = nullptr;
-};
-
-// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds` it is added to y.
+// y[t, c] = sum over k of x[t, k] w[k, c], in a chain of fused multiply-adds from k = 0; with `adds`
+// y[t, c] = fma(scale, that sum, y[t, c]).
 template <class Math>
 struct LoraProduct {
   const float* x;
@@ -25,7 +20,18 @@ struct LoraProduct {
   float* y;  // for column 0 of the part; without `adds` it has room for whole vectors
   long y_stride, columns;
   bool adds;
-  LoraSum sum = {};
+  float scale;
+};
+
+// With gains y[t, c] = fma(scale * gain[c], that sum, (1 + weight (gain[c] - 1)) * y[t, c]). Products without them are
+// code of their own, which has no registers for them.
+struct NoGain {
+  NoGain from(long) const { return {}; }
+};
+struct Gain {
+  const float* at;
+  float weight;
+  Gain from(long column) const { return {at + column, weight}; }
 };
 
 constexpr int max_vectors(int rows) {
@@ -34,24 +40,30 @@ constexpr int max_vectors(int rows) {
 
 constexpr long kLoraChunk = 512;           // steps of k that all rows go through together
 constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows go through together
+constexpr long kGainAheadBytes = 1024;     // of gains, which are read more slowly than B
 constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
 
 // Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on
-// from what y holds; `added`: how they are added to it at the end, null: they replace it. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower): look at the disassembly.
-template <class Math, int ROWS, int VECTORS>
+// from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower): look at the disassembly.
+template <class Math, int ROWS, int VECTORS, class Gains>
 __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride,
-                                         long depth, float* y, long y_stride, long columns, bool resumes,
-                                         const LoraSum* added, const float* gain) {
+                                         long depth, float* y, long y_stride, long columns, bool resumes, bool adds,
+                                         float scale, Gains gains) {
+  constexpr bool kHasGain = std::is_same_v<Gains, Gain>;
   Vec16 sum[ROWS][VECTORS];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
     for (int v = 0; v < VECTORS; v++) sum[m][v] = resumes ? load(y + m * y_stride + kPanel * v) : zero();
-  if (added != nullptr && ROWS > 4) {  // what the next tile but one adds to; a few rows are still in the cache
+  if (adds && ROWS > 4) {  // what the next tile but one adds to; a few rows are still in the cache
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
       for (int v = 0; v < VECTORS; v++) prefetch(y + m * y_stride + kPanel * (v + 2 * VECTORS));
+  }
+  if constexpr (kHasGain) {
+#pragma GCC unroll 12
+    for (int v = 0; v < VECTORS; v++) prefetch((const char*)(gains.at + kPanel * v) + kGainAheadBytes);
   }
   for (long k = 0; k < depth; k++) {
 #pragma GCC unroll 12
@@ -80,35 +92,41 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
     x++;
     w += w_stride;
   }
+  const Vec16 scales = set1(scale);
   auto finish = [&](auto f) {
 #pragma GCC unroll 12
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
       for (int v = 0; v < VECTORS; v++) f(y + m * y_stride + kPanel * v, columns - kPanel * v, sum[m][v]);
   };
-  if (added == nullptr) return finish([](float* to, long, Vec16 chain) { store(to, chain); });
-  const Vec16 scales = set1(added->scale);
-  const bool is_whole = columns >= kPanel * VECTORS;
-  if (gain != nullptr) {
+  if constexpr (kHasGain) {
+    auto finish_gained = [&](auto load_some, auto store_some) {
 #pragma GCC unroll 12
-    for (int v = 0; v < VECTORS; v++) {
-      const long count = is_whole ? kPanel : columns - kPanel * v;
-      if (count <= 0) continue;
-      const Vec16 gains = load_first(gain + kPanel * v, count), factors = weighted_gain(gains, added->weight);
-      const Vec16 scaled = mul(scales, gains);
+      for (int v = 0; v < VECTORS; v++) {
+        const long count = columns - kPanel * v;
+        const Vec16 gain = load_some(gains.at + kPanel * v, count), factor = weighted_gain(gain, gains.weight);
+        const Vec16 scaled = mul(scales, gain);
 #pragma GCC unroll 12
-      for (int m = 0; m < ROWS; m++) {
-        float* to = y + m * y_stride + kPanel * v;
-        store_first(to, fma(scaled, sum[m][v], mul(factors, load_first(to, count))), count);
+        for (int m = 0; m < ROWS; m++) {
+          float* to = y + m * y_stride + kPanel * v;
+          store_some(to, fma(scaled, sum[m][v], mul(factor, load_some(to, count))), count);
+        }
       }
-    }
-  } else if (is_whole) {
+    };
+    if (columns >= kPanel * VECTORS)
+      finish_gained([](const float* p, long) { return load(p); }, [](float* p, Vec16 v, long) { store(p, v); });
+    else
+      finish_gained([](const float* p, long count) { return count > 0 ? load_first(p, count) : zero(); },
+                    [](float* p, Vec16 v, long count) { if (count > 0) store_first(p, v, count); });
+    return;
+  }
+  if (!adds) finish([](float* to, long, Vec16 chain) { store(to, chain); });
+  else if (columns >= kPanel * VECTORS)
     finish([&](float* to, long, Vec16 chain) { store(to, fma(scales, chain, load(to))); });
-  } else {
+  else
     finish([&](float* to, long count, Vec16 chain) {
       if (count > 0) store_first(to, fma(scales, chain, load_first(to, count)), count);
     });
-  }
 }
 
 // Products of one row and one vector of columns each, of one depth, at the same time: one alone waits for its chain.
@@ -140,9 +158,9 @@ inline long row_blocks(long rows, long vectors) {
   return best;
 }
 
-// Vectors [begin, end) of all columns of a product, all its rows.
-template <class Math>
-void run_product(const LoraProduct<Math>& p, long begin, long end) {
+// Vectors [begin, end) of all columns of a product, all its rows. gains: NoGain or a Gain of all columns.
+template <class Math, class Gains = NoGain>
+void run_product(const LoraProduct<Math>& p, long begin, long end, Gains gains = {}) {
   const long blocks = p.rows <= 1 ? p.rows : row_blocks(p.rows, std::min(kLoraVectors, end - begin));
   if (blocks == 0) return;
   const long limit = max_vectors(ceil_div(p.rows, blocks)), chunk = blocks > 1 && !p.adds ? kLoraChunk : p.depth;
@@ -154,8 +172,7 @@ void run_product(const LoraProduct<Math>& p, long begin, long end) {
         if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
           lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width,
                                              std::min(chunk, p.depth - k), p.y + t0 * p.y_stride + column, p.y_stride,
-                                             p.columns - column, k > 0, p.adds ? &p.sum : nullptr,
-                                             p.sum.gain == nullptr ? nullptr : p.sum.gain + column);
+                                             p.columns - column, k > 0, p.adds, p.scale, gains.from(column));
       });
     });
   };
