@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from loraplex.kernels.native.program import LEAST_ROWS, OPERATORS, StepProgram, Workspace
 from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights, SlotTable, StepBatch
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable, StepBatch
 from loraplex.models.decoder import Decoder
 from tests.fixtures import VOCAB_SIZE, ModelZoo
-from tests.kernels.cases import draw_gain
+from tests.kernels.cases import BF16, draw_gain, make_weights
 from tests.kernels.native.machine import ISAS, library_or_skip
 from tests.models.adapter_files import pack_adapter
 from tests.models.paged_runner import PagedRunner, load_decoder
@@ -33,18 +34,17 @@ STEPS: tuple[tuple[dict[str, int], dict[str, int]], ...] = (
     ({"d": 3, "a": 1, "c": 1}, {"d": 0, "c": 2}),
     ({"d": 5, "a": 1, "c": 1}, {"d": 1, "a": 2, "c": 1}),
 )
-"""Tokens of each sequence, and the lora_slot of those that have one. Slot 1 has an adapter of gains alone."""
+"""Tokens of each sequence, and the lora_slot of those that have one. Slot 1 has an adapter with gains."""
 
 
 def add_gains(table: SlotTable, ops: KernelBackend, lora_slot: int, end: int) -> None:
-    """An adapter with a gain for every other output and every input that can have one, packed behind `end`."""
+    """An adapter with gains behind `end`: with A and B, without, and no such slice; input gains where they can be."""
     generator = torch.Generator().manual_seed(lora_slot)
     for target in table.targets:
-        gains = [draw_gain(s.out_features, generator) for s in target.slices]
-        input_gain = draw_gain(target.in_features, generator) if len(target.slices) == 1 else None
-        slices = [
-            SliceWeights(None, None, None, 1.0, None if i % 2 else gain, input_gain) for i, gain in enumerate(gains)
-        ]
+        ranks = (40,) if len(target.slices) == 1 else (0, 40, None)[: len(target.slices)]
+        slices = list(make_weights(target, ranks, BF16, False, generator, True))
+        if len(slices) == 1 and slices[0] is not None:
+            slices[0] = replace(slices[0], input_gain=draw_gain(target.in_features, generator))
         layouts = ops.pack(slices, torch.float32, table.buffer[end:])
         table.set_block(target.name, lora_slot, end, layouts)
         end += ops.packed_nbytes(slices, torch.float32)
