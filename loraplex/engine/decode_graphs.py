@@ -92,7 +92,8 @@ class _Key(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A graph, the step that it was captured of, the largest rank that it covers, and the gains (`SlotTable.gains`)."""
+    """A graph, the step that it was captured of, the largest rank and the gains (of outputs, of inputs) that it
+    covers."""
 
     graph: CapturedGraph
     batch: StepBatch
@@ -187,7 +188,10 @@ class DecodeGraphs:
         return True
 
     def _gains(self, key: _Key) -> tuple[bool, bool]:
-        return self._table.gains if key.has_adapters and self._table is not None else (False, False)
+        """Whether the table ever had gains of outputs, and of inputs."""
+        if self._table is None or not key.has_adapters:
+            return False, False
+        return self._table.has_gains, self._table.has_input_gains
 
     def _run(self, batch: StepBatch) -> None:
         """What is captured: token ids to logits of every row."""

@@ -146,13 +146,6 @@ class LoraPlan:
             self.tiles = tiles
         return self.tiles
 
-    @property
-    def num_small_tiles(self) -> int:
-        """Small tiles that a GPU kernel goes over. In a decode step as many as its padded rows can need, so that a
-        captured launch serves other steps."""
-        num_small = int(self.cut_tiles().small.shape[1])
-        return max(num_small, min(self.num_tokens, self.small_tiles.shape[1])) if self.is_decode else num_small
-
     def _allocate(self) -> None:
         """Buffers with the present segments and no tiles."""
         size, capacity = 4 * self.capacity + self._room.size, self.capacity
@@ -233,13 +226,6 @@ class SliceLayout:
     def offsets(self) -> tuple[int, int, int, int, int]:
         """Of A, B, bias, gain and input gain: the order of the slot table's addresses."""
         return self.a_offset, self.b_offset, self.bias_offset, self.gain_offset, self.input_gain_offset
-
-
-def check_input_gains(slices: Sequence[SliceWeights | None]) -> None:
-    """Assert that no slice has an input gain where other slices have the same input."""
-    assert len(slices) == 1 or all(s is None or s.input_gain is None for s in slices), (
-        f"an input gain in a target of {len(slices)} slices"
-    )
 
 
 class SliceView(NamedTuple):
@@ -355,11 +341,6 @@ class SlotTable:
         self.rank, self.dtype = values[0], values[2]
         self.scale = values[1].view(torch.float32)
         self._changed: set[int] = set()
-
-    @property
-    def gains(self) -> tuple[bool, bool]:
-        """(`has_gains`, `has_input_gains`): which operators for gains a step captured now has."""
-        return self.has_gains, self.has_input_gains
 
     @property
     def num_rows(self) -> int:

@@ -30,7 +30,6 @@ from loraplex.kernels.plan import (
     SliceWeights,
     SlotTable,
     align,
-    check_input_gains,
 )
 from loraplex.kernels.token_ranking import WeightRule, target_mass
 from loraplex.metrics import KernelFallback
@@ -41,6 +40,13 @@ def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dty
     parts = (t for s in slices if s is not None for t in (s.lora_a, s.lora_b, s.bias))
     dtypes = (t.dtype for t in parts if t is not None)
     return functools.reduce(torch.promote_types, dtypes, compute_dtype)
+
+
+def check_input_gains(slices: Sequence[SliceWeights | None]) -> None:
+    """Assert that no slice has an input gain where other slices have the same input."""
+    assert len(slices) == 1 or all(s is None or s.input_gain is None for s in slices), (
+        f"an input gain in a target of {len(slices)} slices"
+    )
 
 
 def layout_block(

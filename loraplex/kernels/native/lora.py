@@ -19,9 +19,8 @@ from loraplex.kernels.plan import (
     SliceWeights,
     SlotTable,
     align,
-    check_input_gains,
 )
-from loraplex.kernels.reference import check_rows, unpack_gains
+from loraplex.kernels.reference import check_input_gains, check_rows, unpack_gains
 
 PART_WIDTH = 8
 """Columns of A and B are rounded up to this."""

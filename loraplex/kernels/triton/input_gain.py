@@ -14,6 +14,7 @@ from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.reference import check_rows
 from loraplex.kernels.tiles import SMALL_ROWS
 from loraplex.kernels.triton.launch import FLOAT_DTYPES, Launcher
+from loraplex.kernels.triton.lora import num_small_tiles
 
 NUMBERS = 4096
 """Of x in one program."""
@@ -73,7 +74,7 @@ def scale_input(launcher: Launcher, x: torch.Tensor, plan: LoraPlan, table: Slot
     check_rows(x, x, plan)
     found = plan.cut_tiles()
     for tiles, count, block_m in (
-        (plan.small_tiles, plan.num_small_tiles, SMALL_ROWS),
+        (plan.small_tiles, num_small_tiles(plan), SMALL_ROWS),
         (plan.large_tiles, found.large.shape[1], found.large_rows),
     ):
         block_k = min(NUMBERS // block_m, triton.next_power_of_2(x.shape[1]))

@@ -112,6 +112,13 @@ class _Linear:
         return sum(triton.cdiv(s.out_features, block_n) for s in self.slices)
 
 
+def num_small_tiles(plan: LoraPlan) -> int:
+    """That kernels go over: in a decode step as many as its padded rows can need, for a capture to serve other
+    steps."""
+    found = int(plan.cut_tiles().small.shape[1])
+    return max(found, min(plan.num_tokens, plan.small_tiles.shape[1])) if plan.is_decode else found
+
+
 def add_lora(
     launcher: Launcher,
     workspace: Workspace,
@@ -134,8 +141,9 @@ def add_lora(
     (block_dtype,) = table.block_dtypes
     linear = _Linear(launcher, workspace, y, x, plan, table, first_row, slices, block_dtype)
     tiles = plan.cut_tiles()
-    if plan.num_small_tiles:
-        _add_small(linear, plan.num_small_tiles, is_fused)
+    num_small = num_small_tiles(plan)
+    if num_small:
+        _add_small(linear, num_small, is_fused)
     if tiles.large.shape[1]:
         _add_large(linear, tiles)
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from loraplex.kernels import reference
-from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align, check_input_gains
+from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
 from loraplex.kernels.reference import StockPacking
 
 LARGEST = 127
@@ -85,7 +85,7 @@ class GpuPacking(StockPacking):
         dtype = self.block_dtype or compute_dtype
         if dtype != torch.int8:
             return reference.layout_block(slices, dtype, is_forced=True)
-        check_input_gains(slices)
+        reference.check_input_gains(slices)
         cursor = 0
         layouts: list[SliceLayout | None] = []
         for s in slices:
