@@ -80,7 +80,9 @@ def cases(sizes: Sequence[str], dtypes: Sequence[str], rows: Sequence[int]) -> I
             (MIXED_RANKS, "16 x r8-64"),
         ):
             yield lora_case("m", 16, ranks, dtype, label)
+        yield lora_case("m", 16, (16,) * 16, dtype, "16 x r16 with gains", "outputs")
         yield lora_case("m", 512, (16,) * 8, dtype, "8 x r16")
+    yield lora_case("m", 16, (0,) * 16, "float32", "16 x gains alone", "all")
     for size in sizes:
         for dtype in ("float32", "bfloat16"):
             for context in CONTEXTS:

@@ -152,14 +152,17 @@ def lora_parameters(size: str, ranks: Sequence[int]) -> int:
     )
 
 
-def lora_case(size: str, rows: int, ranks: Sequence[int], dtype: str, label: str) -> Case:
-    """All LoRA of one layer: as many adapters as `ranks`, each with an equal share of the rows."""
+def lora_case(size: str, rows: int, ranks: Sequence[int], dtype: str, label: str, gains: str = "none") -> Case:
+    """All LoRA of one layer: as many adapters as `ranks`, each with an equal share of the rows.
+
+    gains: none, outputs (as a DoRA has), all (and inputs of o and down). Of rank 0: nothing but gains (an IA3).
+    """
     parameters, width = lora_parameters(size, ranks), WEIGHT_BYTES[dtype]
-    num_bytes = parameters * width
+    num_bytes = parameters * width + 4 * len(ranks) * gain_parameters(size, gains)
 
     def build(backend: KernelBackend) -> Call:
         layers = [layer_targets(size, layer) for layer in range(copies_for(num_bytes))]
-        table = _slot_table(backend, layers, ranks, getattr(torch, dtype))
+        table = _slot_table(backend, layers, ranks, getattr(torch, dtype), gains)
         share = rows // len(ranks)
         segments = [LoraSegment(share * i, share * (i + 1), i) for i in range(len(ranks))]
         plan = LoraPlan.build(segments, rows, len(ranks))
@@ -169,6 +172,8 @@ def lora_case(size: str, rows: int, ranks: Sequence[int], dtype: str, label: str
 
         def one_layer(targets: Sequence[LoraTarget]) -> None:
             for target, (given, result) in zip(targets, inputs, strict=True):
+                if gains == "all" and len(target.slices) == 1:
+                    backend.scale_input(given, plan, table, table.first_row(target.name))
                 backend.add_lora(result, given, plan, table, table.first_row(target.name), target.slices)
 
         return in_turn([lambda t=targets: one_layer(t) for targets in layers])
@@ -179,14 +184,27 @@ def lora_case(size: str, rows: int, ranks: Sequence[int], dtype: str, label: str
     return Case("lora", f"{size} layer T={rows} {label} {dtype}", ("add_lora",), build, floor_s)
 
 
+def gain_parameters(size: str, gains: str) -> int:
+    """Of an adapter in one layer."""
+    targets = layer_targets(size, 0)
+    outputs = sum(one.out_features for target in targets for one in target.slices)
+    inputs = sum(target.in_features for target in targets if len(target.slices) == 1)
+    return {"none": 0, "outputs": outputs, "all": outputs + inputs}[gains]
+
+
 def _slot_table(
-    backend: KernelBackend, layers: Sequence[Sequence[LoraTarget]], ranks: Sequence[int], dtype: torch.dtype
+    backend: KernelBackend, layers: Sequence[Sequence[LoraTarget]], ranks: Sequence[int], dtype: torch.dtype, gains: str
 ) -> SlotTable:
-    """Every layer has the same weights at addresses of its own."""
+    """Every layer has the same weights at addresses of its own. Gains are 1: calls leave their inputs as they are."""
     drawn = {
         (slot, target.name.partition(".")[2].partition(".")[2]): tuple(
             SliceWeights(
-                _draw(rank, target.in_features, dtype=dtype), _draw(one.out_features, rank, dtype=dtype), None, 1.0
+                _draw(rank, target.in_features, dtype=dtype) if rank else None,
+                _draw(one.out_features, rank, dtype=dtype) if rank else None,
+                None,
+                1.0,
+                None if gains == "none" else torch.ones(one.out_features),
+                torch.ones(target.in_features) if gains == "all" and len(target.slices) == 1 else None,
             )
             for one in target.slices
         )

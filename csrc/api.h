@@ -34,7 +34,7 @@ struct RotaryCall {
 // The rows of one linear in the slot table (loraplex/kernels/plan.py), each of `capacity` slots; one row and one output
 // slice per slice.
 struct LoraTable {
-  const int64_t *a_addr, *b_addr, *bias_addr;  // 0: no such part. a_addr is that of the A of all slices
+  const int64_t *a_addr, *b_addr, *bias_addr, *gain_addr, *input_gain_addr;  // 0: no such part. a_addr: of all slices
   const int32_t *rank;
   const float* scale;
   const int32_t* format;
@@ -49,10 +49,11 @@ struct LoraSegments {
   int64_t count;
 };
 
-// One slice of an adapter, row-major: a [rank, in], b [out, rank], bias [out] fp32 or null. Strides: of rows, elements.
+// One slice of an adapter, row-major: a [rank, in], b [out, rank]; bias [out], gain [out] and input_gain [in] fp32 or
+// null. Strides: of rows, elements.
 struct LoraSource {
   const void *a, *b;
-  const float* bias;
+  const float *bias, *gain, *input_gain;
   int64_t a_stride, b_stride, a_format, b_format, rank, out;
 };
 
@@ -65,7 +66,8 @@ struct TeamStats {
 
 // The operators that a program (loraplex/kernels/native/program.py) is made of, as `name` of Operator there.
 enum Operator : int32_t {
-  kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kOperators
+  kLinear, kAddLora, kRmsNorm, kAddRmsNorm, kRotaryWriteKv, kPagedAttention, kSiluMul, kScaleInput,
+  kOperators
 };
 
 // One call of a program: what does not change from step to step. What `at` and `size` are is program.cpp's.

@@ -1,9 +1,11 @@
-// y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias) for all segments of a step and all slices of a linear.
+// y = (1 + weight (gain - 1)) y + weight * (gain * scale * (x[s:e] A^T) B^T + bias), y being y[s:e, slice], for all
+// segments of a step and all slices of a linear. No gain is a gain of 1.
 //
 // BATCH INVARIANCE. h[t, r] is one chain of fused multiply-adds over k in order from 0, d[t, n] one chain over the rank
-// from 0; then y = fma(weight * scale, d, y) and y = fma(weight, bias, y). A row that is in several segments gets them
-// in their order. So its bits depend on its own x, y and adapters: not on other rows or segments, on how rows are cut
-// into segments, or on the number of threads.
+// from 0; then y = fma(weight * scale, d, y) and y = fma(weight, bias, y). With a gain f = fma(weight, gain, 1 -
+// weight), y = fma(weight * scale * gain, d, f * y), or y = f * y where there are no A and B, and then the bias. A row
+// that is in several segments gets them in their order. So its bits depend on its own x, y and adapters: not on other
+// rows or segments, on how rows are cut into segments, or on the number of threads.
 //
 // Two phases: shrink (h = x A^T) of all segments, then expand (y += h B^T).
 #include <vector>
@@ -75,6 +77,15 @@ void shrink(const LoraDelta& delta, const LoraWork& w, long t0, long t1, long v0
   with_format(w.format, [&](auto math) { run_product(shrink_product<decltype(math)>(delta, w, t0, t1), v0, v1); });
 }
 
+void apply_gain(const float* gain, float weight, float* y, long y_stride, long rows, long begin, long end) {
+  for (long t = 0; t < rows; t++)
+    for (long n = begin; n < end; n += kPanel) {
+      float* to = y + t * y_stride + n;
+      const Vec16 factors = weighted_gain(load_first(gain + n, end - n), weight);
+      store_first(to, mul(factors, load_first(to, end - n)), end - n);
+    }
+}
+
 void add_bias(const float* bias, float weight, float* y, long y_stride, long rows, long begin, long end) {
   const Vec16 weights = set1(weight);
   for (long t = 0; t < rows; t++)
@@ -84,26 +95,29 @@ void add_bias(const float* bias, float weight, float* y, long y_stride, long row
     }
 }
 
-// y += h B^T and the bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice; its h begins at h_column.
+// Gain, h B^T and bias for rows [t0, t1) of a segment and vectors [v0, v1) of a slice; its h begins at h_column.
 void expand(const LoraDelta& delta, const LoraWork& w, long slice, long h_column, long t0, long t1, long v0, long v1) {
   const LoraTable& table = delta.table;
   const long at = delta.entry(w, slice), rank = table.rank[at], columns = table.out[slice];
   float* y = delta.y + (w.row + t0) * delta.y_stride + table.out_offset[slice];
+  const auto* gain = (const float*)table.gain_addr[at];
+  const long first = v0 * kPanel, last = std::min(v1 * kPanel, columns);
   if (rank > 0) {
     with_format(w.format, [&](auto math) {
       using Math = decltype(math);
-      run_product<Math>({.x = w.h + t0 * w.h_stride + h_column,
-                         .x_stride = w.h_stride, .rows = t1 - t0,
-                         .w = (const typename Math::Weight*)table.b_addr[at], .depth = rank,
-                         .width = part_width(columns), .y = y, .y_stride = delta.y_stride, .columns = columns,
-                         .adds = true, .scale = w.weight * table.scale[at]},
-                        v0, v1);
+      const LoraProduct<Math> product = {.x = w.h + t0 * w.h_stride + h_column,
+                                         .x_stride = w.h_stride, .rows = t1 - t0,
+                                         .w = (const typename Math::Weight*)table.b_addr[at], .depth = rank,
+                                         .width = part_width(columns), .y = y, .y_stride = delta.y_stride,
+                                         .columns = columns, .adds = true, .scale = w.weight * table.scale[at]};
+      if (gain == nullptr) return run_product(product, v0, v1);
+      run_product(product, v0, v1, Gain{gain, w.weight});
     });
+  } else if (gain != nullptr) {
+    apply_gain(gain, w.weight, y, delta.y_stride, t1 - t0, first, last);
   }
-  if (table.bias_addr[at] != 0) {
-    add_bias((const float*)table.bias_addr[at], w.weight, y, delta.y_stride, t1 - t0, v0 * kPanel,
-             std::min(v1 * kPanel, columns));
-  }
+  if (table.bias_addr[at] != 0)
+    add_bias((const float*)table.bias_addr[at], w.weight, y, delta.y_stride, t1 - t0, first, last);
 }
 
 // f(slice, first column of its h, its cost) for each slice of a segment's adapter.
@@ -112,7 +126,7 @@ void for_slices(const LoraDelta& delta, const LoraWork& w, F f) {
   long h_column = 0;
   for (long slice = 0; slice < delta.table.num_slices; slice++) {
     const long at = delta.entry(w, slice), rank = delta.table.rank[at];
-    if (rank > 0 || delta.table.bias_addr[at] != 0)
+    if (rank > 0 || delta.table.bias_addr[at] != 0 || delta.table.gain_addr[at] != 0)
       f(slice, h_column, cost_of((rank + 1) * delta.table.out[slice], w.rows));
     h_column += rank;
   }
@@ -169,6 +183,12 @@ void shrink_piece(const LoraDelta& delta, long piece, long pieces) {
   }
 }
 
+// Of a slice of item i, if there is one: gains are a stream beside that of the blocks.
+void prefetch_gain(const LoraDelta& delta, size_t i, long slice) {
+  if (i == delta.work.size()) return;
+  prefetch_start((const void*)delta.table.gain_addr[delta.entry(delta.work[i], slice)], kGainAheadBytes);
+}
+
 void expand_piece(const LoraDelta& delta, long piece, long pieces) {
   Piece own(delta.expand_cost, piece, pieces);
   for (size_t i = 0; i < delta.work.size(); i++) {
@@ -177,7 +197,10 @@ void expand_piece(const LoraDelta& delta, long piece, long pieces) {
       const long vectors = vectors_of(delta.table.out[slice]);
       const bool by_columns = w.rows <= 4 * kMaxRows;
       own.take(cost, by_columns ? vectors : w.rows, [&](long first, long last) {
-        if (slice + 1 == delta.table.num_slices && i + 1 < delta.work.size()) prefetch_start(delta.work[i + 1].b);
+        const bool is_last = slice + 1 == delta.table.num_slices;
+        if (is_last && i + 1 < delta.work.size()) prefetch_start(delta.work[i + 1].b);
+        if (delta.table.gain_addr[delta.entry(w, slice)] != 0)
+          prefetch_gain(delta, is_last ? i + 1 : i, is_last ? 0 : slice + 1);
         if (by_columns) expand(delta, w, slice, h_column, 0, w.rows, first, last);
         else expand(delta, w, slice, h_column, first, last, 0, vectors);
       });
@@ -212,18 +235,19 @@ LoraDelta::LoraDelta(const LoraTable& table, const LoraSegments& segments, const
   for (long i = 0; i < segments.count; i++) {
     LoraWork w = {.row = segments.start[i], .rows = segments.end[i] - segments.start[i], .slot = segments.slot[i],
                   .weight = segments.weight[i]};
-    bool has_bias = false;
+    bool has_more = false;
     for (long slice = 0; slice < table.num_slices; slice++) {
       const long at = entry(w, slice);
-      has_bias |= table.bias_addr[at] != 0;
+      has_more |= table.bias_addr[at] != 0 || table.gain_addr[at] != 0;
       if (table.rank[at] == 0) continue;
       w.format = table.format[at];
       w.a = (const void*)table.a_addr[at];
       if (w.b == nullptr) w.b = (const void*)table.b_addr[at];
       w.end = (const char*)table.b_addr[at] + part_bytes(table.rank[at], table.out[slice], w.format == kF32 ? 4 : 2);
+      if (table.gain_addr[at] != 0) w.end = (const char*)((const float*)table.gain_addr[at] + table.out[slice]);
       w.a_columns += table.rank[at];
     }
-    if (w.a_columns == 0 && !has_bias) continue;
+    if (w.a_columns == 0 && !has_more) continue;
     overlaps |= w.row < last_end;
     last_end = std::max(last_end, w.row + w.rows);
     w.h_stride = vectors_of(w.a_columns) * kPanel;

@@ -22,8 +22,8 @@ struct LoraWork {
   int64_t shrink_cost = 0, expand_cost = 0;
 };
 
-// y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias). One at a time per calling thread: the memory behind it
-// is that thread's.
+// The delta and the gain of every segment and slice (lora.cpp has the formula). One at a time per calling thread: the
+// memory behind it is that thread's.
 struct LoraDelta {
   LoraDelta(const LoraTable& table, const LoraSegments& segments, const float* x, long x_stride, float* y,
             long y_stride);

@@ -1,7 +1,8 @@
 // How one adapter's weights for one (fused) linear lie in memory: its packed block.
 //
 //   A     of all slices side by side, in the order of the slices: they share x. Column c is one row of some slice's A.
-//   then for each slice B, its columns being the slice's output columns, then its bias in fp32 (where there are any)
+//   then for each slice B, its columns being the slice's output columns, then in fp32 its bias [out], its gain [out]
+//   and its input gain [in] (what of these it has)
 //
 // A and B are matrices [depth][width] (A: in x the sum of the ranks, B: rank x out) in panels of at most kLoraPanel
 // columns, each panel [depth][columns of this panel]. The width is rounded up to 8 with zeros, so that ranks below 16

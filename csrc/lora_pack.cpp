@@ -127,9 +127,10 @@ class Part {
   long depth_, columns_, width_, next_ = 0;
 };
 
-char* pack_bias(const float* bias, long out, char* at) {
-  const long size = out * sizeof(float), total = round_up(size, kPartAlignment);
-  memcpy(at, bias, size);
+char* pack_vector(const float* vector, long count, char* at) {
+  if (vector == nullptr) return at;
+  const long size = count * sizeof(float), total = round_up(size, kPartAlignment);
+  memcpy(at, vector, size);
   memset(at + size, 0, total - size);
   return at + total;
 }
@@ -150,7 +151,9 @@ void pack(const LoraSource* slices, long num_slices, long in, char* at) {
       b.add(s.b, s.b_stride, s.b_format, s.out);
       at = b.end();
     }
-    if (s.bias != nullptr) at = pack_bias(s.bias, s.out, at);
+    at = pack_vector(s.bias, s.out, at);
+    at = pack_vector(s.gain, s.out, at);
+    at = pack_vector(s.input_gain, in, at);
   }
 }
 

@@ -55,6 +55,7 @@ LORAPLEX_API void loraplex_add_rows(const LoraTable* table, const LoraSegments* 
       using Math = decltype(math);
       using Weight = typename Math::Weight;
       const LoraSource source = {.a = (const Weight*)table->a_addr[slot] + r.column * in, .b = nullptr, .bias = nullptr,
+                                 .gain = nullptr, .input_gain = nullptr,
                                  .a_stride = in, .b_stride = 0, .a_format = format, .b_format = format,
                                  .rank = r.columns, .out = 0};
       part.resize(part_bytes(in, most_columns, sizeof(float)) / sizeof(float));

@@ -1,7 +1,9 @@
 // The products of the LoRA delta: y (+)= scale * x W for W in the panels of lora_layout.h.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
+#include "gain.h"
 #include "lora_layout.h"
 #include "tile.h"
 
@@ -21,20 +23,33 @@ struct LoraProduct {
   float scale;
 };
 
+// With gains y[t, c] = fma(scale * gain[c], that sum, (1 + weight (gain[c] - 1)) * y[t, c]). Products without them are
+// code of their own, which has no registers for them.
+struct NoGain {
+  NoGain from(long) const { return {}; }
+};
+struct Gain {
+  const float* at;
+  float weight;
+  Gain from(long column) const { return {at + column, weight}; }
+};
+
 constexpr int max_vectors(int rows) {
   return kAccumulators / rows < kLoraVectors ? kAccumulators / rows : (int)kLoraVectors;
 }
 
 constexpr long kLoraChunk = 512;           // steps of k that all rows go through together
 constexpr long kSpan = 3 * kLoraVectors;   // vectors of columns that all rows go through together
+constexpr long kGainAheadBytes = 1024;     // of gains, which are read more slowly than B
 constexpr long kLoraAheadBytes = 4096;     // prefetch distance of a stream; hardware prefetchers stop at 4 KiB pages
 
 // Steps [0, depth) of the chains of ROWS rows x VECTORS vectors, from vector `w` of a panel on. `resumes`: they go on
 // from what y holds. noinline: inlined, GCC 12 keeps the sums on the stack (2 times slower): look at the disassembly.
-template <class Math, int ROWS, int VECTORS>
+template <class Math, int ROWS, int VECTORS, class Gains>
 __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const typename Math::Weight* w, long w_stride,
                                          long depth, float* y, long y_stride, long columns, bool resumes, bool adds,
-                                         float scale) {
+                                         float scale, Gains gains) {
+  constexpr bool kHasGain = std::is_same_v<Gains, Gain>;
   Vec16 sum[ROWS][VECTORS];
 #pragma GCC unroll 12
   for (int m = 0; m < ROWS; m++)
@@ -45,6 +60,10 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 12
       for (int v = 0; v < VECTORS; v++) prefetch(y + m * y_stride + kPanel * (v + 2 * VECTORS));
+  }
+  if constexpr (kHasGain) {
+#pragma GCC unroll 12
+    for (int v = 0; v < VECTORS; v++) prefetch((const char*)(gains.at + kPanel * v) + kGainAheadBytes);
   }
   for (long k = 0; k < depth; k++) {
 #pragma GCC unroll 12
@@ -80,6 +99,27 @@ __attribute__((noinline)) void lora_tile(const float* x, long x_stride, const ty
 #pragma GCC unroll 12
       for (int v = 0; v < VECTORS; v++) f(y + m * y_stride + kPanel * v, columns - kPanel * v, sum[m][v]);
   };
+  if constexpr (kHasGain) {
+    auto finish_gained = [&](auto load_some, auto store_some) {
+#pragma GCC unroll 12
+      for (int v = 0; v < VECTORS; v++) {
+        const long count = columns - kPanel * v;
+        const Vec16 gain = load_some(gains.at + kPanel * v, count), factor = weighted_gain(gain, gains.weight);
+        const Vec16 scaled = mul(scales, gain);
+#pragma GCC unroll 12
+        for (int m = 0; m < ROWS; m++) {
+          float* to = y + m * y_stride + kPanel * v;
+          store_some(to, fma(scaled, sum[m][v], mul(factor, load_some(to, count))), count);
+        }
+      }
+    };
+    if (columns >= kPanel * VECTORS)
+      finish_gained([](const float* p, long) { return load(p); }, [](float* p, Vec16 v, long) { store(p, v); });
+    else
+      finish_gained([](const float* p, long count) { return count > 0 ? load_first(p, count) : zero(); },
+                    [](float* p, Vec16 v, long count) { if (count > 0) store_first(p, v, count); });
+    return;
+  }
   if (!adds) finish([](float* to, long, Vec16 chain) { store(to, chain); });
   else if (columns >= kPanel * VECTORS)
     finish([&](float* to, long, Vec16 chain) { store(to, fma(scales, chain, load(to))); });
@@ -118,9 +158,9 @@ inline long row_blocks(long rows, long vectors) {
   return best;
 }
 
-// Vectors [begin, end) of all columns of a product, all its rows.
-template <class Math>
-void run_product(const LoraProduct<Math>& p, long begin, long end) {
+// Vectors [begin, end) of all columns of a product, all its rows. gains: NoGain or a Gain of all columns.
+template <class Math, class Gains = NoGain>
+void run_product(const LoraProduct<Math>& p, long begin, long end, Gains gains = {}) {
   const long blocks = p.rows <= 1 ? p.rows : row_blocks(p.rows, std::min(kLoraVectors, end - begin));
   if (blocks == 0) return;
   const long limit = max_vectors(ceil_div(p.rows, blocks)), chunk = blocks > 1 && !p.adds ? kLoraChunk : p.depth;
@@ -132,7 +172,7 @@ void run_product(const LoraProduct<Math>& p, long begin, long end) {
         if constexpr (rows() <= kMaxRows && vectors() <= max_vectors(rows()))
           lora_tile<Math, rows(), vectors()>(p.x + t0 * p.x_stride + k, p.x_stride, w, width,
                                              std::min(chunk, p.depth - k), p.y + t0 * p.y_stride + column, p.y_stride,
-                                             p.columns - column, k > 0, p.adds, p.scale);
+                                             p.columns - column, k > 0, p.adds, p.scale, gains.from(column));
       });
     });
   };

@@ -12,6 +12,8 @@ LORAPLEX_API void loraplex_lora_linear(int32_t format, const float* x, int64_t x
                                        const loraplex::LoraSegments* segments, double* lora_seconds, int32_t threads);
 LORAPLEX_API void loraplex_add_lora(const loraplex::LoraTable* table, const loraplex::LoraSegments* segments,
                                     const float* x, int64_t x_stride, float* y, int64_t y_stride, int32_t threads);
+LORAPLEX_API void loraplex_scale_input(const loraplex::LoraTable* table, const loraplex::LoraSegments* segments,
+                                       float* x, int64_t x_stride, int32_t threads);
 LORAPLEX_API void loraplex_rms_norm(const float* x, int64_t outer_stride, int64_t inner, int64_t inner_stride,
                                     int64_t rows, int64_t size, const float* weight, float eps, float* y,
                                     int32_t threads);

@@ -38,6 +38,8 @@ void run_call(const ProgramCall& c, const ProgramStep& step, double* seconds) {
       return loraplex_paged_attention(step.attention, in(0), size[0], at[1], size[1], out(2));
     case kSiluMul:  // gate and up, y; stride, size
       return loraplex_silu_mul(in(0), size[0], step.rows, size[1], out(1), threads);
+    case kScaleInput:  // table, x; stride of x
+      return loraplex_scale_input((const LoraTable*)at[0], step.segments, out(1), size[0], threads);
   }
 }
 

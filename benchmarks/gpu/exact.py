@@ -37,20 +37,36 @@ def expected_lora(
     adapters: Sequence[Sequence[SliceWeights | None]],
     slices: Sequence[LoraSlice],
 ) -> torch.Tensor:
-    """y[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias) in float64."""
+    """KernelBackend.add_lora's formula in float64."""
     out, x = y.double(), x.double()
     for segment in segments:
         rows = slice(segment.start, segment.end)
         for s, weights in zip(slices, adapters[segment.lora_slot], strict=True):
             if weights is None:
                 continue
-            delta = torch.zeros_like(out[rows, s.out_offset : s.out_offset + s.out_features])
+            y_rows = out[rows, s.out_offset : s.out_offset + s.out_features]
+            gain = torch.ones(s.out_features) if weights.gain is None else weights.gain
+            gain = gain.to(y.device).double()
+            delta = torch.zeros_like(y_rows)
             if weights.lora_a is not None and weights.lora_b is not None:
                 a, b = (t.to(y.device).double() for t in (weights.lora_a, weights.lora_b))
-                delta += weights.scaling * (x[rows] @ a.T) @ b.T
+                delta += gain * weights.scaling * ((x[rows] @ a.T) @ b.T)
             if weights.bias is not None:
                 delta += weights.bias.to(y.device).double()
-            out[rows, s.out_offset : s.out_offset + s.out_features] += segment.weight * delta
+            y_rows.mul_(1 + segment.weight * (gain - 1)).add_(segment.weight * delta)
+    return out
+
+
+def expected_input(
+    x: torch.Tensor, segments: Sequence[LoraSegment], adapters: Sequence[Sequence[SliceWeights | None]]
+) -> torch.Tensor:
+    """KernelBackend.scale_input's formula in float64."""
+    out = x.double()
+    for segment in segments:
+        for weights in adapters[segment.lora_slot]:
+            if weights is not None and weights.input_gain is not None:
+                gain = weights.input_gain.to(x.device).double()
+                out[segment.start : segment.end] *= 1 + segment.weight * (gain - 1)
     return out
 
 

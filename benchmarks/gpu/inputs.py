@@ -36,12 +36,20 @@ class Packed:
 
 
 def draw_weights(
-    target: LoraTarget, rank: int, dtype: torch.dtype, generator: torch.Generator, has_bias: bool = False
+    target: LoraTarget,
+    rank: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    has_bias: bool = False,
+    has_gains: bool = False,
 ) -> tuple[SliceWeights | None, ...]:
-    """A random adapter whose update is about as large as its input."""
+    """A random adapter whose update is about as large as its input. Gains: of inputs too, where there is one slice."""
 
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) / math.sqrt(shape[-1])).to(dtype)
+
+    def draw_gain(size: int, is_there: bool = has_gains) -> torch.Tensor | None:
+        return 1 + torch.randn(size, generator=generator) / 2 if is_there else None
 
     return tuple(
         SliceWeights(
@@ -49,6 +57,8 @@ def draw_weights(
             draw(s.out_features, rank),
             draw(1, s.out_features)[0] if has_bias else None,
             float(2 ** torch.randint(-1, 2, (), generator=generator)),
+            draw_gain(s.out_features),
+            draw_gain(target.in_features, has_gains and len(target.slices) == 1),
         )
         for s in target.slices
     )

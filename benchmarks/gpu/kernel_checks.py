@@ -17,7 +17,16 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.attention_problems import EXACT, attention_problems
-from benchmarks.gpu.exact import LIMITS, Tensors, expected_lora, poisoned_allocations, replayed, row_error, same_bits
+from benchmarks.gpu.exact import (
+    LIMITS,
+    Tensors,
+    expected_input,
+    expected_lora,
+    poisoned_allocations,
+    replayed,
+    row_error,
+    same_bits,
+)
 from benchmarks.gpu.inputs import (
     POPULARITIES,
     draw_slots,
@@ -115,15 +124,21 @@ def lora_problem(
     is_decode: bool,
     has_bias: bool = False,
     seed: int = 0,
+    has_gains: bool = False,
     **options: Any,
 ) -> Planned:
-    """One adapter per rank; one row per entry of `slots`. options: of the backend, as Place.lora_backend takes them."""
+    """One adapter per rank; one row per entry of `slots`. options: of the backend, as Place.lora_backend takes them.
+
+    has_gains: of every other adapter, of outputs and, where there is one slice, of inputs.
+    """
     outs = "+".join(str(s.out_features) for s in target.slices)
     spread = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)}-{max(ranks)}"
     what = f"{'decode' if is_decode else 'prefill'} {target.in_features}x{outs} T={len(slots)} r{spread} x{len(ranks)}"
     chosen = "".join(f", {OPTION_NAMES[option]}" for option in options.items())
-    name = f"{what}{' bias' if has_bias else ''} {dtype_name(dtype)}{chosen}"
-    build = partial(_lora_problem, name, place, target, dtype, ranks, slots, is_decode, has_bias, seed, options)
+    name = f"{what}{' bias' if has_bias else ''}{' gains' if has_gains else ''} {dtype_name(dtype)}{chosen}"
+    build = partial(
+        _lora_problem, name, place, target, dtype, ranks, slots, is_decode, has_bias, seed, has_gains, options
+    )
     return Planned(name, build)
 
 
@@ -137,11 +152,16 @@ def _lora_problem(
     is_decode: bool,
     has_bias: bool,
     seed: int,
+    has_gains: bool,
     options: Mapping[str, Any],
 ) -> Problem:
     generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     backend = place.lora_backend(**options) if options else place.backend
-    packed = [pack(backend, target, draw_weights(target, rank, dtype, generator, has_bias), dtype) for rank in ranks]
+    packed = [
+        pack(backend, target, draw_weights(target, rank, dtype, generator, has_bias, has_gains and i % 2 == 0), dtype)
+        for i, rank in enumerate(ranks)
+    ]
+    scales_input = has_gains and len(target.slices) == 1
     table = make_table([target], [[one] for one in packed], place.device)
     plan = make_plan(slots, place.device, is_decode)
     out = sum(s.out_features for s in target.slices)
@@ -151,8 +171,13 @@ def _lora_problem(
 
     def run() -> Tensors:
         y = given.clone()
-        backend.add_lora(y, x, plan, table, 0, target.slices)
-        return (y,)
+        if not scales_input:
+            backend.add_lora(y, x, plan, table, 0, target.slices)
+            return (y,)
+        scaled = x.clone()
+        backend.scale_input(scaled, plan, table, 0)
+        backend.add_lora(y, scaled, plan, table, 0, target.slices)
+        return y, scaled
 
     def redraw() -> None:
         x[1:].copy_(torch.randn(x[1:].shape, generator=generator))
@@ -162,7 +187,11 @@ def _lora_problem(
         plan.rewrite(segments_of(fresh), len(slots), is_decode)
 
     def expected() -> Tensors:
-        return (expected_lora(given, x, plan.segments, [one.weights for one in packed], target.slices),)
+        adapters = [one.weights for one in packed]
+        if not scales_input:
+            return (expected_lora(given, x, plan.segments, adapters, target.slices),)
+        scaled = expected_input(x, plan.segments, adapters)
+        return expected_lora(given, scaled.to(dtype), plan.segments, adapters, target.slices), scaled
 
     return Problem("lora", name, dtype, run, expected, redraw if is_decode else None, backend)
 
@@ -196,6 +225,11 @@ def lora_problems(place: Place, is_small: bool) -> Iterator[Planned]:
         ranks = (4, 24) if is_small else (64, 256, 5)
         yield lora_problem(place, target, dtype, ranks, slots, False, seed=next(seeds))
         yield lora_problem(place, target, dtype, ranks, slots, False, True, next(seeds), block_dtype=torch.int8)
+        for linear, is_decode in itertools.product(("qkv", "down"), (True, False)):
+            of = (TINY if is_small else LLAMA_8B).target(linear)
+            rows = draw_slots("uniform", max(batches), np.random.default_rng(8)) if is_decode else slots
+            of_rows = [every_rank[i % len(every_rank)] for i in range(max(rows) + 1)]
+            yield lora_problem(place, of, dtype, of_rows, rows, is_decode, True, next(seeds), has_gains=True)
         odd = make_target("odd", 72, (40, 24)) if is_small else make_target("odd", 1000, (520, 72))
         yield lora_problem(place, odd, dtype, [5, 1], [0, 0, 1], True, has_bias=True, seed=next(seeds))
 

@@ -4,8 +4,9 @@ At start, for each of some batch sizes, a step of that many rows is captured twi
 kernel. A step is padded to the next size and replayed. A graph reads the tensors of its shape in the step's buffers
 (engine/step_buffers.py), the KV memory and the slot table, all at fixed addresses, and writes logits to one tensor that
 all graphs share. So adapters that come, go and move, and KV blocks that change hands, are no reason to capture again.
-One thing is: kernels are made for ranks up to some bound (StepCapture.rank_capacity), and a step with an adapter of a
-larger rank has its graph captured again for larger ones.
+Two things are: kernels are made for ranks up to some bound (StepCapture.rank_capacity), and for gains once the slot
+table has had one. A step with an adapter of a larger rank, and each step after the first gain, has its graph captured
+again.
 
 Everything else runs kernel by kernel, and is counted by reason:
 
@@ -91,11 +92,13 @@ class _Key(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A graph, the step that it was captured of, and the largest rank that it covers."""
+    """A graph, the step that it was captured of, the largest rank and the gains (of outputs, of inputs) that it
+    covers."""
 
     graph: CapturedGraph
     batch: StepBatch
     rank_capacity: int
+    gains: tuple[bool, bool]
 
 
 class DecodeGraphs:
@@ -161,6 +164,7 @@ class DecodeGraphs:
     def _try_capture(self, key: _Key) -> bool:
         """False, and no such graph, when it cannot be captured. An older one, which may be running, stays until
         then."""
+        gains = self._gains(key)  # an adapter that comes during the capture is in no step before the next
         try:
             if not len(self._logits):
                 shape = self._sizes[-1], self._model.config.vocab_size
@@ -180,8 +184,14 @@ class DecodeGraphs:
             )
             return False
         capacity = self._backend.rank_capacity(self._table) if key.has_adapters and self._table is not None else 0
-        self._graphs[key] = _Captured(graph, batch, capacity)
+        self._graphs[key] = _Captured(graph, batch, capacity, gains)
         return True
+
+    def _gains(self, key: _Key) -> tuple[bool, bool]:
+        """Whether the table ever had gains of outputs, and of inputs."""
+        if self._table is None or not key.has_adapters:
+            return False, False
+        return self._table.has_gains, self._table.has_input_gains
 
     def _run(self, batch: StepBatch) -> None:
         """What is captured: token ids to logits of every row."""
@@ -212,15 +222,15 @@ class DecodeGraphs:
         return None
 
     def _is_there(self, key: _Key, slots: set[int]) -> bool:
-        """Whether there is such a graph, for the ranks in these slots; it is captured again when they exceed its
-        own."""
+        """Whether there is such a graph, for the ranks and gains in these slots; it is captured again when its own are
+        less."""
         captured = self._graphs.get(key)
         if captured is None:
             return False
         rank = 0 if self._table is None or not slots else self._table.largest_rank(sorted(slots))
-        if rank <= captured.rank_capacity:
+        if rank <= captured.rank_capacity and captured.gains == self._gains(key):
             return True
-        logger.info("capturing the CUDA graph for %d rows again, for rank %d", key.size, rank)
+        logger.info("capturing the CUDA graph for %d rows again, for rank %d and what gains there are", key.size, rank)
         return self._try_capture(key) and rank <= self._graphs[key].rank_capacity
 
     def replay(self, step: BuiltStep) -> Tensor:

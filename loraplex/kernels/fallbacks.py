@@ -17,13 +17,15 @@ from loraplex.metrics import KernelFallback
 logger = logging.getLogger(__name__)
 
 NATIVE_OPERATORS = (
-    *("add_lora", "add_rms_norm", "linear", "paged_attention", "rms_norm", "rotary_write_kv", "silu_mul"),
-    *("invert_cdf", "keep_nucleus", "log_sum_exp", "ordered_top_k", "row_argmax", "token_ranks", "token_weights"),
+    *("add_lora", "add_rms_norm", "linear", "paged_attention", "rms_norm", "rotary_write_kv", "scale_input"),
+    *("silu_mul", "invert_cdf", "keep_nucleus", "log_sum_exp", "ordered_top_k", "row_argmax", "token_ranks"),
+    "token_weights",
 )
 """What has kernels in loraplex/kernels/native."""
 
 TRITON_OPERATORS = (
-    *("add_lora", "add_rms_norm", "keep_nucleus", "paged_attention", "rms_norm", "rotary_write_kv", "silu_mul"),
+    *("add_lora", "add_rms_norm", "keep_nucleus", "paged_attention"),
+    *("rms_norm", "rotary_write_kv", "scale_input", "silu_mul"),
 )
 """What has kernels in loraplex/kernels/triton; quantised weights have some too, and are refused without Triton."""
 

@@ -222,6 +222,11 @@ class SliceLayout:
     gain_offset: int = ABSENT
     input_gain_offset: int = ABSENT
 
+    @property
+    def offsets(self) -> tuple[int, int, int, int, int]:
+        """Of A, B, bias, gain and input gain: the order of the slot table's addresses."""
+        return self.a_offset, self.b_offset, self.bias_offset, self.gain_offset, self.input_gain_offset
+
 
 class SliceView(NamedTuple):
     """The parts of one slice as tensors over the arena's memory (stock row-major layout)."""
@@ -230,6 +235,22 @@ class SliceView(NamedTuple):
     lora_b: torch.Tensor | None
     bias: torch.Tensor | None
     scale: float
+    gain: torch.Tensor | None
+    input_gain: torch.Tensor | None
+
+
+_Facts = tuple[int, frozenset[torch.dtype], bool, bool]
+"""Of blocks, what `SlotTable.expect` is told: largest rank, dtypes, whether there are gains, and input gains."""
+
+
+def _facts_of(layouts: Iterable[SliceLayout | None]) -> _Facts:
+    present = [layout for layout in layouts if layout is not None]
+    return (
+        max((layout.rank for layout in present), default=0),
+        frozenset(layout.dtype for layout in present),
+        any(layout.gain_offset != ABSENT for layout in present),
+        any(layout.input_gain_offset != ABSENT for layout in present),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +265,9 @@ class _Placed:
 class SlotImage:
     """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
 
-    One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [3,
-    n] of A, B and bias inside the block (ABSENT: no such part), and rank, scale, dtype [n]. first_rows, layouts: one
-    per block.
+    One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
+    n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
+    block.
     """
 
     rows: NDArray[np.int64]
@@ -255,16 +276,20 @@ class SlotImage:
     values: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
     first_rows: tuple[int, ...]
     layouts: tuple[tuple[SliceLayout | None, ...], ...]
-    max_rank: int
-    dtypes: frozenset[torch.dtype]
+    facts: _Facts
+
+
+_NUM_ADDRESSES, _NUM_VALUES = 5, 3
+"""Columns of the slot table that are addresses, and the others."""
 
 
 class SlotTable:
     """Addresses of every resident adapter's packed blocks: all that a LoRA kernel reads of adapters.
 
     One row per (target, slice), in the order of `targets`; one column per lora_slot. Tensors of shape [rows, capacity]:
-    a_addr, b_addr, bias_addr int64 (0: no such part), rank int32 (0: no A and B), scale float32, dtype int32
-    (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() + byte offset.
+    a_addr, b_addr, bias_addr, gain_addr, input_gain_addr int64 (0: no such part), rank int32 (0: no A and B), scale
+    float32, dtype int32 (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() + byte
+    offset.
 
     On another device than the host (`is_mirrored`; True for tests) what is written is on the host, and `flush` brings
     it to the tensors, in the order of the kernels: a step in flight sees none of it, the next one all. The table itself
@@ -297,19 +322,22 @@ class SlotTable:
         """The largest rank that any block here ever had; it never becomes less."""
         self.block_dtypes: set[torch.dtype] = set()
         """The dtypes that blocks here ever had."""
+        self.has_gains = False
+        """Whether any block here ever had a gain; it never becomes False again. Likewise `has_input_gains`."""
+        self.has_input_gains = False
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
 
     def _allocate_columns(self) -> None:
-        shape = (3, self.num_rows, self.capacity)
-        addresses, values = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int32)
+        addresses = torch.zeros((_NUM_ADDRESSES, self.num_rows, self.capacity), dtype=torch.int64)
+        values = torch.zeros((_NUM_VALUES, self.num_rows, self.capacity), dtype=torch.int32)
         self._host_planes = addresses.numpy(), values.numpy()
-        host_rank, host_scale, host_dtype = self._host_planes[1]
-        self._host = (*self._host_planes[0], host_rank, host_scale.view(np.float32), host_dtype)
+        self._host_rank, host_scale, host_dtype = self._host_planes[1]
+        self._host = (*self._host_planes[0], self._host_rank, host_scale.view(np.float32), host_dtype)
         if self.is_mirrored:
             addresses, values = (planes.clone().to(self.buffer.device) for planes in (addresses, values))
         self._planes = addresses, values
-        self.a_addr, self.b_addr, self.bias_addr = addresses.unbind()
+        self.a_addr, self.b_addr, self.bias_addr, self.gain_addr, self.input_gain_addr = addresses.unbind()
         self.rank, self.dtype = values[0], values[2]
         self.scale = values[1].view(torch.float32)
         self._changed: set[int] = set()
@@ -322,6 +350,10 @@ class SlotTable:
         """Row of the target's first slice; its other slices follow. KeyError when there is no such target."""
         return self._first_rows[target_name]
 
+    def target_at(self, first_row: int) -> LoraTarget:
+        """The target whose first slice has this row."""
+        return self._by_first_row[first_row]
+
     def set_block(
         self, target_name: str, lora_slot: int, block_offset: int, layouts: Sequence[SliceLayout | None]
     ) -> None:
@@ -333,14 +365,13 @@ class SlotTable:
         num_slices = len(self._by_first_row[first_row].slices)
         if len(layouts) != num_slices:
             raise ValueError(f"{target_name} has {num_slices} slices, got {len(layouts)} layouts")
-        last_part = max((max(x.a_offset, x.b_offset, x.bias_offset, 0) for x in layouts if x is not None), default=0)
+        last_part = max((max(*x.offsets, 0) for x in layouts if x is not None), default=0)
         if block_offset < 0 or block_offset + last_part >= self.buffer.numel():
             raise ValueError(f"a block at {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
         self._check_slot(lora_slot)
         for row, layout in enumerate(layouts, first_row):
             self._write(row, lora_slot, self._entry(block_offset, layout))
-        present = [layout for layout in layouts if layout is not None]
-        self.expect(max((x.rank for x in present), default=0), frozenset(x.dtype for x in present))
+        self.expect(*_facts_of(layouts))
         self._mark(lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self.derived[lora_slot].pop(first_row, None)
@@ -354,11 +385,11 @@ class SlotTable:
             for row, layout in enumerate(layouts, first_row)
             if layout is not None
         ]
-        parts = [(layout.a_offset, layout.b_offset, layout.bias_offset) for _, _, layout in found]
+        parts = [layout.offsets for _, _, layout in found]
         return SlotImage(
             rows=np.array([row for row, _, _ in found], np.int64),
             blocks=np.array([index for _, index, _ in found], np.int64),
-            offsets=np.array(parts, np.int64).reshape(-1, 3).T,
+            offsets=np.array(parts, np.int64).reshape(-1, _NUM_ADDRESSES).T,
             values=(
                 np.array([layout.rank for _, _, layout in found], np.int32),
                 np.array([layout.scale for _, _, layout in found], np.float32),
@@ -366,8 +397,7 @@ class SlotTable:
             ),
             first_rows=first_rows,
             layouts=tuple(tuple(layouts) for _, layouts in blocks),
-            max_rank=max((layout.rank for _, _, layout in found), default=0),
-            dtypes=frozenset(layout.dtype for _, _, layout in found),
+            facts=_facts_of(layout for _, _, layout in found),
         )
 
     def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
@@ -379,7 +409,7 @@ class SlotTable:
         addresses = np.where(image.offsets == ABSENT, 0, self._base_addr + starts + image.offsets)
         for column, values in zip(self._host, (*addresses, *image.values), strict=True):
             column[image.rows, lora_slot] = values
-        self.expect(image.max_rank, image.dtypes)
+        self.expect(*image.facts)
         self._mark(lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
 
@@ -398,7 +428,7 @@ class SlotTable:
 
     def largest_rank(self, lora_slots: Sequence[int]) -> int:
         """Of the adapters in these slots; 0 for none."""
-        ranks = self._host[3][:, list(lora_slots)]
+        ranks = self._host_rank[:, list(lora_slots)]
         return int(ranks.max()) if ranks.size else 0
 
     def views(self, row: int, lora_slot: int) -> SliceView | None:
@@ -416,6 +446,8 @@ class SlotTable:
             self._view(placed.offset, layout.b_offset, layout.dtype, out_features, layout.rank),
             self._view(placed.offset, layout.bias_offset, layout.dtype, out_features),
             layout.scale,
+            self._view(placed.offset, layout.gain_offset, torch.float32, out_features),
+            self._view(placed.offset, layout.input_gain_offset, torch.float32, in_features),
         )
 
     def _view(self, block_offset: int, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
@@ -426,15 +458,19 @@ class SlotTable:
 
     def _entry(self, block_offset: int, layout: SliceLayout | None) -> tuple[int | float, ...]:
         if layout is None:
-            return (0, 0, 0, 0, 0.0, 0)
+            return (*(0,) * _NUM_ADDRESSES, 0, 0.0, 0)
         start = self._base_addr + block_offset
-        addresses = (0 if o == ABSENT else start + o for o in (layout.a_offset, layout.b_offset, layout.bias_offset))
+        addresses = (0 if offset == ABSENT else start + offset for offset in layout.offsets)
         return (*addresses, layout.rank, layout.scale, DTYPE_CODES[layout.dtype])
 
-    def expect(self, max_rank: int, dtypes: Iterable[torch.dtype]) -> None:
-        """Blocks of such ranks and dtypes are here, or will be: captured steps are made for them."""
+    def expect(
+        self, max_rank: int, dtypes: Iterable[torch.dtype], has_gains: bool = False, has_input_gains: bool = False
+    ) -> None:
+        """Such blocks are here, or will be: captured steps are made for them."""
         self.max_rank = max(self.max_rank, max_rank)
         self.block_dtypes.update(dtypes)
+        self.has_gains |= has_gains
+        self.has_input_gains |= has_input_gains
 
     def _write(self, row: int, lora_slot: int, entry: tuple[int | float, ...]) -> None:
         for column, value in zip(self._host, entry, strict=True):
@@ -454,11 +490,12 @@ class SlotTable:
         if not self._changed:
             return
         slots = sorted(self._changed)
-        size = len(slots) * self.num_rows * 3
+        num_values = _NUM_VALUES * self.num_rows * len(slots)
+        size = len(slots) + _NUM_ADDRESSES * self.num_rows * len(slots) + (num_values + 1) // 2
         # int64 words: the slots, the addresses, and the values two by two. Torch keeps page-locked memory until its
         # copy is done.
         is_pinned = self.buffer.device.type == "cuda"
-        staging = torch.empty(len(slots) + size + (size + 1) // 2, dtype=torch.int64, pin_memory=is_pinned)
+        staging = torch.empty(size, dtype=torch.int64, pin_memory=is_pinned)
         staging[: len(slots)] = torch.tensor(slots)
         for written, part in zip(self._host_planes, self._parts(staging, len(slots)), strict=True):
             part.numpy()[:] = written[:, :, slots]
@@ -468,11 +505,12 @@ class SlotTable:
         self._changed.clear()  # now, or they would be lost to a step that is tried again for lack of memory
 
     def _parts(self, staging: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Addresses and values in a staging buffer, each [3, rows, num_slots]."""
-        shape = (3, self.num_rows, num_slots)
-        addresses = staging[num_slots:][: math.prod(shape)]
-        values = staging[num_slots + len(addresses) :].view(torch.int32)[: math.prod(shape)]
-        return addresses.view(shape), values.view(shape)
+        """Addresses and values in a staging buffer, [5, rows, num_slots] and [3, rows, num_slots]."""
+        per_plane = self.num_rows * num_slots
+        addresses = staging[num_slots:][: _NUM_ADDRESSES * per_plane]
+        values = staging[num_slots + len(addresses) :].view(torch.int32)[: _NUM_VALUES * per_plane]
+        shape = self.num_rows, num_slots
+        return addresses.view(_NUM_ADDRESSES, *shape), values.view(_NUM_VALUES, *shape)
 
     def _mark(self, lora_slot: int) -> None:
         if self.is_mirrored:
@@ -485,8 +523,8 @@ class SlotTable:
             assert (host[:, :, same] == planes.cpu().numpy()[:, :, same]).all(), "the device has another slot table"
 
     def addresses(self, row: int, lora_slot: int) -> list[int]:
-        """Of A, B and bias of one slice, as they were written last."""
-        return [int(column[row, lora_slot]) for column in self._host[:3]]
+        """Of the parts of one slice, in the order of `SliceLayout.offsets`, as they were written last."""
+        return [int(address) for address in self._host_planes[0][:, row, lora_slot]]
 
     def _check_slot(self, lora_slot: int) -> None:
         if not 0 <= lora_slot < self.capacity:

@@ -13,6 +13,7 @@ from loraplex.performance.profiler import Profiler
 PART_OF = {
     "linear": "gemm",
     "add_lora": "lora",
+    "scale_input": "lora",
     "paged_attention": "attention",
     "rms_norm": "glue",
     "add_rms_norm": "glue",

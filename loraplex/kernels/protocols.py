@@ -42,7 +42,17 @@ class LayerOps(Protocol):
         first_row: int,
         slices: tuple[LoraSlice, ...],
     ) -> None:
-        """In place, for each segment and slice: y[s:e, o:o+n] += weight * (scale * (x[s:e] A^T) B^T + bias)."""
+        """In place, for each segment and slice, in their order, y being y[s:e, o:o+n]:
+
+        y = (1 + weight (gain - 1)) y + weight * (gain * scale * (x[s:e] A^T) B^T + bias). No gain is a gain of 1.
+        """
+        ...
+
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+        """In place, for each segment, in their order: x[s:e] = (1 + weight (input_gain - 1)) x[s:e].
+
+        x [T, in]: the input of a target of one slice, before the base's product; what it was is lost.
+        """
         ...
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
@@ -286,7 +296,7 @@ class StepCapture(Protocol):
         ...
 
     def may_replay(self, table: SlotTable) -> bool:
-        """Whether what is in this table can be in a captured step at all, ranks apart."""
+        """Whether what is in this table can be in a captured step at all, ranks and gains apart."""
         ...
 
 

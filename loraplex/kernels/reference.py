@@ -2,7 +2,7 @@
 
 Arithmetic is float32 (or the promoted dtype when that is wider) and is rounded once, to the output's dtype.
 The packed block of the stock layout: for each slice A [rank, in], then B [out, rank], then its bias [out], row-major
-and in one dtype; each part starts on a multiple of 64 bytes.
+and in one dtype, then its gain [out] and input gain [in] in float32; each part starts on a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,27 @@ from loraplex.metrics import KernelFallback
 
 
 def packed_dtype(slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype) -> torch.dtype:
-    """The one dtype of a stock block: the widest of the adapter's tensors and the model's."""
-    dtypes = (t.dtype for s in slices if s is not None for t in s.tensors)
+    """The one dtype of a stock block, gains apart: the widest of the adapter's tensors and the model's."""
+    parts = (t for s in slices if s is not None for t in (s.lora_a, s.lora_b, s.bias))
+    dtypes = (t.dtype for t in parts if t is not None)
     return functools.reduce(torch.promote_types, dtypes, compute_dtype)
+
+
+def check_input_gains(slices: Sequence[SliceWeights | None]) -> None:
+    """Assert that no slice has an input gain where other slices have the same input."""
+    assert len(slices) == 1 or all(s is None or s.input_gain is None for s in slices), (
+        f"an input gain in a target of {len(slices)} slices"
+    )
 
 
 def layout_block(
     slices: Sequence[SliceWeights | None], compute_dtype: torch.dtype, is_forced: bool = False
 ) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it) for the stock layout; forced: all in `compute_dtype`."""
+    """(bytes of the block, where each slice lies in it) for the stock layout; forced: all but gains in `compute_dtype`.
+
+    An input gain beside other slices is an AssertionError.
+    """
+    check_input_gains(slices)
     dtype, cursor = compute_dtype if is_forced else packed_dtype(slices, compute_dtype), 0
     layouts: list[SliceLayout | None] = []
     for s in slices:
@@ -54,8 +66,16 @@ def layout_block(
         a_offset, cursor = _place(s.lora_a, dtype, cursor)
         b_offset, cursor = _place(s.lora_b, dtype, cursor)
         bias_offset, cursor = _place(s.bias, dtype, cursor)
-        layouts.append(SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), dtype))
+        gain_offsets, cursor = place_gains(s, cursor)
+        layouts.append(SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), dtype, *gain_offsets))
     return cursor, tuple(layouts)
+
+
+def place_gains(s: SliceWeights, cursor: int) -> tuple[tuple[int, int], int]:
+    """((offset of the gain, of the input gain), the cursor behind them)"""
+    gain_offset, cursor = _place(s.gain, torch.float32, cursor)
+    input_gain_offset, cursor = _place(s.input_gain, torch.float32, cursor)
+    return (gain_offset, input_gain_offset), cursor
 
 
 def _place(tensor: torch.Tensor | None, dtype: torch.dtype, cursor: int) -> tuple[int, int]:
@@ -98,6 +118,7 @@ class StockPacking:
                 copy_part(s.lora_a, out, layout.a_offset, layout.dtype)
                 copy_part(s.lora_b, out, layout.b_offset, layout.dtype)
                 copy_part(s.bias, out, layout.bias_offset, layout.dtype)
+                copy_gains(s, out, layout)
         return layouts
 
     def packed_layouts(
@@ -126,15 +147,34 @@ def copy_part(tensor: torch.Tensor | None, out: torch.Tensor, offset: int, dtype
     out[end : offset + align(end - offset)].zero_()
 
 
+def copy_gains(s: SliceWeights, out: torch.Tensor, layout: SliceLayout) -> None:
+    """Both, into the block."""
+    copy_part(s.gain, out, layout.gain_offset, torch.float32)
+    copy_part(s.input_gain, out, layout.input_gain_offset, torch.float32)
+
+
 def unpack_slice(layout: SliceLayout, in_features: int, out_features: int, block: torch.Tensor) -> SliceWeights:
     def part(offset: int, *shape: int) -> torch.Tensor | None:
-        if offset == ABSENT:
-            return None
-        return block[offset : offset + math.prod(shape) * layout.dtype.itemsize].view(layout.dtype).view(shape)
+        return _part(block, offset, layout.dtype, *shape)
 
     lora_a = part(layout.a_offset, layout.rank, in_features)
     lora_b = part(layout.b_offset, out_features, layout.rank)
-    return SliceWeights(lora_a, lora_b, part(layout.bias_offset, out_features), layout.scale)
+    bias, gains = part(layout.bias_offset, out_features), unpack_gains(layout, in_features, out_features, block)
+    return SliceWeights(lora_a, lora_b, bias, layout.scale, *gains)
+
+
+def unpack_gains(
+    layout: SliceLayout, in_features: int, out_features: int, block: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(the gain, the input gain) as views."""
+    gain = _part(block, layout.gain_offset, torch.float32, out_features)
+    return gain, _part(block, layout.input_gain_offset, torch.float32, in_features)
+
+
+def _part(block: torch.Tensor, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+    if offset == ABSENT:
+        return None
+    return block[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 NORMED_AT_ONCE = 1 << 20
@@ -334,12 +374,24 @@ class ReferenceBackend(StockPacking, StockWeights):
                 continue
             rows = y[segment.start : segment.end, s.out_offset : s.out_offset + s.out_features]
             wide = rows.to(_accumulator(y.dtype, *(t.dtype for t in view[:3] if t is not None)))
+            scale: float | torch.Tensor = view.scale
+            if view.gain is not None:
+                wide = weighted_gain(view.gain, segment.weight) * wide
+                scale = view.gain * view.scale
             if view.lora_a is not None and view.lora_b is not None:
                 shrunk = x[segment.start : segment.end].to(wide.dtype) @ view.lora_a.to(wide.dtype).T
-                wide = wide + segment.weight * view.scale * (shrunk @ view.lora_b.to(wide.dtype).T)
+                wide = wide + segment.weight * scale * (shrunk @ view.lora_b.to(wide.dtype).T)
             if view.bias is not None:
                 wide = wide + segment.weight * view.bias.to(wide.dtype)
             rows.copy_(wide)
+
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+        check_rows(x, x, plan)
+        for segment in plan.segments:
+            view = table.views(first_row, segment.lora_slot)
+            if view is not None and view.input_gain is not None:
+                rows = x[segment.start : segment.end]
+                rows.copy_(weighted_gain(view.input_gain, segment.weight) * rows.to(_accumulator(x.dtype)))
 
     def prepare_linear(
         self, weight: torch.Tensor, quantization: str | None = None
@@ -432,6 +484,11 @@ class ReferenceBackend(StockPacking, StockWeights):
     def token_ranks(self, logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         _, order = self.ordered_top_k(logits, logits.shape[1])
         return 1 + (order == token_ids[:, None]).int().argmax(-1)
+
+
+def weighted_gain(gain: torch.Tensor, weight: float) -> torch.Tensor:
+    """1 + weight (gain - 1), which is the gain itself, to the bit, where the weight is 1."""
+    return weight * gain + (1 - weight)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,8 @@ def _linear_cases(ops: KernelBackend, shapes: KernelShapes, inputs: _Inputs) -> 
     adapters = [
         (
             SliceWeights(
-                inputs.draw(rank, hidden, dtype=shapes.dtype), inputs.draw(out, rank, dtype=shapes.dtype), None, 1.0
+                *(inputs.draw(rank, hidden, dtype=shapes.dtype), inputs.draw(out, rank, dtype=shapes.dtype), None, 1.0),
+                input_gain=torch.ones(hidden, device=shapes.device),  # x stays what it is
             ),
         )
         for _ in range(min(shapes.num_adapters, rows))
@@ -158,6 +159,9 @@ def _linear_cases(ops: KernelBackend, shapes: KernelShapes, inputs: _Inputs) -> 
         "add_lora": _Case(
             f"{rows} rows, {len(adapters)} adapters of rank {rank}, {hidden} to {out}",
             lambda: ops.add_lora(y, x, plan, table, 0, target.slices),
+        ),
+        "scale_input": _Case(
+            f"{rows} x {hidden}, {len(adapters)} adapters", lambda: ops.scale_input(x, plan, table, 0)
         ),
     }
 

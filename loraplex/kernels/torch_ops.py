@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable
-from loraplex.kernels.reference import StockPacking, StockWeights, check_rows
+from loraplex.kernels.reference import StockPacking, StockWeights, check_rows, weighted_gain
 from loraplex.kernels.token_ranking import StockSampling
 from loraplex.kernels.torch_attention import paged_attention, write_kv
 
@@ -53,6 +53,13 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         for i, (segment, deltas) in enumerate(zip(plan.segments, blocks, strict=True)):
             for delta in deltas:
                 _add_delta(outputs[delta.slice_index][i], inputs[i], delta, segment.weight)
+
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+        check_rows(x, x, plan)
+        for segment in plan.segments:
+            for delta in _deltas(table, first_row, segment.lora_slot, 1):
+                if delta.input_gain is not None:
+                    x[segment.start : segment.end].mul_(weighted_gain(delta.input_gain, segment.weight))
 
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> torch.Tensor:
         """oneDNN's own layout for float32 on a CPU: 16 rows 1.6 times as fast, none slower (docs/performance.md)."""
@@ -122,6 +129,8 @@ class _Delta(NamedTuple):
     b_t: torch.Tensor | None
     bias: torch.Tensor | None
     scale: float
+    gain: torch.Tensor | None
+    input_gain: torch.Tensor | None
 
 
 def _deltas(table: SlotTable, first_row: int, lora_slot: int, num_slices: int) -> tuple[_Delta, ...]:
@@ -140,15 +149,19 @@ def _make_deltas(table: SlotTable, first_row: int, lora_slot: int, num_slices: i
         if view is not None:
             a_t = None if view.lora_a is None else view.lora_a.t()
             b_t = None if view.lora_b is None else view.lora_b.t()
-            deltas.append(_Delta(i, a_t, b_t, view.bias, view.scale))
+            deltas.append(_Delta(i, a_t, b_t, view.bias, view.scale, view.gain, view.input_gain))
     return deltas
 
 
 def _add_delta(y: torch.Tensor, x: torch.Tensor, delta: _Delta, weight: float) -> None:
-    """y += weight * (scale * (x A^T) B^T + bias), in place on a view."""
-    _, a_t, b_t, bias, scale = delta
+    """y = (1 + weight (gain - 1)) y + weight * (gain * scale * (x A^T) B^T + bias), in place on a view."""
+    _, a_t, b_t, bias, scale, gain, _ = delta
+    if gain is not None:
+        y.mul_(weighted_gain(gain, weight))
     if a_t is not None and b_t is not None:
-        if a_t.dtype == y.dtype:
+        if gain is not None:
+            y.add_(gain * torch.mm(torch.mm(x.to(a_t.dtype), a_t), b_t), alpha=weight * scale)
+        elif a_t.dtype == y.dtype:
             y.addmm_(torch.mm(x, a_t), b_t, alpha=weight * scale)
         else:  # an adapter wider than the model: its own dtype up to the sum
             y.add_(torch.mm(torch.mm(x.to(a_t.dtype), a_t), b_t), alpha=weight * scale)

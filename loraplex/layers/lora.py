@@ -1,5 +1,8 @@
 """Linear layers that know of LoRA from birth: `y = base(x)`, then one kernel call adds every adapter of the step.
 
+Where adapters have input gains (IA3), the input's rows are multiplied by them first, in place: a layer of one slice
+needs an x that nothing reads afterwards. Layers of several slices have no input gains.
+
 | class                              | A is cut      | B is cut                                   |
 |------------------------------------|---------------|--------------------------------------------|
 | ReplicatedLinearWithLoRA           | no            | no                                         |
@@ -63,12 +66,24 @@ class BaseLayerWithLoRA:
         self._table, self.lora_backend = table, backend
 
     def forward(self, x: torch.Tensor, plan: LoraPlan | None = None) -> torch.Tensor:
-        """x [T, in] -> [T, out]; rows in no segment of the plan are the base layer's, bit for bit."""
+        """x [T, in] -> [T, out]; rows in no segment of the plan are the base layer's, bit for bit.
+
+        Rows of x in segments of adapters with an input gain are overwritten.
+        """
+        if plan is not None and plan.num_segments:
+            self._scale_input(x, plan)
         y = self.base_layer.forward(x)
         return y if plan is None else self.apply_lora(y, x, plan)
 
+    def _scale_input(self, x: torch.Tensor, plan: LoraPlan) -> None:
+        """Nothing where no adapter of the table ever had an input gain."""
+        table, backend = self._table, self.lora_backend
+        if table is None or backend is None or not table.has_input_gains or len(self.target.slices) > 1:
+            return
+        backend.scale_input(x, plan, table, self._first_row)
+
     def apply_lora(self, base_output: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> torch.Tensor:
-        """base_output[s:e, slice] += weight * (scale * (x[s:e] A^T) B^T + bias), in place; returns base_output."""
+        """`LayerOps.add_lora`, in place; returns base_output. x: as the base layer got it, with its input gains."""
         if plan.num_segments:
             if self._table is None or self.lora_backend is None:
                 raise RuntimeError(

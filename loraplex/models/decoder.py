@@ -4,7 +4,9 @@
     h = h + attention(norm(h));  h = h + mlp(norm(h))         for each layer
     hidden = norm(h);  logits = lm_head(hidden)
 
-The batch (`StepBatch`) is an argument all the way down. Modules are named as in the checkpoint.
+The batch (`StepBatch`) is an argument all the way down. Modules are named as in the checkpoint. The inputs of o_proj
+(the attention's output) and of down_proj (that of silu_mul) are scratch that nothing else reads: adapters with input
+gains multiply them in place (layers/lora.py).
 """
 
 from __future__ import annotations

@@ -198,6 +198,27 @@ class TestReplay:
         assert driver.tokens(large) == case.output_token_ids[:16]
         assert counts == {"equal": 30}
 
+    def test_the_first_gain_captures_again_one_size_at_a_time(self, make: MakeDriver, bench: Bench) -> None:
+        """Of graphs with adapters: the first gain of outputs, and the first of inputs."""
+        device = TapeDevice()
+        driver = make(device, max_num_seqs=2)
+        table = driver.engine.adapters.table
+
+        def captures(name: str | None) -> int:
+            before = device.log.count("capture")
+            asked = Asked(driver, bench, name)
+            driver.finish()
+            asked.check()
+            return device.log.count("capture") - before
+
+        captures("one")  # for rank 8
+        assert captures("one") == 0
+        for gains in ((True, False), (False, True)):
+            table.expect(0, (), *gains)
+            assert captures(None) == 0
+            assert captures("one") == 1
+            assert captures("one") == 0
+
     def test_a_capture_that_fails_later_costs_that_graph_alone(self, make: MakeDriver, bench: Bench) -> None:
         driver = make(TapeDevice(fails_at=4), max_num_seqs=2)
         one, base = Asked(driver, bench, "one"), Asked(driver, bench, None, num_tokens=4)

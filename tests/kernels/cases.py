@@ -86,9 +86,14 @@ def make_target(in_features: int, out_features: Sequence[int], name: str = "mode
 
 
 def make_weights(
-    target: LoraTarget, ranks: Sequence[int | None], dtype: torch.dtype, has_bias: bool, generator: torch.Generator
+    target: LoraTarget,
+    ranks: Sequence[int | None],
+    dtype: torch.dtype,
+    has_bias: bool,
+    generator: torch.Generator,
+    has_gain: bool = False,
 ) -> tuple[SliceWeights | None, ...]:
-    """One adapter. A rank of None: the slice is not there; 0: there is only a bias."""
+    """One adapter. A rank of None: the slice is not there; 0: there is only a bias, or only a gain."""
 
     def draw(*shape: int) -> torch.Tensor:
         return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
@@ -99,9 +104,16 @@ def make_weights(
             weights.append(None)
             continue
         a, b = (draw(rank, target.in_features), draw(s.out_features, rank)) if rank else (None, None)
-        bias = draw(1, s.out_features)[0] if has_bias or not rank else None
-        weights.append(SliceWeights(a, b, bias, float(2 ** torch.randint(-2, 3, (), generator=generator))))
+        bias = draw(1, s.out_features)[0] if has_bias or not (rank or has_gain) else None
+        scaling = float(2 ** torch.randint(-2, 3, (), generator=generator))
+        gain = draw_gain(s.out_features, generator) if has_gain else None
+        weights.append(SliceWeights(a, b, bias, scaling, gain))
     return tuple(weights)
+
+
+def draw_gain(size: int, generator: torch.Generator) -> torch.Tensor:
+    """Of either sign, large and small."""
+    return torch.randn(size, generator=generator) + 1
 
 
 def make_table(
@@ -133,23 +145,37 @@ def expected_lora(
     slices: Sequence[LoraSlice],
 ) -> torch.Tensor:
     """The formula, token by token in float64."""
-
-    def wide(t: torch.Tensor) -> np.ndarray:
-        return t.to(torch.float64).numpy()
-
-    out, inputs = wide(y).copy(), wide(x)
+    out, inputs = _wide(y).copy(), _wide(x)
     for segment in segments:
         for s, weights in zip(slices, adapters[segment.lora_slot], strict=True):
             if weights is None:
                 continue
+            gain = np.ones(s.out_features) if weights.gain is None else _wide(weights.gain)
             for t in range(segment.start, segment.end):
                 delta = np.zeros(s.out_features)
                 if weights.lora_a is not None and weights.lora_b is not None:
-                    delta += weights.scaling * (wide(weights.lora_b) @ (wide(weights.lora_a) @ inputs[t]))
+                    delta += gain * weights.scaling * (_wide(weights.lora_b) @ (_wide(weights.lora_a) @ inputs[t]))
                 if weights.bias is not None:
-                    delta += wide(weights.bias)
-                out[t, s.out_offset : s.out_offset + s.out_features] += segment.weight * delta
+                    delta += _wide(weights.bias)
+                of_slice = slice(s.out_offset, s.out_offset + s.out_features)
+                out[t, of_slice] = (1 + segment.weight * (gain - 1)) * out[t, of_slice] + segment.weight * delta
     return torch.from_numpy(out)
+
+
+def expected_input(
+    x: torch.Tensor, segments: Sequence[LoraSegment], adapters: Sequence[Sequence[SliceWeights | None]]
+) -> torch.Tensor:
+    """scale_input of a target of one slice, in float64."""
+    out = _wide(x).copy()
+    for segment in segments:
+        (weights,) = adapters[segment.lora_slot]
+        if weights is not None and weights.input_gain is not None:
+            out[segment.start : segment.end] *= 1 + segment.weight * (_wide(weights.input_gain) - 1)
+    return torch.from_numpy(out)
+
+
+def _wide(t: torch.Tensor) -> np.ndarray:
+    return t.to(torch.float64).numpy()
 
 
 # -------------------------------------------------------------------------------------------------------------- batches
@@ -223,6 +249,19 @@ def run(problem: Problem, backend: KernelBackend, table: SlotTable) -> torch.Ten
     before = around.clone()
     first_row = table.first_row(problem.target.name)
     backend.add_lora(inner, problem.x, problem.plan, table, first_row, problem.target.slices)
+    untouched = torch.ones(around.shape, dtype=torch.bool)
+    untouched[1:-1, 3:-3] = problem.is_base[:, None]
+    assert same_bits(around[untouched], before[untouched])
+    return inner
+
+
+def run_input(problem: Problem, backend: KernelBackend, table: SlotTable) -> torch.Tensor:
+    """x after scale_input; asserts that nothing but the segments' rows was written."""
+    around = torch.full((problem.x.shape[0] + 2, problem.x.shape[1] + 6), float("nan"), dtype=problem.x.dtype)
+    inner = around[1:-1, 3:-3]
+    inner.copy_(problem.x)
+    before = around.clone()
+    backend.scale_input(inner, problem.plan, table, table.first_row(problem.target.name))
     untouched = torch.ones(around.shape, dtype=torch.bool)
     untouched[1:-1, 3:-3] = problem.is_base[:, None]
     assert same_bits(around[untouched], before[untouched])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from tests.kernels.cases import (
     FP32,
     assert_close,
     case_id,
+    draw_gain,
     draw_slots,
+    expected_input,
     expected_lora,
     make_problem,
     make_table,
@@ -27,6 +30,7 @@ from tests.kernels.cases import (
     make_weights,
     pairwise,
     run,
+    run_input,
     same_bits,
     segments_of,
 )
@@ -38,8 +42,9 @@ DIMENSIONS: dict[str, list[Any]] = {
     "popularity": ["distinct", "uniform", "skewed", "identical", "none"],
     "dtypes": [(FP32, FP32), (FP16, FP16), (BF16, BF16), (FP32, BF16), (FP32, FP16), (BF16, FP32), (FP16, BF16)],
     "shape": [(64, (64,)), (37, (51,)), (100, (96, 24, 24)), (57, (130, 131))],
-    "parts": ["equal", "uneven", "missing", "bias", "only_bias"],
+    "parts": ["equal", "uneven", "missing", "bias", "only_bias", "gain", "only_gain"],
 }
+"""gain: every other adapter has gains, and all have biases; only_gain: every other slice has nothing but a gain."""
 CASES = pairwise(DIMENSIONS)
 
 
@@ -49,7 +54,7 @@ def _ranks(parts: str, rank: int, num_slices: int, adapter: int) -> list[int | N
         return [max(1, (rank + 7 * i + 3 * adapter) % (rank + 9)) for i in range(num_slices)]
     if parts == "missing":
         return [None if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
-    if parts == "only_bias":
+    if parts in ("only_bias", "only_gain"):
         return [0 if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
     return [rank] * num_slices
 
@@ -67,7 +72,10 @@ def _check(
     generator, rng = torch.Generator().manual_seed(rank * 1000 + batch), np.random.default_rng(rank * 1000 + batch)
     target = make_target(*shape)
     adapters = [
-        make_weights(target, _ranks(parts, rank, len(shape[1]), i), adapter_dtype, parts == "bias", generator)
+        make_weights(
+            *(target, _ranks(parts, rank, len(shape[1]), i), adapter_dtype, parts in ("bias", "gain"), generator),
+            has_gain=parts == "only_gain" or (parts == "gain" and i % 2 == 0),
+        )
         for i in range(num_adapters)
     ]
     segments = segments_of(draw_slots(popularity, batch, num_adapters, rng))
@@ -115,7 +123,10 @@ def test_rank_512() -> None:
 def test_rows_in_several_segments_are_a_weighted_mix(backend: Any, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     target = make_target(40, (24, 9))
-    adapters = [make_weights(target, ranks, dtype, True, generator) for ranks in ((4, 6), (5, None), (16, 3))]
+    adapters = [
+        make_weights(target, ranks, dtype, True, generator, has_gain)
+        for ranks, has_gain in (((4, 6), True), ((5, None), False), ((16, 3), True))
+    ]
     segments = [LoraSegment(1, 7, 0, 0.25), LoraSegment(3, 5, 1, -1.5), LoraSegment(0, 4, 2, 2.0)]
     problem = make_problem(target, adapters, segments, 9, backend.activation_dtype(dtype), generator)
     expected = expected_lora(problem.y, problem.x, segments, adapters, target.slices)
@@ -195,8 +206,9 @@ def test_any_segments_equal_the_float64_loop(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     target = make_target(10, (7, 5))
     adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in ((3, 1), (2, None), (None, 0))]
+    adapters += [make_weights(target, ranks, FP32, False, generator, True) for ranks in ((2, 0), (None, 3))]
     segments = [
-        LoraSegment(start, end, data.draw(st.integers(0, 2)), data.draw(st.sampled_from([1.0, 0.5, -2.0])))
+        LoraSegment(start, end, data.draw(st.integers(0, 4)), data.draw(st.sampled_from([1.0, 0.5, -2.0])))
         for start, end in drawn
     ]
     problem = make_problem(target, adapters, segments, num_tokens, FP32, generator)
@@ -204,3 +216,60 @@ def test_any_segments_equal_the_float64_loop(data: st.DataObject) -> None:
     for backend in BACKENDS:
         got = run(problem, backend, make_table(target, adapters, FP32, backend))
         assert_close(got[~problem.is_base], expected[~problem.is_base])
+
+
+# ---------------------------------------------------------------------------------------------------------- input gains
+
+INPUT_TARGET = make_target(37, (11,))
+
+
+def with_input_gain(generator: torch.Generator, rank: int | None = None) -> tuple[SliceWeights]:
+    """An adapter of one slice: nothing but an input gain, or A and B too."""
+    gain = draw_gain(37, generator)
+    if rank is None:
+        return (SliceWeights(None, None, None, 1.0, input_gain=gain),)
+    (weights,) = make_weights(INPUT_TARGET, (rank,), FP32, True, generator, True)
+    assert weights is not None
+    return (replace(weights, input_gain=gain),)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_input_gains_multiply_the_rows_of_their_segments(backend: Any, dtype: torch.dtype) -> None:
+    """Of an adapter with nothing else, of one with everything, of one without; rows of two of them; base rows."""
+    generator = torch.Generator().manual_seed(6)
+    plain = make_weights(INPUT_TARGET, (4,), FP32, False, generator)
+    adapters = [with_input_gain(generator), with_input_gain(generator, 5), plain]
+    segments = [
+        *(LoraSegment(1, 4, 0), LoraSegment(4, 5, 1, 0.5), LoraSegment(5, 6, 2), LoraSegment(7, 60, 1, -2.0)),
+        LoraSegment(8, 50, 0, 0.25),
+    ]
+    own = backend.activation_dtype(dtype)
+    problem = make_problem(INPUT_TARGET, adapters, segments, 61, own, generator)
+    table = make_table(INPUT_TARGET, adapters, dtype, backend)
+    got = run_input(problem, backend, table)
+    expected = expected_input(problem.x, segments, adapters)
+    assert_close(got[~problem.is_base], expected[~problem.is_base])
+    assert same_bits(got[5], problem.x[5])
+    assert same_bits(run_input(problem, backend, table), got)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_gains_of_one_change_no_bits_and_a_weight_of_one_gives_the_gain_itself(backend: Any) -> None:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1, 37, generator=generator)
+    ones, small = torch.ones(37), torch.full((37,), 1e-9)
+    adapters = [(SliceWeights(None, None, None, 1.0, input_gain=gain),) for gain in (ones, small)]
+    table = make_table(INPUT_TARGET, adapters, FP32, backend)
+    for slot, factor in ((0, 1.0), (1, 1e-9)):
+        got = x.clone()
+        backend.scale_input(got, LoraPlan.build([LoraSegment(0, 1, slot)], 1, 1), table, 0)
+        assert same_bits(got, x * factor)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+def test_input_gains_of_another_batch_are_refused(backend: Any) -> None:
+    adapters = [with_input_gain(torch.Generator())]
+    table = make_table(INPUT_TARGET, adapters, FP32, backend)
+    with pytest.raises(ValueError, match="2 token rows, x has 3"):
+        backend.scale_input(torch.zeros(3, 37), LoraPlan.build([LoraSegment(0, 2, 0)], 2, 2), table, 0)

@@ -16,7 +16,19 @@ import torch
 from loraplex.kernels.native.backend import NativeBackend
 from loraplex.kernels.native.choice import best_isa
 from loraplex.kernels.native.library import ISAS, LOAD_ERRORS, load
-from tests.kernels.cases import BACKENDS, BF16, FP16, FP32, POISON, make_table, make_target, make_weights, same_bits
+from loraplex.kernels.plan import SliceWeights
+from tests.kernels.cases import (
+    BACKENDS,
+    BF16,
+    FP16,
+    FP32,
+    POISON,
+    draw_gain,
+    make_table,
+    make_target,
+    make_weights,
+    same_bits,
+)
 
 TARGET = make_target(37, (24, 5, 9))
 
@@ -33,7 +45,7 @@ each_stock_backend = pytest.mark.parametrize(
 def test_what_goes_in_comes_out(
     backend: Any, adapter_dtype: torch.dtype, compute_dtype: torch.dtype, ranks: tuple[int | None, ...]
 ) -> None:
-    weights = make_weights(TARGET, ranks, adapter_dtype, True, torch.Generator().manual_seed(0))
+    weights = make_weights(TARGET, ranks, adapter_dtype, True, torch.Generator().manual_seed(0), True)
     table = make_table(TARGET, [weights], compute_dtype, backend)
     packed_dtype = torch.promote_types(adapter_dtype, compute_dtype)
     for row, s in enumerate(weights):
@@ -47,6 +59,10 @@ def test_what_goes_in_comes_out(
             if got is not None and given is not None:
                 assert got.data_ptr() % 64 == table.buffer.data_ptr() % 64
                 assert same_bits(got, given.to(packed_dtype))
+        assert view.gain is not None
+        assert s.gain is not None
+        assert view.gain.data_ptr() % 64 == table.buffer.data_ptr() % 64
+        assert same_bits(view.gain, s.gain)
 
 
 @each_backend
@@ -61,8 +77,9 @@ def test_a_block_is_whole_lines_and_pack_stays_inside(backend: Any) -> None:
 
 
 @each_backend
-def test_equal_adapters_have_equal_bytes_whatever_was_there(backend: Any) -> None:
-    weights = make_weights(TARGET, (5, 3, 12), BF16, True, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("has_gain", [False, True])
+def test_equal_adapters_have_equal_bytes_whatever_was_there(backend: Any, has_gain: bool) -> None:
+    weights = make_weights(TARGET, (5, 3, 12), BF16, True, torch.Generator().manual_seed(0), has_gain)
     nbytes = backend.packed_nbytes(weights, BF16)
     clean, dirty = torch.zeros(nbytes, dtype=torch.uint8), torch.full((nbytes,), POISON, dtype=torch.uint8)
     assert backend.pack(weights, BF16, clean) == backend.pack(weights, BF16, dirty)
@@ -106,15 +123,15 @@ def pack(backend: Any, weights: Any, compute_dtype: torch.dtype) -> tuple[Any, t
 
 @pytest.mark.parametrize("backend", each_library(), ids=name_of)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16, torch.float64], ids=str)
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("has_bias", "has_gain"), [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize(
     "ranks", [(1, 1, 1), (5, None, 12), (48, 5, 5), (0, 3, None), (12, 48, 0), (None, 0, None), (70, 65, 200)], ids=str
 )
 def test_unpack_is_the_inverse_of_pack(
-    backend: Any, dtype: torch.dtype, has_bias: bool, ranks: tuple[int | None, ...]
+    backend: Any, dtype: torch.dtype, has_bias: bool, has_gain: bool, ranks: tuple[int | None, ...]
 ) -> None:
     target = make_target(37, (130, 5, 48))
-    weights = make_weights(target, ranks, dtype, has_bias, torch.Generator().manual_seed(0))
+    weights = make_weights(target, ranks, dtype, has_bias, torch.Generator().manual_seed(0), has_gain)
     layouts, block = pack(backend, weights, BF16)
     found = backend.unpack(layouts, 37, (130, 5, 48), block)
     for got, given, layout in zip(found, weights, layouts, strict=True):
@@ -126,6 +143,8 @@ def test_unpack_is_the_inverse_of_pack(
             assert (part is None) == (original is None)
             if part is not None:
                 assert same_bits(part, original.to(part.dtype))
+        assert (got.gain is not None) == has_gain
+        assert got.gain is None or same_bits(got.gain, given.gain)
         assert all(part.dtype == layout.dtype for part in (got.lora_a, got.lora_b) if part is not None)
     again, same = pack(backend, found, BF16)
     assert again == layouts
@@ -147,14 +166,37 @@ def test_unpack_keeps_the_bits_of_nan(backend: Any) -> None:
 
 @each_backend
 @pytest.mark.parametrize("ranks", [(5, None, 12), (0, 3, None)], ids=str)
-def test_layouts_are_known_from_shapes_alone(backend: Any, ranks: tuple[int | None, ...]) -> None:
-    weights = make_weights(TARGET, ranks, FP16, True, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("has_gain", [False, True])
+def test_layouts_are_known_from_shapes_alone(backend: Any, ranks: tuple[int | None, ...], has_gain: bool) -> None:
+    weights = make_weights(TARGET, ranks, FP16, True, torch.Generator().manual_seed(0), has_gain)
     layouts, _ = pack(backend, weights, FP32)
-    empty = [
-        s and replace(s, **{n: t.to("meta") for n in ("lora_a", "lora_b", "bias") if (t := getattr(s, n)) is not None})
-        for s in weights
-    ]
+    parts = ("lora_a", "lora_b", "bias", "gain")
+    empty = [s and replace(s, **{n: t.to("meta") for n in parts if (t := getattr(s, n)) is not None}) for s in weights]
     assert backend.packed_layouts(empty, FP32) == layouts
+
+
+@pytest.mark.parametrize("backend", each_library(), ids=name_of)
+@pytest.mark.parametrize("rank", [None, 5])
+def test_an_input_gain_goes_in_and_comes_out_where_there_is_one_slice(backend: Any, rank: int | None) -> None:
+    """With nothing else, and behind all that a slice can have."""
+    generator = torch.Generator().manual_seed(0)
+    target, gain = make_target(37, (130,)), draw_gain(37, generator)
+    if rank is None:
+        weights = SliceWeights(None, None, None, 1.0, input_gain=gain)
+    else:
+        (found,) = make_weights(target, (rank,), FP16, True, generator, True)
+        assert found is not None
+        weights = replace(found, input_gain=gain)
+    layouts, block = pack(backend, (weights,), FP16)
+    assert backend.packed_layouts((weights,), FP16) == layouts
+    assert (block[-64:] == POISON).all()
+    assert backend.packed_nbytes((weights,), FP16) == block.numel() - 64 >= 4 * 37 + (0 if rank is None else 4 * 130)
+    (got,) = backend.unpack(layouts, 37, (130,), block)
+    assert got is not None
+    assert same_bits(got.input_gain, gain)
+    assert rank is None or same_bits(got.gain, weights.gain)
+    with pytest.raises(AssertionError, match="an input gain in a target of 2 slices"):
+        backend.packed_nbytes((weights, None), FP16)
 
 
 def test_layouts_that_differ_have_names_that_differ() -> None:

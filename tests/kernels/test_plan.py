@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,17 +80,19 @@ def make_empty_table(capacity: int = 3, nbytes: int = 4096) -> SlotTable:
 
 LAYOUT = SliceLayout(a_offset=0, b_offset=128, bias_offset=256, rank=2, scale=0.5, dtype=FP32)
 NO_BIAS = SliceLayout(a_offset=320, b_offset=384, bias_offset=ABSENT, rank=1, scale=2.0, dtype=torch.bfloat16)
+GAINS = SliceLayout(ABSENT, ABSENT, ABSENT, 0, 1.0, FP32, gain_offset=64, input_gain_offset=128)
 
 
 def columns(table: SlotTable) -> list[torch.Tensor]:
-    return [table.a_addr, table.b_addr, table.bias_addr, table.rank, table.scale, table.dtype]
+    addresses = [table.a_addr, table.b_addr, table.bias_addr, table.gain_addr, table.input_gain_addr]
+    return [*addresses, table.rank, table.scale, table.dtype]
 
 
 def test_rows_follow_targets_and_slices() -> None:
     table = make_empty_table()
     assert (table.num_rows, table.first_row("layers.0.qkv"), table.first_row("layers.0.o")) == (4, 0, 3)
     assert {tuple(c.shape) for c in columns(table)} == {(4, 3)}
-    assert [c.dtype for c in columns(table)] == [torch.int64] * 3 + [torch.int32, torch.float32, torch.int32]
+    assert [c.dtype for c in columns(table)] == [torch.int64] * 5 + [torch.int32, torch.float32, torch.int32]
     with pytest.raises(KeyError):
         table.first_row("layers.1.o")
 
@@ -108,6 +111,10 @@ def test_set_block_writes_addresses_and_clear_slot_removes_them() -> None:
     assert table.dtype[[0, 2], 1].tolist() == [DTYPE_CODES[FP32], DTYPE_CODES[torch.bfloat16]]
     assert not table.is_clear(1)
     assert not any(c[:, [0, 2]].any() for c in columns(table))
+    table.set_block("layers.0.o", 1, 1024, (GAINS,))
+    assert table.gain_addr[:, 1].tolist() == [0, 0, 0, base + 512 + 64]
+    assert table.input_gain_addr[:, 1].tolist() == [0, 0, 0, base + 512 + 128]
+    assert not any(table.addresses(3, 1)[:3])
     table.clear_slot(1)
     assert table.is_clear(1)
     assert not any(c.any() for c in columns(table))
@@ -132,6 +139,37 @@ def test_views_are_the_arenas_memory() -> None:
     assert third is not None
     assert third.bias is None
     assert third.scale == 2.0
+    assert third.gain is third.input_gain is None
+    table.set_block("layers.0.o", 2, 1024, (GAINS,))
+    gains = table.views(3, 2)
+    assert gains is not None
+    assert gains.lora_a is gains.lora_b is gains.bias is None
+    assert gains.gain is not None
+    assert gains.input_gain is not None
+    assert (gains.gain.shape, gains.input_gain.shape) == ((8,), (6,))
+    assert (gains.gain.dtype, gains.input_gain.dtype) == (FP32, FP32)
+    assert [gains.gain.data_ptr(), gains.input_gain.data_ptr()] == table.addresses(3, 2)[3:]
+
+
+@pytest.mark.parametrize("is_image", [False, True])
+def test_what_kernels_are_chosen_by_never_becomes_less(is_image: bool) -> None:
+    """Captured steps depend on it."""
+    table = make_empty_table()
+
+    def place(layout: SliceLayout) -> tuple[bool, bool]:
+        table.clear_slot(0)
+        if is_image:
+            table.set_image(0, table.image([("layers.0.o", (layout,))]), [0])
+        else:
+            table.set_block("layers.0.o", 0, 0, (layout,))
+        return table.has_gains, table.has_input_gains
+
+    assert place(LAYOUT) == (False, False)
+    assert place(replace(LAYOUT, gain_offset=512)) == (True, False)
+    assert place(LAYOUT) == (True, False)
+    assert place(GAINS) == (True, True)
+    table.clear_slot(0)
+    assert (table.has_gains, table.has_input_gains, table.max_rank) == (True, True, 2)
 
 
 def test_derived_lives_as_long_as_its_block() -> None:
@@ -157,6 +195,10 @@ def test_what_does_not_fit_the_table_is_refused() -> None:
         table.set_block("layers.0.o", 0, 4096, (LAYOUT,))
     with pytest.raises(ValueError, match="outside the buffer"):
         table.set_block("layers.0.o", 0, 3900, (LAYOUT,))
+    with pytest.raises(ValueError, match="outside the buffer"):
+        table.set_block("layers.0.o", 0, 4000, (GAINS,))
+    with pytest.raises(ValueError, match="outside the buffer"):
+        table.set_image(0, table.image([("layers.0.o", (GAINS,))]), [4000])
     with pytest.raises(ValueError, match="same name"):
         SlotTable([TARGETS[0], TARGETS[0]], 1, torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(ValueError, match="uint8"):
@@ -171,11 +213,14 @@ def test_a_mirrored_table_shows_changes_when_it_is_flushed_all_at_once() -> None
     assert not table.has_changes
     for each in (table, direct):
         each.set_block("layers.0.qkv", 1, 512, (LAYOUT, None, NO_BIAS))
-        each.set_image(2, each.image([("layers.0.o", (LAYOUT,))]), [1024])
+        each.set_image(
+            2, each.image([("layers.0.o", (replace(LAYOUT, gain_offset=512, input_gain_offset=576),))]), [1024]
+        )
     assert table.has_changes
     assert not direct.has_changes, "there kernels read what was written"
     assert not any(c.any() for c in columns(table)), "a step in flight sees none of it"
-    assert table.addresses(0, 1) == [direct.a_addr[0, 1], direct.b_addr[0, 1], direct.bias_addr[0, 1]]
+    assert table.addresses(0, 1) == [direct.a_addr[0, 1], direct.b_addr[0, 1], direct.bias_addr[0, 1], 0, 0]
+    assert table.addresses(3, 2)[3:] == [direct.gain_addr[3, 2], direct.input_gain_addr[3, 2]]
     table.check_integrity()
     table.flush()
     assert not table.has_changes

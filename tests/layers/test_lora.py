@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SliceWeights
+from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.layers.lora import (
     BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
@@ -19,7 +20,17 @@ from loraplex.layers.lora import (
     RowParallelLinearWithLoRA,
     with_lora,
 )
-from tests.kernels.cases import BACKENDS, FP32, assert_close, expected_lora, make_table, make_weights, same_bits
+from tests.kernels.cases import (
+    BACKENDS,
+    FP32,
+    assert_close,
+    draw_gain,
+    expected_input,
+    expected_lora,
+    make_table,
+    make_weights,
+    same_bits,
+)
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 IN, TOKENS = 24, 7
@@ -91,6 +102,59 @@ def test_forward_adds_each_slices_delta(backend: Any, kind: ShardKind, full: lis
     assert_close(got, expected_lora(base.forward(x), x, segments, adapters, base.target.slices))
     assert same_bits(got[[0, 6]], base.forward(x)[[0, 6]])
     assert same_bits(layer.apply_lora(base.forward(x), x, LoraPlan.build(segments, TOKENS, 4)), got)
+
+
+@each_backend
+@each_kind
+def test_gains_multiply_outputs_and_in_a_layer_of_one_slice_inputs(
+    backend: Any, kind: ShardKind, full: list[int], cls: type
+) -> None:
+    """An adapter that has them, one that does not, and base rows."""
+    generator = torch.Generator().manual_seed(2)
+    base = make_base(kind, full)
+    adapters = [
+        make_weights(base.target, [4] * len(full), FP32, True, generator, has_gain) for has_gain in (True, False)
+    ]
+    has_input_gain = len(full) == 1
+    if has_input_gain:
+        (weights,) = adapters[0]
+        assert weights is not None
+        adapters[0] = (replace(weights, input_gain=draw_gain(IN, generator)),)
+    table = make_table(base.target, adapters, FP32, backend)
+    assert (table.has_gains, table.has_input_gains) == (True, has_input_gain)
+    layer = with_lora(base)
+    layer.set_lora_info(table, backend)
+    segments = [LoraSegment(1, 3, 0, 0.5), LoraSegment(3, 4, 1), LoraSegment(4, 6, 0)]
+    x = torch.randn(TOKENS, IN, generator=generator)
+    inputs = expected_input(x, segments, adapters).float() if has_input_gain else x
+    given = x.clone()
+    got = layer.forward(given, LoraPlan.build(segments, TOKENS, 4))
+    assert_close(given, inputs)
+    assert_close(got, expected_lora(base.forward(inputs), inputs, segments, adapters, base.target.slices))
+    for t in (0, 3, 6):
+        assert same_bits(given[t], x[t])
+    for t in (0, 6):
+        assert same_bits(got[t], base.forward(x)[t])
+
+
+def test_inputs_are_left_alone_until_an_adapter_has_an_input_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers without such adapters have no call for them, and layers of several slices never."""
+    calls: list[int] = []
+    for kind, full in ((ShardKind.ROW, [16]), (ShardKind.COLUMN, [16, 16])):
+        base, backend = make_base(kind, full), TorchBackend()
+        monkeypatch.setattr(backend, "scale_input", lambda *_arguments: calls.append(1))
+        adapter = make_weights(base.target, [2] * len(full), FP32, False, torch.Generator(), True)
+        table = make_table(base.target, [adapter], FP32, backend)
+        layer, plan = with_lora(base), LoraPlan.build([LoraSegment(0, 1, 0)], TOKENS, 1)
+        layer.set_lora_info(table, backend)
+        layer.forward(torch.randn(TOKENS, IN), plan)
+        assert not calls
+        table.expect(0, (), has_input_gains=True)
+        layer.forward(torch.randn(TOKENS, IN), plan)
+        layer.forward(torch.randn(TOKENS, IN))
+        layer.forward(torch.randn(TOKENS, IN), LoraPlan(2))
+        assert len(calls) == (kind is ShardKind.ROW)
+        calls.clear()
 
 
 def test_without_adapters_it_is_the_base_layer() -> None:

@@ -122,6 +122,11 @@ class NativeBackend(TorchBackend):
             return self._recorder.add_lora(y, x, table, first_row, slices)
         lora.add_lora(self.library, y, x, plan, table, first_row, slices, self.num_threads)
 
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+        if self._recorder is not None:
+            return self._recorder.scale_input(x, table, first_row)
+        lora.scale_input(self.library, x, plan, table, first_row, self.num_threads)
+
     def prepare_linear(self, weight: torch.Tensor, quantization: str | None = None) -> Any:
         dtype = torch.int8 if quantization == "int8" else weight.dtype
         return pack_linear(self.library, weight, dtype, self.num_threads)

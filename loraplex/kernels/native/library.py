@@ -16,7 +16,7 @@ from typing import Any
 ISAS = ("avx512", "avx2", "portable")
 """Instruction sets, best first."""
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 """Of csrc/about.cpp; a library of another version is not used."""
 
 LOAD_ERRORS = (OSError, ValueError)
@@ -41,6 +41,7 @@ SIGNATURES: Mapping[str, tuple[Any, ...]] = {
     "loraplex_paged_attention": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER),
     "loraplex_rotary_write_kv": (_POINTER,),
     "loraplex_add_lora": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
+    "loraplex_scale_input": (_POINTER, _POINTER, _POINTER, _LONG, _INT),
     "loraplex_add_rows": (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT),
     "loraplex_pack_lora": (_INT, _POINTER, _LONG, _LONG, _POINTER),
     "loraplex_rms_norm": (_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _FLOAT, _POINTER, _INT),

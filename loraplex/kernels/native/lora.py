@@ -11,8 +11,16 @@ import torch
 
 from loraplex.core import LoraSlice
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.plan import ABSENT, DTYPE_CODES, LoraPlan, SliceLayout, SliceWeights, SlotTable, align
-from loraplex.kernels.reference import check_rows
+from loraplex.kernels.plan import (
+    ABSENT,
+    DTYPE_CODES,
+    LoraPlan,
+    SliceLayout,
+    SliceWeights,
+    SlotTable,
+    align,
+)
+from loraplex.kernels.reference import check_input_gains, check_rows, unpack_gains
 
 PART_WIDTH = 8
 """Columns of A and B are rounded up to this."""
@@ -23,16 +31,17 @@ OVERREAD_WIDTH = 16
 PANEL_COLUMNS = {"avx512": 64, "avx2": 64, "portable": 48}
 """kLoraPanel of csrc/lora_layout.h: columns of a panel, by instruction set."""
 
-NO_SLICE = (0,) * 9
+NO_SLICE = (0,) * 11
 
 # ------------------------------------------------------------------------------------------------------------- packing
 
-_SliceShape = tuple[int, int, bool, float]
-"""What decides the layout of a slice: rank, out_features, whether it has a bias, scaling."""
+_SliceShape = tuple[int, int, bool, float, int, int]
+"""What decides the layout of a slice: rank, out_features, whether it has a bias, scaling, size of the gain and of the
+input gain (0: none)."""
 
 
 def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
-    """The adapter's own dtype: the widest of its A's and B's here, float32 at most. Biases are float32 beside any."""
+    """The adapter's own dtype: the widest of its A's and B's here, float32 at most. Biases and gains are float32."""
     dtypes = {t.dtype for s in slices if s is not None for t in (s.lora_a, s.lora_b) if t is not None}
     if len(dtypes) == 1:
         (dtype,) = dtypes
@@ -42,18 +51,28 @@ def block_dtype(slices: Sequence[SliceWeights | None]) -> torch.dtype:
 
 
 def layout_block(slices: Sequence[SliceWeights | None]) -> tuple[int, tuple[SliceLayout | None, ...]]:
-    """(bytes of the block, where each slice lies in it). The A's of all slices are one part, at one offset."""
+    """(bytes of the block, where each slice lies in it). The A's of all slices are one part, at one offset.
+
+    An input gain beside other slices is an AssertionError.
+    """
+    check_input_gains(slices)
     in_features = 0
     shapes: list[_SliceShape | None] = []
     for s in slices:
         if s is None:
             shapes.append(None)
-        elif s.lora_a is None or s.lora_b is None:
-            shapes.append((0, 0 if s.bias is None else s.bias.numel(), s.bias is not None, s.scaling))
+            continue
+        gains = _numel(s.gain), _numel(s.input_gain)
+        if s.lora_a is None or s.lora_b is None:
+            shapes.append((0, _numel(s.bias), s.bias is not None, s.scaling, *gains))
         else:
             rank, in_features = s.lora_a.shape
-            shapes.append((rank, s.lora_b.size(0), s.bias is not None, s.scaling))
+            shapes.append((rank, s.lora_b.size(0), s.bias is not None, s.scaling, *gains))
     return _layout(block_dtype(slices), in_features, tuple(shapes))
+
+
+def _numel(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
 
 
 @functools.lru_cache(maxsize=1024)  # the same for the linears of all layers
@@ -66,9 +85,11 @@ def _layout(
         if shape is None:
             layouts.append(None)
             continue
-        rank, out_features, has_bias, scaling = shape
+        rank, out_features, has_bias, scaling, gain_size, input_gain_size = shape
         b_offset, cursor = cursor, cursor + _part_bytes(rank, out_features, dtype)
         bias_offset, cursor = cursor, cursor + (align(4 * out_features) if has_bias else 0)
+        gain_offset, cursor = cursor, cursor + align(4 * gain_size)
+        input_gain_offset, cursor = cursor, cursor + align(4 * input_gain_size)
         layouts.append(
             SliceLayout(
                 a_offset=0 if rank else ABSENT,
@@ -77,6 +98,8 @@ def _layout(
                 rank=rank,
                 scale=float(scaling),
                 dtype=dtype,
+                gain_offset=gain_offset if gain_size else ABSENT,
+                input_gain_offset=input_gain_offset if input_gain_size else ABSENT,
             )
         )
     return cursor, tuple(layouts)
@@ -113,18 +136,19 @@ def pack(
             sources.extend(NO_SLICE)
             continue
         dtype = layout.dtype
-        bias = None if s.bias is None else s.bias.to(torch.float32).contiguous()
-        bias_address = 0 if bias is None else bias.data_ptr()
+        vectors = [None if t is None else t.to(torch.float32).contiguous() for t in (s.bias, s.gain, s.input_gain)]
+        addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
+        in_features = max(in_features, _numel(s.input_gain))
+        alive.append(tuple(vectors))
         if s.lora_a is None or s.lora_b is None:
-            sources.extend((0, 0, bias_address, 0, 0, 0, 0, 0, 0 if bias is None else bias.numel()))
-            alive.append((None, None, bias))
+            sources.extend((0, 0, *addresses, 0, 0, 0, 0, 0, max(_numel(s.bias), _numel(s.gain))))
             continue
         a, b = _rows(s.lora_a), _rows(s.lora_b)
         in_features = a.size(1)
         codes = DTYPE_CODES[a.dtype], DTYPE_CODES[b.dtype]
         strides = a.stride(0), b.stride(0)
-        sources.extend((a.data_ptr(), b.data_ptr(), bias_address, *strides, *codes, layout.rank, b.size(0)))
-        alive.append((a, b, bias))
+        sources.extend((a.data_ptr(), b.data_ptr(), *addresses, *strides, *codes, layout.rank, b.size(0)))
+        alive.append((a, b))
     library.functions.loraplex_pack_lora(
         DTYPE_CODES[dtype], sources.buffer_info()[0], len(slices), in_features, out.data_ptr()
     )
@@ -145,7 +169,7 @@ def unpack(
     out_features: Sequence[int],
     block: torch.Tensor,
 ) -> tuple[SliceWeights | None, ...]:
-    """As KernelBackend.unpack; A and B are copies, biases lie in `block`."""
+    """As KernelBackend.unpack; A and B are copies, biases and gains lie in `block`."""
     ranks = [0 if layout is None else layout.rank for layout in layouts]
     panel = panel_columns(library)
     rows: list[torch.Tensor] = []
@@ -163,7 +187,7 @@ def unpack(
             a, b = rows[index], _unpack_part(block[layout.b_offset :].view(layout.dtype), layout.rank, width, panel)
         if layout.bias_offset != ABSENT:
             bias = block[layout.bias_offset : layout.bias_offset + 4 * width].view(torch.float32)
-        slices.append(SliceWeights(a, b, bias, layout.scale))
+        slices.append(SliceWeights(a, b, bias, layout.scale, *unpack_gains(layout, in_features, width, block)))
     return tuple(slices)
 
 
@@ -181,18 +205,20 @@ def _unpack_part(part: torch.Tensor, depth: int, columns: int, panel: int) -> to
 # ------------------------------------------------------------------------------------------------------------ the call
 
 
-class _TableRows(ctypes.Structure):
+class TableRows(ctypes.Structure):
     """csrc/api.h's LoraTable: the rows of one target. They never move, so it is made once per table and target."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("a_addr", "b_addr", "bias_addr", "rank", "scale", "format")),
+        *((name, ctypes.c_void_p) for name in ("a_addr", "b_addr", "bias_addr", "gain_addr", "input_gain_addr")),
+        *((name, ctypes.c_void_p) for name in ("rank", "scale", "format")),
         *((name, ctypes.c_int64) for name in ("capacity", "num_slices", "in_features")),
         *((name, ctypes.c_void_p) for name in ("out_offset", "out")),
     )
 
     @classmethod
-    def of(cls, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> _TableRows:
-        columns = (table.a_addr, table.b_addr, table.bias_addr, table.rank, table.scale, table.dtype)
+    def of(cls, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
+        parts = (table.a_addr, table.b_addr, table.bias_addr, table.gain_addr, table.input_gain_addr)
+        columns = (*parts, table.rank, table.scale, table.dtype)
         outs = [array("q", (s.out_offset for s in slices)), array("q", (s.out_features for s in slices))]
         addresses = (column[first_row].data_ptr() for column in columns)
         rows = cls(*addresses, table.capacity, len(slices), in_features, *(out.buffer_info()[0] for out in outs))
@@ -239,6 +265,18 @@ def add_lora(
     )
 
 
+def scale_input(
+    library: NativeLibrary, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int, num_threads: int
+) -> None:
+    """As KernelBackend.scale_input. x [T, in] float32, its rows dense."""
+    check_rows(x, x, plan)
+    rows = table_rows(table, first_row, x.shape[1], table.target_at(first_row).slices)
+    segments = segments_of(plan, table)
+    assert x.dtype == torch.float32
+    assert x.stride(1) == 1
+    library.functions.loraplex_scale_input(rows.address, segments.address, x.data_ptr(), x.stride(0), num_threads)
+
+
 def add_rows(
     library: NativeLibrary, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan, table: SlotTable, num_threads: int
 ) -> None:
@@ -256,11 +294,11 @@ def add_rows(
     )
 
 
-def table_rows(table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> _TableRows:
+def table_rows(table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
     """Made once per target and kept in the table."""
-    rows: _TableRows | None = table.scratch.get(first_row)
+    rows: TableRows | None = table.scratch.get(first_row)
     if rows is None:
-        rows = table.scratch[first_row] = _TableRows.of(table, first_row, in_features, slices)
+        rows = table.scratch[first_row] = TableRows.of(table, first_row, in_features, slices)
     return rows
 
 

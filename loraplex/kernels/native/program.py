@@ -25,10 +25,13 @@ from loraplex.core import LoraSlice
 from loraplex.kernels.native.attention import NO_WINDOW, attention_step, kv_layout_gap, rotary_call
 from loraplex.kernels.native.library import NativeLibrary
 from loraplex.kernels.native.linear import PanelWeight
-from loraplex.kernels.native.lora import segments_of, table_rows
+from loraplex.kernels.native.lora import TableRows, segments_of, table_rows
 from loraplex.kernels.plan import ALIGNMENT, LayersForward, SlotTable, StepBatch, align
 
-OPERATORS = ("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul")
+OPERATORS = (
+    *("linear", "add_lora", "rms_norm", "add_rms_norm", "rotary_write_kv", "paged_attention", "silu_mul"),
+    "scale_input",
+)
 """By number, as in csrc/api.h."""
 
 LEAST_ROWS = 64
@@ -104,6 +107,8 @@ class Recorder:
     def __init__(self, workspace: Workspace, num_threads: int) -> None:
         self.calls: list[ProgramCall] = []
         self.table: SlotTable | None = None
+        self.has_input_gains = False
+        """Of the table, before the first operator that depends on it was written down."""
         self.first_attention: tuple[torch.Tensor, torch.Tensor, float] | None = None
         self._workspace = workspace
         self._num_threads = num_threads
@@ -139,15 +144,24 @@ class Recorder:
     def add_lora(
         self, y: torch.Tensor, x: torch.Tensor, table: SlotTable, first_row: int, slices: tuple[LoraSlice, ...]
     ) -> None:
-        assert self.table in (None, table)
-        self.table = table
-        rows = table_rows(table, first_row, x.shape[1], slices)
-        self._alive.append(rows)
+        rows = self._rows_of(table, first_row, x.shape[1], slices)
         last = self.calls[-1]
         if last.op == OPERATORS.index("linear") and (last.at[0], last.at[4]) == (x.data_ptr(), y.data_ptr()):
             last.at[5] = rows.address  # one parallel region, and the product prefetches the adapters
             return
         self._add("add_lora", rows.address, self._scratch(x), self._scratch(y), size=(x.stride(0), y.stride(0)))
+
+    def scale_input(self, x: torch.Tensor, table: SlotTable, first_row: int) -> None:
+        rows = self._rows_of(table, first_row, x.shape[1], table.target_at(first_row).slices)
+        self._add("scale_input", rows.address, self._scratch(x), size=(x.stride(0),))
+
+    def _rows_of(self, table: SlotTable, first_row: int, in_features: int, slices: tuple[LoraSlice, ...]) -> TableRows:
+        if self.table is None:
+            self.table, self.has_input_gains = table, table.has_input_gains
+        assert self.table is table
+        rows = table_rows(table, first_row, in_features, slices)
+        self._alive.append(rows)
+        return rows
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         assert x.stride(-1) == 1
@@ -214,6 +228,12 @@ class _Program:
     x: torch.Tensor
     output: torch.Tensor
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the table has had no first input gain since: without one, `scale_input` is not written down."""
+        table = self.recorder.table
+        return table is None or table.has_input_gains == self.recorder.has_input_gains
+
 
 @dataclass(frozen=True, slots=True)
 class _Key:
@@ -227,9 +247,9 @@ class _Key:
 class StepProgram:
     """`forward`, recorded when it is first called and replayed from then on.
 
-    When the KV memory moves, a new recording is made; weights, biases and the slot table have to stay where they are. A
-    cache in a layout that is not native is left to `forward` itself. recording(recorder): within it the operators are
-    the recorder's.
+    When the KV memory moves, or the slot table gets its first input gain, a new recording is made; weights, biases and
+    the slot table have to stay where they are. A cache in a layout that is not native is left to `forward` itself.
+    recording(recorder): within it the operators are the recorder's.
     """
 
     def __init__(
@@ -261,7 +281,7 @@ class StepProgram:
             self.reserve(1 << (len(x) - 1).bit_length())
         key = _Key(batch.lora is not None and batch.lora.num_segments > 0, kv.data_ptr(), kv.shape)
         program = self._programs.get(key)
-        if program is None:
+        if program is None or not program.is_current:
             program = self._programs[key] = self._record(x, rope, kv, batch)
         program.x[: len(x)] = x
         self._run(program, rope, batch, len(x))

@@ -83,7 +83,7 @@ def _weights(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _slot_table(library: NativeLibrary, in_features: int, outs: tuple[int, ...], ranks: tuple[int, ...]) -> SlotTable:
-    """Two adapters of one target, in two dtypes, one of them with a bias."""
+    """Two adapters of one target, in two dtypes, one of them with a bias and a gain."""
     slices = tuple(LoraSlice(f"m.{i}", sum(outs[:i]), n, n) for i, n in enumerate(outs))
     half = 1 << 17
     table = SlotTable(
@@ -91,8 +91,9 @@ def _slot_table(library: NativeLibrary, in_features: int, outs: tuple[int, ...],
     )
     for slot, dtype in enumerate((torch.float32, torch.bfloat16)):
         weights = [
-            SliceWeights(_draw(rank, in_features).to(dtype), _draw(n, rank).to(dtype), _draw(n) if slot else None, 0.5)
+            SliceWeights(a, b, None, 0.5) if slot == 0 else SliceWeights(a, b, _draw(n), 0.5, _draw(n + 1)[1:])
             for rank, n in zip(ranks, outs, strict=True)
+            for a, b in [(_draw(rank, in_features).to(dtype), _draw(n, rank).to(dtype))]
         ]
         block = table.buffer[slot * half : (slot + 1) * half]
         table.set_block("m", slot, slot * half, lora.pack(library, weights, block))
@@ -106,6 +107,16 @@ def _add_lora(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
     y = _draw(5, 76)
     lora.add_lora(library, y, _draw(5, 67), plan, table, 0, table.targets[0].slices, 1)
     return table.buffer, y
+
+
+def _scale_input(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
+    """One adapter over rows of which some are in two segments, with weights that leave a part of what was there."""
+    table = SlotTable([LoraTarget("m", 0, 67, 9, (LoraSlice("m", 0, 9, 9),))], 1, torch.zeros(512, dtype=torch.uint8))
+    weights = (SliceWeights(None, None, None, 1.0, input_gain=_draw(67)),)
+    table.set_block("m", 0, 0, lora.pack(library, weights, table.buffer))
+    x, plan = _draw(5, 67), LoraPlan.build([LoraSegment(0, 4, 0, 0.3), LoraSegment(2, 5, 0)], 5, 2)
+    lora.scale_input(library, x, plan, table, 0, 1)
+    return table.buffer, x
 
 
 def _add_rows(dtype: torch.dtype, library: NativeLibrary) -> tuple[torch.Tensor, ...]:
@@ -157,7 +168,7 @@ def _checksums(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
 
 
 def _program(library: NativeLibrary) -> tuple[torch.Tensor, ...]:
-    """A layer of every operator: a linear and adapters larger than its weight over one row, several and many."""
+    """A layer of every operator but scale_input: adapters larger than their linear over one row, several and many."""
     from loraplex.kernels.native.backend import NativeBackend  # which imports the library, and it this file
 
     hidden, heads, kv_heads, head_dim, block_size = 131, 2, 1, 16, 16
@@ -203,6 +214,7 @@ CASES: Mapping[str, Case] = {
     "linear bfloat16": partial(_linear, torch.bfloat16),
     "linear int8": partial(_linear, torch.int8),
     "add_lora": _add_lora,
+    "scale_input": _scale_input,
     "add_rows float32": partial(_add_rows, torch.float32),
     "add_rows float16": partial(_add_rows, torch.float16),
     "add_rows bfloat16": partial(_add_rows, torch.bfloat16),

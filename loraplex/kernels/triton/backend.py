@@ -21,6 +21,7 @@ from loraplex.kernels.torch_ops import TorchBackend
 from loraplex.kernels.triton import attention, glue, nucleus
 from loraplex.kernels.triton.attention_choice import AttentionShapes, choose_attention
 from loraplex.kernels.triton.flash_attention import flash_attention_gap
+from loraplex.kernels.triton.input_gain import scale_input, scale_input_gap
 from loraplex.kernels.triton.launch import Launcher, TritonLauncher
 from loraplex.kernels.triton.linear import quantized_linear
 from loraplex.kernels.triton.lora import TRITON_DTYPES, add_lora, rank_capacity
@@ -129,6 +130,13 @@ class TritonBackend(GpuPacking, TorchBackend):
         dense = x if x.stride(1) == 1 else x.contiguous()
         fused = self._is_lora_fused
         add_lora(self.launcher, self.lora_workspace, y, dense, plan, table, first_row, slices, is_fused=fused)
+
+    def scale_input(self, x: torch.Tensor, plan: LoraPlan, table: SlotTable, first_row: int) -> None:
+        gap = scale_input_gap(x)
+        if gap is not None:
+            self._fall_back("scale_input", gap)
+            return super().scale_input(x, plan, table, first_row)
+        scale_input(self.launcher, x, plan, table, first_row)
 
     def lora_gap(self, dtypes: Set[torch.dtype], num_block_dtypes: int = 1) -> str | None:
         """Why `add_lora` would leave rows and blocks of these dtypes to stock torch; None: it runs them."""

@@ -7,9 +7,12 @@ A decode step has small tiles alone, in a grid as large as its rows (or as the p
 padded batch only. Sizes of blocks follow from shapes, dtypes and the largest rank of any adapter that the table has
 held (`rank_capacity`): nothing is tried out at run time, and every start takes the same.
 
+Kernels that know of gains run from the first block with a gain on, in this table; without gains the others cost
+nothing more than they did.
+
 What a capture needs: the same step was run once before, which makes the workspace; afterwards a replay reads tiles,
 table and rows of x alone. It is good for any plan of the same padded size, as long as no rank of the step is above the
-capacity of the capture.
+capacity of the capture, and no adapter of the step has a gain that the table had not at the capture (has_gains).
 """
 
 from __future__ import annotations
@@ -102,10 +105,18 @@ class _Linear:
             "OFFSETS": tuple(s.out_offset for s in self.slices),
             "WIDTHS": tuple(s.out_features for s in self.slices),
             "BIAS": TRITON_DTYPES[bias],
+            "HAS_GAINS": self.table.has_gains,
         }
 
     def num_chunks(self, block_n: int) -> int:
         return sum(triton.cdiv(s.out_features, block_n) for s in self.slices)
+
+
+def num_small_tiles(plan: LoraPlan) -> int:
+    """That kernels go over: in a decode step as many as its padded rows can need, for a capture to serve other
+    steps."""
+    found = int(plan.cut_tiles().small.shape[1])
+    return max(found, min(plan.num_tokens, plan.small_tiles.shape[1])) if plan.is_decode else found
 
 
 def add_lora(
@@ -130,9 +141,7 @@ def add_lora(
     (block_dtype,) = table.block_dtypes
     linear = _Linear(launcher, workspace, y, x, plan, table, first_row, slices, block_dtype)
     tiles = plan.cut_tiles()
-    num_small = tiles.small.shape[1]
-    if plan.is_decode:
-        num_small = max(num_small, min(plan.num_tokens, plan.small_tiles.shape[1]))
+    num_small = num_small_tiles(plan)
     if num_small:
         _add_small(linear, num_small, is_fused)
     if tiles.large.shape[1]:
@@ -175,7 +184,7 @@ def _add_small(linear: _Linear, num_tiles: int, is_fused: bool | None) -> None:
     at = linear.first_row, table.capacity
     shrink = {"IN": in_features, "SPLITS": blocks.splits, "BLOCK_K": blocks.block_k}
     expand = {"PADDED_SPLITS": triton.next_power_of_2(blocks.splits), "BLOCK_N": blocks.block_n}
-    addends = table.b_addr, table.bias_addr, table.rank, table.scale
+    addends = table.b_addr, table.bias_addr, table.gain_addr, table.rank, table.scale
     if is_fused:
         counters = linear.workspace.take("counters", 1 + num_tiles * num_slices, torch.int32, device)
         linear.launch(
@@ -278,6 +287,6 @@ def _add_large(linear: _Linear, found: Tiles) -> None:
         )  # fmt: skip
     linear.launch(
         expand_large_kernel, (linear.num_chunks(blocks.block_n), num_tiles),
-        y, y.stride(0), s, tiles, room, table.b_addr, table.bias_addr, table.rank, *at,
+        y, y.stride(0), s, tiles, room, table.b_addr, table.bias_addr, table.gain_addr, table.rank, *at,
         **shape, **linear.columns, BLOCK_N=blocks.block_n, BLOCK_R=blocks.block_r,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
     shrink   s[t, slice, :rank] = weight * scale * x[t] A^T      the slices' A's as one matrix: a tile of x is read once
     reduce   s = sum of the splits                               only where K is split: too few tiles to fill the GPU
-    expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias
+    expand   y[t, chunk] += sum over the chain of s B[chunk]^T + weight * bias; with gains as lora_small.py says
 
 s is in the dtype of the products (float32 where x or the blocks are); products add up in float32, without tf32. Work is
 by tile, so the grid grows with the rows that adapters have, not with the batch. Lane j of the joined A's, and of a row
@@ -122,7 +122,7 @@ def _dot_ranks(
 
 @triton.jit(
     do_not_specialize=["tile_room", "first_row", "num_slots"],
-    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "ranks"],
+    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "gain_addr", "ranks"],
 )
 def expand_large_kernel(
     y,
@@ -132,6 +132,7 @@ def expand_large_kernel(
     tile_room,
     b_addr,
     bias_addr,
+    gain_addr,
     ranks,
     first_row,
     num_slots,
@@ -139,6 +140,7 @@ def expand_large_kernel(
     WIDTHS: tl.constexpr,
     BLOCK: tl.constexpr,
     BIAS: tl.constexpr,
+    HAS_GAINS: tl.constexpr,
     DOT: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     RANK_CAPACITY: tl.constexpr,
@@ -163,6 +165,7 @@ def expand_large_kernel(
     n = (chunk - first) * BLOCK_N + column
     is_row, in_width = m < rows, n < width
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    kept = tl.full((BLOCK_N,), 1.0, tl.float32)  # of y
     touched = 0
     for link in range(chain):
         member = tile + link
@@ -171,6 +174,11 @@ def expand_large_kernel(
         entry = (first_row + index) * num_slots + slot
         rank = tl.minimum(tl.load(ranks + entry), RANK_CAPACITY)
         address, bias_address = tl.load(b_addr + entry), tl.load(bias_addr + entry)
+        total = acc  # which a member with a gain has of its own
+        if HAS_GAINS:
+            gain_address = tl.load(gain_addr + entry)
+            is_gained = gain_address != 0
+            total = tl.where(is_gained, 0.0, acc)
         if rank > 0:
             touched = 1
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
@@ -184,9 +192,17 @@ def expand_large_kernel(
             # need.
             if rank % 8 == 0:
                 rank8 = rank // 8 * 8
-                acc = _dot_ranks(acc, s_at, b + n * rank8, is_row, in_width, rank8, DOT, BLOCK_R)
+                total = _dot_ranks(total, s_at, b + n * rank8, is_row, in_width, rank8, DOT, BLOCK_R)
             else:
-                acc = _dot_ranks(acc, s_at, b + n * rank, is_row, in_width, rank, DOT, 16)
+                total = _dot_ranks(total, s_at, b + n * rank, is_row, in_width, rank, DOT, 16)
+        if HAS_GAINS:
+            gains = tl.multiple_of(gain_address.to(tl.pointer_type(tl.float32)), 16)
+            gain = tl.load(gains + n, mask=in_width & is_gained, other=1)
+            f = tl.where(is_gained, weight * gain + (1 - weight), 1.0)
+            total = tl.where(is_gained, acc * f[None, :] + total * gain[None, :], total)
+            kept *= f
+            touched = tl.where(is_gained, 1, touched)
+        acc = total
         if bias_address != 0:
             touched = 1
             bias = tl.multiple_of(bias_address.to(tl.pointer_type(BIAS)), 16)
@@ -195,4 +211,7 @@ def expand_large_kernel(
         y_tile = y + start.to(tl.int64) * y_stride + offset + (chunk - first) * BLOCK_N
         at = y_tile + ((m * y_stride)[:, None] + column[None, :])
         mask = is_row[:, None] & in_width[None, :]
-        tl.store(at, (tl.load(at, mask=mask, other=0).to(tl.float32) + acc).to(y.dtype.element_ty), mask=mask)
+        present = tl.load(at, mask=mask, other=0).to(tl.float32)
+        if HAS_GAINS:
+            present *= kept[None, :]
+        tl.store(at, (present + acc).to(y.dtype.element_ty), mask=mask)

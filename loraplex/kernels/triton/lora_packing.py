@@ -2,6 +2,7 @@
 
     stock   per slice A [rank, in], B [out, rank], bias [out], row-major, all in the block dtype (reference.py)
     int8    per slice A [rank, in] int8, its scale [rank] float32, B [out, rank] int8, bias [out] float32
+    both    behind these gain [out] and input gain [in], float32
 
 Each part starts on a multiple of 64 bytes; the scale is the part behind A: at the address of A + rank * in rounded up
 to 64. int8: A's row and B's column of a rank are each divided by their largest value / 127 and rounded; the product of
@@ -65,6 +66,7 @@ class GpuPacking(StockPacking):
             reference.copy_part(a, out, layout.a_offset, layout.dtype)
             reference.copy_part(b, out, layout.b_offset, layout.dtype)
             reference.copy_part(s.bias, out, layout.bias_offset, bias_dtype)
+            reference.copy_gains(s, out, layout)
         return layouts
 
     def unpack(
@@ -83,6 +85,7 @@ class GpuPacking(StockPacking):
         dtype = self.block_dtype or compute_dtype
         if dtype != torch.int8:
             return reference.layout_block(slices, dtype, is_forced=True)
+        reference.check_input_gains(slices)
         cursor = 0
         layouts: list[SliceLayout | None] = []
         for s in slices:
@@ -96,7 +99,9 @@ class GpuPacking(StockPacking):
                 cursor = b_offset + align(s.lora_b.numel())
             if s.bias is not None:
                 bias_offset, cursor = cursor, cursor + align(4 * s.bias.numel())
-            layouts.append(SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), torch.int8))
+            gain_offsets, cursor = reference.place_gains(s, cursor)
+            of_slice = SliceLayout(a_offset, b_offset, bias_offset, s.rank, float(s.scaling), torch.int8, *gain_offsets)
+            layouts.append(of_slice)
         return cursor, tuple(layouts)
 
 

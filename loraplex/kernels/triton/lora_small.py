@@ -5,6 +5,10 @@
     expand item (head tile, N-chunk)   y[t, chunk] += sum over the chain of
                                            weight * (scale * sum(partial, splits) B[chunk]^T + bias)
 
+With gains, a member of the chain multiplies what is there before it by f = 1 + weight (gain - 1), and its product by
+its gain: the sum, and y times the product of all f, are added at the end. No gain is a factor of 1, which changes no
+bit.
+
 An item reads a piece of A or B once, for all rows of its tile, into registers, the next block of ranks while the
 present one is multiplied. Products and sums are float32, sums over splits have a fixed order, and what a row gets does
 not depend on the other rows of the step.
@@ -120,11 +124,19 @@ def _wait(counter, NUM_PRODUCERS: tl.constexpr, NUM_CONSUMERS):
 
 
 @triton.jit
+def _gained(block, gain, HAS_GAINS: tl.constexpr):
+    if HAS_GAINS:
+        block *= gain
+    return block
+
+
+@triton.jit
 def _add_member(
     acc0,
     acc1,
     acc2,
     acc3,
+    gain,
     partial,
     b,
     n,
@@ -140,8 +152,9 @@ def _add_member(
     RANK_CAPACITY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     WAITS: tl.constexpr,
+    HAS_GAINS: tl.constexpr,
 ):
-    """acc_i += factor * (s_i B^T) for rows i of a tile; b: the slice's B, partial: the tile's first row in the
+    """acc_i += gain * factor * (s_i B^T) for rows i of a tile; b: the slice's B, partial: the tile's first row in the
     slice."""
     r = tl.arange(0, BLOCK_R)
     at = b + n[:, None] * rank + r[None, :]
@@ -157,23 +170,28 @@ def _add_member(
         wide = present.to(tl.float32)
         in_rank = r0 + r < rank
         s = partial + r0 + r
-        acc0 += _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+        dot = _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+        acc0 += _gained(dot, gain, HAS_GAINS)
         if rows > 1:
             s += row_size
-            acc1 += _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+            dot = _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+            acc1 += _gained(dot, gain, HAS_GAINS)
         if rows > 2:
             s += row_size
-            acc2 += _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+            dot = _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+            acc2 += _gained(dot, gain, HAS_GAINS)
         if rows > 3:
             s += row_size
-            acc3 += _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+            dot = _dot_rows(wide, factor * _reduced(s, in_rank, SPLITS, PADDED_SPLITS, RANK_CAPACITY))
+            acc3 += _gained(dot, gain, HAS_GAINS)
         present = following
     return acc0, acc1, acc2, acc3
 
 
 @triton.jit
-def _add_to_row(y, acc, mask):
-    tl.store(y, (tl.load(y, mask=mask, other=0).to(tl.float32) + acc).to(y.dtype.element_ty), mask=mask)
+def _add_to_row(y, kept, acc, mask, HAS_GAINS: tl.constexpr):
+    present = _gained(tl.load(y, mask=mask, other=0).to(tl.float32), kept, HAS_GAINS)
+    tl.store(y, (present + acc).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -185,6 +203,7 @@ def _expand(
     tile_room,
     b_addr,
     bias_addr,
+    gain_addr,
     ranks,
     scales,
     first_row,
@@ -202,6 +221,7 @@ def _expand(
     RANK_CAPACITY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_GAINS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
     """One expand item: columns number `chunk` of all slices' chunks of BLOCK_N columns, for the rows of a head tile."""
@@ -220,6 +240,7 @@ def _expand(
     rows = tl.load(tiles + tile_room + tile)
     acc0 = tl.zeros((BLOCK_N,), tl.float32)
     acc1, acc2, acc3 = acc0, acc0, acc0
+    kept = tl.full((BLOCK_N,), 1.0, tl.float32)  # of y
     touched = 0
     for link in range(chain):
         member = tile + link
@@ -231,6 +252,15 @@ def _expand(
         address, bias_address = tl.load(b_addr + entry), tl.load(bias_addr + entry)
         s = partial + ((member * 4).to(tl.int64) * NUM_SLICES + index) * (SPLITS * RANK_CAPACITY)
         counter = counters + member * NUM_SLICES + index
+        gain = kept
+        if HAS_GAINS:
+            gain_address = tl.load(gain_addr + entry)
+            is_gained = gain_address != 0
+            gains = tl.multiple_of(gain_address.to(tl.pointer_type(tl.float32)), 16)
+            gain = tl.load(gains + n, mask=in_width & is_gained, other=1)
+            f = tl.where(is_gained, weight * gain + (1 - weight), 1.0)
+            acc0, acc1, acc2, acc3, kept = acc0 * f, acc1 * f, acc2 * f, acc3 * f, kept * f
+            touched = tl.where(is_gained, 1, touched)
         if rank > 0:
             b = tl.multiple_of(address.to(tl.pointer_type(BLOCK)), 16)
             touched = 1
@@ -238,13 +268,13 @@ def _expand(
             # element has an address # of its own.
             if rank % 8 == 0:
                 acc0, acc1, acc2, acc3 = _add_member(
-                    acc0, acc1, acc2, acc3, s, b, n, in_width, rank // 8 * 8, rows, factor, counter, num_chunks,
-                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_R, WAITS,
+                    acc0, acc1, acc2, acc3, gain, s, b, n, in_width, rank // 8 * 8, rows, factor, counter, num_chunks,
+                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_R, WAITS, HAS_GAINS,
                 )  # fmt: skip
             else:
                 acc0, acc1, acc2, acc3 = _add_member(
-                    acc0, acc1, acc2, acc3, s, b, n, in_width, rank, rows, factor, counter, num_chunks,
-                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_R, WAITS,
+                    acc0, acc1, acc2, acc3, gain, s, b, n, in_width, rank, rows, factor, counter, num_chunks,
+                    NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_R, WAITS, HAS_GAINS,
                 )  # fmt: skip
         if bias_address != 0:
             touched = 1
@@ -253,13 +283,13 @@ def _expand(
             acc0, acc1, acc2, acc3 = acc0 + added, acc1 + added, acc2 + added, acc3 + added
     if touched != 0:
         y_at = y + start.to(tl.int64) * y_stride + offset + n
-        _add_to_row(y_at, acc0, in_width)
+        _add_to_row(y_at, kept, acc0, in_width, HAS_GAINS)
         if rows > 1:
-            _add_to_row(y_at + y_stride, acc1, in_width)
+            _add_to_row(y_at + y_stride, kept, acc1, in_width, HAS_GAINS)
         if rows > 2:
-            _add_to_row(y_at + 2 * y_stride, acc2, in_width)
+            _add_to_row(y_at + 2 * y_stride, kept, acc2, in_width, HAS_GAINS)
         if rows > 3:
-            _add_to_row(y_at + 3 * y_stride, acc3, in_width)
+            _add_to_row(y_at + 3 * y_stride, kept, acc3, in_width, HAS_GAINS)
 
 
 @triton.jit(
@@ -295,7 +325,7 @@ def shrink_small_kernel(
 
 @triton.jit(
     do_not_specialize=["tile_room", "first_row", "num_slots"],
-    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "ranks", "scales"],
+    do_not_specialize_on_alignment=["tiles", "b_addr", "bias_addr", "gain_addr", "ranks", "scales"],
 )
 def expand_small_kernel(
     y,
@@ -305,6 +335,7 @@ def expand_small_kernel(
     tile_room,
     b_addr,
     bias_addr,
+    gain_addr,
     ranks,
     scales,
     first_row,
@@ -319,18 +350,20 @@ def expand_small_kernel(
     RANK_CAPACITY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_GAINS: tl.constexpr,
 ):
     """Grid (N-chunks of all slices, tiles)."""
     _expand(
-        y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, ranks, scales, first_row, num_slots, ranks,
-        tl.program_id(1), tl.program_id(0),
-        OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, False,
+        y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, gain_addr, ranks, scales, first_row, num_slots,
+        ranks, tl.program_id(1), tl.program_id(0),
+        OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, HAS_GAINS,
+        False,
     )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["tile_room", "first_row", "num_slots", "num_tiles"],
-    do_not_specialize_on_alignment=["tiles", "a_addr", "b_addr", "bias_addr", "ranks", "scales"],
+    do_not_specialize_on_alignment=["tiles", "a_addr", "b_addr", "bias_addr", "gain_addr", "ranks", "scales"],
 )
 def fused_small_kernel(
     y,
@@ -343,6 +376,7 @@ def fused_small_kernel(
     a_addr,
     b_addr,
     bias_addr,
+    gain_addr,
     ranks,
     scales,
     first_row,
@@ -362,6 +396,7 @@ def fused_small_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_GAINS: tl.constexpr,
 ):
     """Grid (num_tiles x (slices x splits + N-chunks)). counters: int32, 0 before and after: tickets, (tile, slice)."""
     shrink_items = num_tiles * (NUM_SLICES * SPLITS)
@@ -381,7 +416,8 @@ def fused_small_kernel(
     else:
         rest = ticket - shrink_items
         _expand(
-            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, ranks, scales, first_row, num_slots,
+            y, y_stride, partial, tiles, tile_room, b_addr, bias_addr, gain_addr, ranks, scales, first_row, num_slots,
             counters + 1, rest // NUM_CHUNKS, rest % NUM_CHUNKS,
-            OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, True,
+            OFFSETS, WIDTHS, BLOCK, BIAS, NUM_SLICES, SPLITS, PADDED_SPLITS, RANK_CAPACITY, BLOCK_N, BLOCK_R, HAS_GAINS,
+            True,
         )  # fmt: skip

@@ -135,6 +135,5 @@ def _check_rows(device: DeviceCache, weights: StoredWeights, is_shared: bool) ->
 def _addresses(buffer: torch.Tensor, start: int, block: PackedBlock | None, index: int) -> list[int]:
     layout = None if block is None else block.layouts[index]
     if layout is None:
-        return [0, 0, 0]
-    offsets = (layout.a_offset, layout.b_offset, layout.bias_offset)
-    return [0 if offset < 0 else buffer.data_ptr() + start + offset for offset in offsets]
+        return [0] * 5
+    return [0 if offset < 0 else buffer.data_ptr() + start + offset for offset in layout.offsets]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,9 @@ from tests.kernels.cases import (
     Problem,
     assert_close,
     case_id,
+    draw_gain,
     draw_slots,
+    expected_input,
     expected_lora,
     make_problem,
     make_table,
@@ -31,6 +35,7 @@ from tests.kernels.cases import (
     make_weights,
     pairwise,
     run,
+    run_input,
     same_bits,
     segments_of,
 )
@@ -41,11 +46,14 @@ Adapter = tuple[SliceWeights | None, ...]
 
 
 def adapters_of(
-    target: Any, ranks: Sequence[Sequence[int | None]], has_bias: bool = False, seed: int = 0
+    target: Any, ranks: Sequence[Sequence[int | None]], has_bias: bool = False, seed: int = 0, gains: str = "none"
 ) -> list[Adapter]:
-    """One adapter per list of ranks; their dtypes take turns."""
+    """One adapter per list of ranks; their dtypes take turns. gains: which have them: none, other (every), all."""
     generator = torch.Generator().manual_seed(seed)
-    return [make_weights(target, r, DTYPES[i % 3], has_bias, generator) for i, r in enumerate(ranks)]
+    return [
+        make_weights(target, r, DTYPES[i % 3], has_bias, generator, gains == "all" or (gains == "other" and i % 2 == 0))
+        for i, r in enumerate(ranks)
+    ]
 
 
 def add(native: NativeBackend, problem: Problem) -> torch.Tensor:
@@ -74,7 +82,7 @@ DIMENSIONS: dict[str, list[Any]] = {
     "rows": [1, 2, 3, 5, 12, 13, 50, 110],  # of each adapter
     "num_adapters": [1, 2, 5, 9],
     "shape": [(64, (64,)), (37, (51, 1)), (200, (216, 40, 24)), (700, (392, 9))],
-    "parts": ["equal", "uneven", "missing", "bias"],
+    "parts": ["equal", "uneven", "missing", "bias", "gain", "only_gain"],
 }
 CASES = pairwise(DIMENSIONS)
 
@@ -91,8 +99,11 @@ def test_equals_float64_loop(native: NativeBackend, case: dict[str, Any]) -> Non
         ]
     elif parts == "missing":
         ranks = [[[None, rank, 0][(i + j) % 3] for j in range(len(target.slices))] for i in range(num_adapters)]
+    elif parts == "only_gain":
+        ranks = [[[0, rank][(i + j) % 2] for j in range(len(target.slices))] for i in range(num_adapters)]
     segments = [LoraSegment(1 + i * rows, 1 + (i + 1) * rows, i, (1.0, -0.5, 2.0)[i % 3]) for i in range(num_adapters)]
-    adapters = adapters_of(target, ranks, parts == "bias")
+    gains = {"gain": "other", "only_gain": "all"}.get(parts, "none")
+    adapters = adapters_of(target, ranks, parts in ("bias", "gain"), gains=gains)
     check(
         native,
         make_problem(target, adapters, segments, num_adapters * rows + 2, FP32, torch.Generator().manual_seed(rank)),
@@ -101,15 +112,16 @@ def test_equals_float64_loop(native: NativeBackend, case: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("rank", [511, 512, 600])
 @pytest.mark.parametrize("rows", [1, 30])
-def test_large_ranks(native: NativeBackend, rank: int, rows: int) -> None:
+@pytest.mark.parametrize("gains", ["none", "all"])
+def test_large_ranks(native: NativeBackend, rank: int, rows: int, gains: str) -> None:
     target = make_target(130, (200, 24))
-    adapters = adapters_of(target, [(rank, 3)])
+    adapters = adapters_of(target, [(rank, 3)], gains=gains)
     check(native, make_problem(target, adapters, [LoraSegment(0, rows, 0)], rows, FP32, torch.Generator()))
 
 
 def test_one_input_and_one_output(native: NativeBackend) -> None:
     target = make_target(1, (1,))
-    adapters = adapters_of(target, [(1,), (9,), (2,)], True)
+    adapters = adapters_of(target, [(1,), (9,), (2,)], True, gains="other")
     check(native, make_problem(target, adapters, segments_of([0, 0, 1, 2]), 4, FP32, torch.Generator()))
 
 
@@ -159,7 +171,8 @@ def test_any_segments_of_any_adapters(native: NativeBackend, data: st.DataObject
     target = make_target(data.draw(st.integers(1, 40)), outs)
     rank = st.one_of(st.none(), st.integers(0, 20))
     ranks = data.draw(st.lists(st.tuples(*(rank for _ in outs)), min_size=1, max_size=4))
-    adapters = adapters_of(target, ranks, data.draw(st.booleans()), data.draw(st.integers(0, 1000)))
+    gains = data.draw(st.sampled_from(["none", "other", "all"]))
+    adapters = adapters_of(target, ranks, data.draw(st.booleans()), data.draw(st.integers(0, 1000)), gains)
     drawn = data.draw(st.lists(ranges, max_size=8))
     slots = st.integers(0, len(adapters) - 1)
     segments = [LoraSegment(*r, data.draw(slots), data.draw(st.sampled_from([1.0, 0.5, -2.0]))) for r in drawn]
@@ -170,9 +183,11 @@ def test_any_segments_of_any_adapters(native: NativeBackend, data: st.DataObject
 
 
 def big_problem(popularity: str, num_rows: int = 64, seed: int = 3) -> Problem:
-    """Enough work for three threads; q, k, v of one adapter have different ranks."""
+    """Enough work for three threads; q, k, v of one adapter have different ranks, two adapters gains, one only them."""
     target = make_target(300, (420, 100, 36))
-    adapters = adapters_of(target, [(16, 8, 4), (64, 64, 64), (5, None, 12), (33, 1, 0)], True)
+    ranks = [(16, 8, 4), (64, 64, 64), (5, None, 12), (33, 1, 0)]
+    adapters = adapters_of(target, ranks, True, gains="other")
+    adapters += adapters_of(target, [(0, 0, None)], gains="all")
     slots = draw_slots(popularity, num_rows, len(adapters), np.random.default_rng(seed))
     return make_problem(target, adapters, segments_of(slots), num_rows, FP32, torch.Generator().manual_seed(seed))
 
@@ -214,12 +229,13 @@ def test_an_adapter_that_is_elsewhere_in_the_table_and_memory(native: NativeBack
 
 
 def mixed_problem(num_rows: int = 64) -> Problem:
-    """Rows in up to three segments."""
+    """Rows in up to four segments."""
     segments = [
         LoraSegment(0, num_rows, 1, 0.5),
         LoraSegment(3, 40, 0, -1.0),
         LoraSegment(20, 50, 3, 2.0),
         LoraSegment(50, 60, 2),
+        LoraSegment(10, 55, 4, 1.5),
     ]
     problem = big_problem("none", num_rows)
     return make_problem(problem.target, problem.adapters, segments, num_rows, FP32, torch.Generator())
@@ -281,6 +297,97 @@ def test_calls_from_several_threads_at_once(native: NativeBackend) -> None:
     assert not wrong
 
 
+# ---------------------------------------------------------------------------------------------- the bits of the formula
+
+
+def rounded(exact: Fraction) -> float:
+    """To the nearest float32, ties to even."""
+    near = np.float32(float(exact))  # off by one at most: rounded twice
+    candidates = [near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))]
+    return float(min(candidates, key=lambda c: (abs(Fraction(float(c)) - exact), int(c.view(np.int32)) & 1)))
+
+
+def fma(a: float, b: float, c: float) -> float:
+    return rounded(Fraction(a) * Fraction(b) + Fraction(c))
+
+
+def formula(y: torch.Tensor, x: torch.Tensor, s: SliceWeights, weight: float) -> torch.Tensor:
+    """csrc/lora.cpp's, one rounding at a time."""
+    a, b, gain = (None if t is None else t.float().tolist() for t in (s.lora_a, s.lora_b, s.gain))
+    bias = None if s.bias is None else s.bias.float().tolist()
+    scale, rows = rounded(Fraction(weight) * Fraction(s.scaling)), y.tolist()
+    for t, row in enumerate(rows):
+        h = [functools.reduce(lambda h, k: fma(x[t, k].item(), a_r[k], h), range(len(a_r)), 0.0) for a_r in a or ()]
+        for n in range(len(row)):
+            factor = scale
+            if gain is not None:
+                factor = rounded(Fraction(scale) * Fraction(gain[n]))
+                row[n] = rounded(Fraction(fma(weight, gain[n], rounded(Fraction(1 - weight)))) * Fraction(row[n]))
+            if b is not None:
+                d = functools.reduce(lambda d, r: fma(h[r], b[n][r], d), range(len(h)), 0.0)
+                row[n] = fma(factor, d, row[n])
+            if bias is not None:
+                row[n] = fma(weight, bias[n], row[n])
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("gains", ["none", "all"])
+@pytest.mark.parametrize(("rank", "has_bias"), [(5, True), (9, False), (0, True), (0, False)])
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_each_number_is_rounded_as_the_formula_says(
+    native: NativeBackend, gains: str, rank: int, has_bias: bool, weight: float
+) -> None:
+    """Without a gain as it always was, and with a gain of one to the bit the same where the weight is one."""
+    if native.library.isa == "portable":
+        pytest.skip("its compiler may have no fused multiply-adds")
+    weight = float(np.float32(weight))
+    target = make_target(11, (21,))
+    for seed in range(3):
+        adapters = adapters_of(target, [(rank,)], has_bias, seed, gains)
+        (s,) = adapters[0]
+        assert s is not None
+        segments = [LoraSegment(0, 3, 0, weight)]
+        problem = make_problem(target, adapters, segments, 3, FP32, torch.Generator().manual_seed(seed))
+        assert same_bits(add(native, problem), formula(problem.y, problem.x, s, weight))
+        if gains == "none" and weight == 1:
+            ones = [(replace(s, gain=torch.ones(21)),)]
+            assert same_bits(add(native, replace(problem, adapters=ones)), add(native, problem))
+
+
+# ---------------------------------------------------------------------------------------------------------- input gains
+
+
+def input_problem(num_rows: int = 700) -> Problem:
+    """Enough work for three threads, rows in up to two segments, a width that is no multiple of 16."""
+    generator = torch.Generator().manual_seed(9)
+    target = make_target(301, (8,))
+    gains = [draw_gain(301, generator) for _ in range(3)]
+    adapters = [(SliceWeights(None, None, None, 1.0, input_gain=gain),) for gain in gains]
+    third = num_rows // 3
+    segments = [LoraSegment(1, 2 * third, 0), LoraSegment(third, num_rows - 1, 1, 0.5), LoraSegment(3, 5, 2, -1.0)]
+    return make_problem(target, adapters, segments, num_rows, FP32, generator)
+
+
+def scale(native: NativeBackend, problem: Problem) -> torch.Tensor:
+    return run_input(problem, native, make_table(problem.target, problem.adapters, FP32, native))
+
+
+def test_inputs_are_scaled_alike_on_any_number_of_threads_and_alone(native: NativeBackend) -> None:
+    problem = input_problem()
+    whole = scale(native, problem)
+    expected = expected_input(problem.x, problem.plan.segments, problem.adapters)
+    assert_close(whole[~problem.is_base], expected[~problem.is_base])
+    assert_same_on_threads(native, lambda backend: (scale(backend, problem),))
+    for t in (1, 4, 300, 698):
+        own = [replace(s, start=0, end=1) for s in problem.plan.segments if s.start <= t < s.end]
+        assert same_bits(scale(native, part_of(problem, own, slice(t, t + 1)))[0], whole[t])
+
+
+def test_inputs_are_scaled_alike_on_every_instruction_set() -> None:
+    problem = input_problem()
+    assert_same_on_every_isa(lambda backend: (scale(backend, problem),))
+
+
 # -------------------------------------------------------------------------------------------------------------- packing
 
 TARGET = make_target(40, (24, 5, 9))
@@ -336,7 +443,7 @@ def test_dtypes_of_one_adapter_are_promoted(
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_tensors_that_do_not_lie_together_give_the_same_bytes(native: NativeBackend, dtype: torch.dtype) -> None:
     """Parts of wider tensors (shards) and transposed ones."""
-    dense = make_weights(TARGET, (8, 5, 16), dtype, True, torch.Generator())
+    dense = make_weights(TARGET, (8, 5, 16), dtype, True, torch.Generator(), True)
 
     def inside(matrix: torch.Tensor) -> torch.Tensor:
         around = torch.full((matrix.shape[0] + 2, matrix.shape[1] + 3), float("nan"), dtype=matrix.dtype)
@@ -345,7 +452,14 @@ def test_tensors_that_do_not_lie_together_give_the_same_bytes(native: NativeBack
 
     for move in (inside, lambda m: m.t().contiguous().t()):
         moved = [
-            s and replace(s, lora_a=move(s.lora_a), lora_b=move(s.lora_b), bias=s.bias.repeat_interleave(2)[::2])
+            s
+            and replace(
+                s,
+                lora_a=move(s.lora_a),
+                lora_b=move(s.lora_b),
+                bias=s.bias.repeat_interleave(2)[::2],
+                gain=s.gain.repeat_interleave(3)[::3],
+            )
             for s in dense
         ]  # type: ignore[arg-type, union-attr]
         assert torch.equal(packed(native, moved), packed(native, dense))
@@ -354,6 +468,6 @@ def test_tensors_that_do_not_lie_together_give_the_same_bytes(native: NativeBack
 def test_a_bias_in_another_dtype_than_the_adapter(native: NativeBackend) -> None:
     (first, *rest) = make_weights(TARGET, (4, 4, 4), BF16, True, torch.Generator())
     assert first is not None
-    exact = replace(first, bias=torch.linspace(-1, 1, 24))
+    exact = replace(first, bias=torch.linspace(-1, 1, 24), gain=torch.linspace(-2, 2, 24))
     problem = make_problem(TARGET, [(exact, *rest)], [LoraSegment(0, 4, 0, 0.5)], 4, FP32, torch.Generator())
     check(native, problem)

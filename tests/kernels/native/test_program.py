@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from loraplex.kernels.native.program import LEAST_ROWS, OPERATORS, StepProgram, Workspace
+from loraplex.kernels.ops import KernelBackend
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable, StepBatch
 from loraplex.models.decoder import Decoder
 from tests.fixtures import VOCAB_SIZE, ModelZoo
+from tests.kernels.cases import BF16, draw_gain, make_weights
 from tests.kernels.native.machine import ISAS, library_or_skip
 from tests.models.adapter_files import pack_adapter
 from tests.models.paged_runner import PagedRunner, load_decoder
@@ -29,11 +32,25 @@ STEPS: tuple[tuple[dict[str, int], dict[str, int]], ...] = (
     ({"d": MORE_ROWS}, {"d": 0}),
     ({"a": 1, "b": 1}, {}),
     ({"d": 3, "a": 1, "c": 1}, {"d": 0, "c": 2}),
+    ({"d": 5, "a": 1, "c": 1}, {"d": 1, "a": 2, "c": 1}),
 )
-"""Tokens of each sequence, and the lora_slot of those that have one."""
+"""Tokens of each sequence, and the lora_slot of those that have one. Slot 1 has an adapter with gains."""
 
 
-def with_adapters(zoo: ModelZoo, family: str) -> Decoder:
+def add_gains(table: SlotTable, ops: KernelBackend, lora_slot: int, end: int) -> None:
+    """An adapter with gains behind `end`: with A and B, without, and no such slice; input gains where they can be."""
+    generator = torch.Generator().manual_seed(lora_slot)
+    for target in table.targets:
+        ranks = (40,) if len(target.slices) == 1 else (0, 40, None)[: len(target.slices)]
+        slices = list(make_weights(target, ranks, BF16, False, generator, True))
+        if len(slices) == 1 and slices[0] is not None:
+            slices[0] = replace(slices[0], input_gain=draw_gain(target.in_features, generator))
+        layouts = ops.pack(slices, torch.float32, table.buffer[end:])
+        table.set_block(target.name, lora_slot, end, layouts)
+        end += ops.packed_nbytes(slices, torch.float32)
+
+
+def with_adapters(zoo: ModelZoo, family: str, has_gains: bool = True) -> Decoder:
     from peft import LoraConfig
 
     base = zoo.base(family)
@@ -48,6 +65,8 @@ def with_adapters(zoo: ModelZoo, family: str) -> Decoder:
     end = 0
     for config, lora_slot in zip(configs, (2, 0), strict=True):
         end = pack_adapter(zoo.adapter(base, config, seed=lora_slot), table, kernels, lora_slot, end)
+    if has_gains:
+        add_gains(table, kernels, 1, end)
     return decoder
 
 
@@ -109,6 +128,30 @@ def test_python_runs_once_for_base_and_once_for_adapters_and_again_when_the_work
     assert all(counted.seconds[operator] > 0 for operator in OPERATORS)
     run_all(PagedRunner(decoder, block_size=16))  # another KV memory
     assert counted.calls == 6
+
+
+def test_python_runs_again_when_the_table_gets_its_first_input_gain(zoo: ModelZoo) -> None:
+    """Until then no operator for input gains is recorded. An output gain alone changes nothing."""
+    decoder = with_adapters(zoo, "llama", has_gains=False)
+    counted = Counted(decoder)
+    runner = PagedRunner(decoder, block_size=16)
+    table = decoder._linears.wrapped[0]._table
+    assert table is not None
+
+    def step(slot: int) -> None:
+        runner.step([("a", [5])], LoraPlan.build([LoraSegment(0, 1, slot)], 1, 1))
+
+    step(2)
+    table.expect(0, (), has_gains=True)
+    step(2)
+    assert counted.calls == 1
+    assert counted.seconds["scale_input"] == 0
+    add_gains(table, decoder._ops, 1, table.buffer.numel() // 2)
+    for slot in (1, 2):
+        step(slot)
+    runner.step([("b", [5])])
+    assert counted.calls == 3
+    assert counted.seconds["scale_input"] > 0
 
 
 def test_a_cache_of_another_layout_is_left_to_the_operators(zoo: ModelZoo) -> None:

@@ -62,6 +62,7 @@ def test_avx512_is_like_avx2() -> None:
         ("loraplex_rms_norm", 8, "rms_norm"),
         ("loraplex_add_rms_norm", 2, "rms_norm"),
         ("loraplex_silu_mul", 4, "silu_mul"),
+        ("loraplex_scale_input", 2, "scale_input"),
         ("loraplex_top_k", 5, "argmax, top_k, logprobs"),
         ("loraplex_floor_weights", 4, "token weights"),
     ],

@@ -49,7 +49,13 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def lora_case(
-    shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int], ranks: Sequence[int], **options: Any
+    shape: Shape,
+    linear: str,
+    dtype: torch.dtype,
+    slots: Sequence[int],
+    ranks: Sequence[int],
+    has_gains: bool = False,
+    **options: Any,
 ) -> Case:
     """One row per entry of `slots`; adapter i of rank `ranks[i]`."""
     target = shape.target(linear)
@@ -58,25 +64,46 @@ def lora_case(
 
     def run(backend: TritonBackend) -> None:
         table = empty_table(backend, target, ranks, dtype)
+        table.expect(0, (), has_gains)
         x = _empty(len(slots), target.in_features, dtype=dtype)
         y = _empty(len(slots), sum(s.out_features for s in target.slices), dtype=dtype)
         backend.add_lora(y, x, make_plan(slots, CPU, is_decode), table, 0, target.slices)
 
-    chosen = "".join(f" {name}={value}" for name, value in options.items())
+    chosen = " gains" * has_gains + "".join(f" {name}={value}" for name, value in options.items())
     return Case(f"add_lora {shape.name} {linear} {_name(dtype)} {what}{chosen}", dtype, run, options)
+
+
+def input_gain_case(shape: Shape, linear: str, dtype: torch.dtype, slots: Sequence[int]) -> Case:
+    """scale_input, one row per entry of `slots`."""
+    target = shape.target(linear)
+    is_decode = len(slots) <= 64
+
+    def run(backend: TritonBackend) -> None:
+        table = empty_table(backend, target, [8] * (max(slots) + 1), dtype)
+        backend.scale_input(
+            _empty(len(slots), target.in_features, dtype=dtype), make_plan(slots, CPU, is_decode), table, 0
+        )
+
+    what = f"{'decode' if is_decode else 'prefill'} rows={len(slots)}"
+    return Case(f"scale_input {shape.name} {linear} {_name(dtype)} {what}", dtype, run)
 
 
 ROWS_32 = tuple(range(32))
 
 
 def core_lora_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """Blocks in the model's dtype and in eight bits; more ranks than one block of them, and no more."""
+    """Blocks in the model's dtype and in eight bits; more ranks than one block of them, and no more; gains."""
     yield lora_case(LLAMA_8B, "qkv", dtype, [0], [16])
     yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16)
     yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16])
     for is_fused in (True, False):
         yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=is_fused)
     yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=torch.int8)
+    for is_fused in (True, False):
+        yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, has_gains=True, is_lora_fused=is_fused)
+    yield lora_case(LLAMA_8B, "qkv", dtype, [0] * 1000 + [1] * 1048, [64, 16], has_gains=True)
+    yield input_gain_case(LLAMA_8B, "down", dtype, ROWS_32)
+    yield input_gain_case(LLAMA_8B, "down", dtype, [0] * 1000 + [1] * 1048)
 
 
 def more_lora_cases() -> Iterator[Case]:
@@ -87,6 +114,10 @@ def more_lora_cases() -> Iterator[Case]:
         yield lora_case(LLAMA_8B, "qkv", dtype, ROWS_32, [16] * 32, block_dtype=torch.int8, is_lora_fused=False)
         yield lora_case(QWEN, "qkv", dtype, list(range(8)), [8] * 8)
         yield lora_case(QWEN, "down", dtype, [0] * 512, [8])
+        yield lora_case(LLAMA_8B, "gate_up", dtype, list(range(64)), [8, 16, 32, 64] * 16, has_gains=True)
+        yield lora_case(LLAMA_8B, "o", dtype, ROWS_32, [16] * 32, has_gains=True, block_dtype=torch.int8)
+        yield lora_case(LLAMA_8B, "down", dtype, [0] * 4096, [128], has_gains=True)
+        yield input_gain_case(QWEN, "down", dtype, list(range(8)))
         for block_dtype in set(DTYPES) - {dtype}:  # the setting lora_dtype
             yield lora_case(LLAMA_8B, "o", dtype, [0], [16], block_dtype=block_dtype)
             yield lora_case(LLAMA_8B, "o", dtype, [0] * 1000 + [1] * 1048, [64, 16], block_dtype=block_dtype)
@@ -263,6 +294,8 @@ def many_sizes_case() -> Case:
             lora_case(LLAMA_8B, "qkv", BF16, list(range(rows)), [16] * 64).run(backend)
         for rows in (70, 200, 300, 700, 1500, 3000, 5000, 20_000):
             lora_case(LLAMA_8B, "qkv", BF16, [0] * rows, [16]).run(backend)
+        for rows in (1, 3, 16, 33, 64, 70, 200, 700, 1500, 20_000):
+            input_gain_case(LLAMA_8B, "down", BF16, [0] * rows).run(backend)
         for rows in (1, 2, 3, 16, 17, 64, 300, 1000):
             glue_case(LLAMA_8B, BF16, rows).run(backend)
             rotary_case(LLAMA_8B, BF16, rows).run(backend)

@@ -33,6 +33,7 @@ MOST_VARIANTS = {
     "rms_norm_kernel": 2,
     "silu_mul_kernel": 1,
     "rotary_write_kv_kernel": 2,
+    "scale_input_kernel": 3,  # rows of a tile
 }
 """Of kernels in the steps of `many_sizes_case`: each is seconds of compiling, in the middle of serving."""
 
@@ -50,6 +51,7 @@ DTYPES = {
     "linear.dequantize_int4_kernel": (("out_ptr",), EACH_FLOAT),
     "linear.round_rows_kernel": (("x_ptr", "q_ptr"), {(dtype, "fp8e4nv") for dtype in FLOATS}),
     "linear.skinny_linear_kernel": (("x_ptr", "q_ptr"), set(itertools.product(FLOATS, ("i8", "u8")))),
+    "input_gain.scale_input_kernel": (("x",), EACH_FLOAT),
     "lora_large.expand_large_kernel": (("y", "BLOCK"), BLOCKS),
     "lora_large.reduce_kernel": (("s",), EACH_FLOAT),
     "lora_large.shrink_large_kernel": (("x", "BLOCK"), BLOCKS),

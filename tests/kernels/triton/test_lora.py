@@ -23,7 +23,9 @@ from tests.kernels.cases import (
     Problem,
     assert_close,
     case_id,
+    draw_gain,
     draw_slots,
+    expected_input,
     expected_lora,
     make_problem,
     make_table,
@@ -31,6 +33,7 @@ from tests.kernels.cases import (
     make_weights,
     pairwise,
     run,
+    run_input,
     same_bits,
     segments_of,
 )
@@ -47,10 +50,11 @@ DIMENSIONS: dict[str, list[Any]] = {
     "popularity": ["distinct", "uniform", "skewed", "identical", "none"],
     "dtypes": [(FP32, FP32), (FP16, FP16), (FP32, FP16), (FP16, FP32), (FP32, INT8), (FP16, INT8)],
     "shape": [(64, (64,)), (37, (51,)), (100, (96, 24, 24)), (57, (100, 67)), (600, (40,))],
-    "parts": ["equal", "uneven", "missing", "bias", "only_bias"],
+    "parts": ["equal", "uneven", "missing", "bias", "only_bias", "gain", "only_gain"],
     "path": ["fused", "two_launches", "prefill"],
 }
-"""dtypes: of the model, of the blocks. path: of a decode step, or of one in which long segments are large tiles."""
+"""dtypes: of the model, of the blocks. path: of a decode step, or of one in which long segments are large tiles.
+gain: every other adapter has gains, and all have biases; only_gain: every other slice has nothing but a gain."""
 
 CASES = pairwise(DIMENSIONS)
 FULL = {
@@ -72,7 +76,7 @@ def ranks_of(parts: str, rank: int, num_slices: int, adapter: int) -> list[int |
         return [max(1, (rank + 7 * i + 3 * adapter) % (rank + 9)) for i in range(num_slices)]
     if parts == "missing":
         return [None if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
-    if parts == "only_bias":
+    if parts in ("only_bias", "only_gain"):
         return [0 if (i + adapter) % 2 == 0 else rank for i in range(num_slices)]
     return [rank] * num_slices
 
@@ -93,8 +97,8 @@ def as_packed(
 
 
 def _width(s: SliceWeights | None) -> int:
-    part = None if s is None else (s.bias if s.lora_b is None else s.lora_b)
-    return 0 if part is None else part.shape[0]
+    parts = () if s is None else (s.lora_b, s.bias, s.gain)
+    return next((part.shape[0] for part in parts if part is not None), 0)
 
 
 class PoisonedWorkspace(Workspace):
@@ -129,7 +133,10 @@ def check(
     generator, rng = torch.Generator().manual_seed(rank * 1000 + batch), np.random.default_rng(rank * 1000 + batch)
     target = make_target(*shape)
     adapters = [
-        make_weights(target, ranks_of(parts, rank, len(shape[1]), i), FP32, parts == "bias", generator)
+        make_weights(
+            *(target, ranks_of(parts, rank, len(shape[1]), i), FP32, parts in ("bias", "gain"), generator),
+            has_gain=parts == "only_gain" or (parts == "gain" and i % 2 == 0),
+        )
         for i in range(num_adapters)
     ]
     segments = segments_of(draw_slots(popularity, batch, num_adapters, rng))
@@ -186,11 +193,18 @@ LONG_OVERLAPS = [LoraSegment(0, 70, 1), LoraSegment(20, 150, 0, 0.25), LoraSegme
     [("fused", OVERLAPS), ("two_launches", OVERLAPS), ("prefill", LONG_OVERLAPS)],
     ids=["fused", "two_launches", "prefill"],
 )
-def test_rows_in_several_segments_are_a_weighted_mix(dtypes: Any, path: str, segments: list[LoraSegment]) -> None:
+@pytest.mark.parametrize("gained", [(), (0, 2), (1,)], ids=str)
+def test_rows_in_several_segments_are_a_weighted_mix(
+    dtypes: Any, path: str, segments: list[LoraSegment], gained: tuple[int, ...]
+) -> None:
+    """gained: the adapters with gains."""
     compute_dtype, block_dtype = dtypes
     generator = torch.Generator().manual_seed(1)
     target = make_target(40, (24, 9))
-    adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in ((4, 6), (5, None), (16, 3))]
+    adapters = [
+        make_weights(target, ranks, FP32, True, generator, i in gained)
+        for i, ranks in enumerate(((4, 6), (5, None), (16, 3)))
+    ]
     backend = backend_of(block_dtype, path)
     problem = make_problem(target, adapters, segments, 160, compute_dtype, generator)
     problem.plan.rewrite(segments, 160, is_decode=path != "prefill")
@@ -200,11 +214,30 @@ def test_rows_in_several_segments_are_a_weighted_mix(dtypes: Any, path: str, seg
     assert_close(got[~problem.is_base], expected[~problem.is_base])
 
 
+@pytest.mark.parametrize(
+    ("path", "segments"),
+    [("fused", OVERLAPS), ("two_launches", OVERLAPS), ("prefill", LONG_OVERLAPS)],
+    ids=["fused", "two_launches", "prefill"],
+)
+def test_gains_of_others_change_no_bits(path: str, segments: list[LoraSegment]) -> None:
+    """The kernels that know of gains give the bits of those that do not, in chains of several blocks of ranks too."""
+    generator = torch.Generator().manual_seed(10)
+    target = make_target(40, (24, 9))
+    adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in ((40, 6), (35, None), (20, 3))]
+    problem = make_problem(target, adapters, segments, 160, FP32, generator)
+    problem.plan.rewrite(segments, 160, is_decode=path != "prefill")
+    backend = backend_of(None, path)
+    table = make_table(target, adapters, FP32, backend)
+    before = run(problem, backend, table)
+    table.expect(0, (), has_gains=True)
+    assert same_bits(run(problem, backend, table), before)
+
+
 @pytest.mark.parametrize("path", ["fused", "two_launches"])
 def test_a_row_of_a_decode_step_does_not_depend_on_the_others(path: str) -> None:
     generator = torch.Generator().manual_seed(2)
     target = make_target(600, (40, 24))
-    adapters = [make_weights(target, (12, 5), FP32, True, generator) for _ in range(3)]
+    adapters = [make_weights(target, (12, 5), FP32, True, generator, has_gain) for has_gain in (True, False, True)]
     slots = [-1, 0, 0, 0, 0, 0, 1, 2, 2]
     problem = make_problem(target, adapters, segments_of(slots), len(slots), FP32, generator)
     problem.plan.rewrite(problem.plan.segments, len(slots), is_decode=True)
@@ -286,13 +319,17 @@ class Recorder:
 STEPS = [[0, 0, 1, 2, 2, 2], [-1, -1, -1, 3, -1, -1], [0, 1, 2, 3, -1, -1], [3, 3, 3, 3, 3, 3], [-1] * 6]
 
 
+@pytest.mark.parametrize("has_gains", [False, True])
 @pytest.mark.parametrize("path", ["fused", "two_launches"])
-def test_a_capture_serves_other_steps_of_its_padded_size(path: str) -> None:
+def test_a_capture_serves_other_steps_of_its_padded_size(path: str, has_gains: bool) -> None:
     """Captured with two segments; replayed over rewritten plans with fewer and more, other ranks, and none."""
     generator = torch.Generator().manual_seed(5)
     target = make_target(600, (40, 24))
     all_ranks: list[tuple[int | None, ...]] = [(4, 6), (5, None), (16, 3), (12, 0)]
-    adapters = [make_weights(target, ranks, FP32, True, generator) for ranks in all_ranks]
+    adapters = [
+        make_weights(target, ranks, FP32, True, generator, has_gains and i % 2 == 1)
+        for i, ranks in enumerate(all_ranks)
+    ]
     eager, recorder = backend_of(None, path), Recorder()
     captured = TritonBackend(CPU, recorder, is_lora_fused=path == "fused")
     table = make_table(target, adapters, FP32, eager)
@@ -310,6 +347,24 @@ def test_a_capture_serves_other_steps_of_its_padded_size(path: str) -> None:
         assert same_bits(y, run(problem, eager, table) if problem.plan.segments else problem.y)
     launches = {kernel.__name__: grid for kernel, grid, _, _ in recorder.calls}
     assert len(launches) == (1 if path == "fused" else 2)
+
+
+def test_a_capture_of_input_gains_serves_other_steps_of_its_padded_size() -> None:
+    generator = torch.Generator().manual_seed(5)
+    target, adapters = make_target(40, (8,)), adapters_with_input_gains(40, generator)
+    eager, recorder = backend_of(), Recorder()
+    captured = TritonBackend(CPU, recorder)
+    table = make_table(target, adapters, FP32, eager)
+    x = torch.empty(6, 40)
+    plan = LoraPlan.build(segments_of([0, 0, 0, 0, 1, 1]), 6, 6, is_decode=True)
+    captured.scale_input(x, plan, table, 0)
+    for slots in STEPS:
+        problem = make_problem(target, adapters, segments_of(slots), 6, FP32, generator)
+        x.copy_(problem.x)
+        plan.rewrite(problem.plan.segments, 6, is_decode=True)
+        plan.cut_tiles()
+        recorder.replay()
+        assert same_bits(x, run_input(problem, eager, table))
 
 
 def test_rank_capacity_says_for_which_steps_a_capture_is_good() -> None:
@@ -341,6 +396,54 @@ def test_counters_that_an_aborted_launch_left_are_reset() -> None:
     backend.lora_workspace.buffers["counters", torch.int32].fill_(3)
     backend.reset_workspace()
     assert same_bits(run(problem, backend, table), first)
+
+
+# ---------------------------------------------------------------------------------------------------------- input gains
+
+
+def adapters_with_input_gains(width: int, generator: torch.Generator) -> list[tuple[SliceWeights | None, ...]]:
+    """Four, the last but one without."""
+    gains = [draw_gain(width, generator) for _ in range(4)]
+    biases = [torch.ones(8) if i == 2 else None for i in range(4)]
+    return [
+        (SliceWeights(None, None, bias, 1.0, input_gain=gain if bias is None else None),)
+        for gain, bias in zip(gains, biases, strict=True)
+    ]
+
+
+MIXED = [*LONG_OVERLAPS, LoraSegment(156, 158, 3, -2.0), LoraSegment(158, 159, 2)]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("block_dtype", [None, INT8], ids=str)
+@pytest.mark.parametrize("is_decode", [False, True])
+@pytest.mark.parametrize("width", [40, 1100])
+def test_input_gains_equal_the_float64_loop(
+    dtype: torch.dtype, block_dtype: torch.dtype | None, is_decode: bool, width: int
+) -> None:
+    """Small tiles and large ones, rows of several adapters, rows of one without."""
+    generator = torch.Generator().manual_seed(11)
+    target, adapters = make_target(width, (8,)), adapters_with_input_gains(width, generator)
+    backend = backend_of(block_dtype)
+    problem = make_problem(target, adapters, MIXED, 160, dtype, generator)
+    problem.plan.rewrite(MIXED, 160, is_decode)
+    table = make_table(target, adapters, dtype, backend)
+    got = run_input(problem, backend, table)
+    expected = expected_input(problem.x, MIXED, adapters)
+    assert_close(got[~problem.is_base], expected[~problem.is_base])
+    assert same_bits(got[158], problem.x[158])
+    assert not backend.fallbacks()
+
+
+def test_inputs_that_the_kernel_does_not_cover_are_scaled_by_stock_torch() -> None:
+    generator = torch.Generator().manual_seed(12)
+    target, adapters = make_target(40, (8,)), adapters_with_input_gains(40, generator)
+    segments = [LoraSegment(0, 2, 0)]
+    problem = make_problem(target, adapters, segments, 3, torch.float64, generator)
+    backend = backend_of()
+    got = run_input(problem, backend, make_table(target, adapters, FP32, backend))
+    assert_close(got[:2], expected_input(problem.x, segments, adapters)[:2], FP32)
+    assert [(each.op, each.calls) for each in backend.fallbacks()] == [("scale_input", 1)]
 
 
 # ------------------------------------------------------------------------------------------------- what is not covered

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from loraplex.kernels.triton.lora_packing import dequantize, quantize
 from loraplex.memory.weights.compression import get_compression
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.weights.packing import Packer
-from tests.kernels.cases import BF16, FP16, FP32, POISON, make_target, make_weights, same_bits
+from tests.kernels.cases import BF16, FP16, FP32, POISON, draw_gain, make_target, make_weights, same_bits
 from tests.memory.rig import BASE, CPU, TARGETS, make_model
 
 INT8 = torch.int8
@@ -47,7 +48,7 @@ def test_all_adapters_have_the_dtype_of_the_engine(
     ranks: Any, adapter_dtype: torch.dtype, block_dtype: torch.dtype | None, compute_dtype: torch.dtype
 ) -> None:
     backend = backend_of(block_dtype)
-    weights = make_weights(TARGET, ranks, adapter_dtype, True, torch.Generator().manual_seed(0))
+    weights = make_weights(TARGET, ranks, adapter_dtype, True, torch.Generator().manual_seed(0), True)
     layouts, block = pack(backend, weights, compute_dtype)
     expected = block_dtype or compute_dtype
     assert backend.adapter_dtype(compute_dtype) == expected
@@ -58,13 +59,15 @@ def test_all_adapters_have_the_dtype_of_the_engine(
             for part, original in ((got.lora_a, given.lora_a), (got.lora_b, given.lora_b), (got.bias, given.bias)):
                 assert (part is None) == (original is None)
                 assert part is None or same_bits(part, original.to(expected))
+            assert same_bits(got.gain, given.gain)
 
 
 @each_ranks
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_int8_comes_back_to_the_byte(ranks: Any, has_bias: bool) -> None:
+@pytest.mark.parametrize("has_gain", [True, False])
+def test_int8_comes_back_to_the_byte(ranks: Any, has_bias: bool, has_gain: bool) -> None:
     backend = backend_of(INT8)
-    weights = make_weights(TARGET, ranks, FP32, has_bias, torch.Generator().manual_seed(0))
+    weights = make_weights(TARGET, ranks, FP32, has_bias, torch.Generator().manual_seed(0), has_gain)
     for s in weights:  # ranks that are nothing: A's row, B's column
         if s is not None and s.rank >= 3:
             s.lora_a[1], s.lora_b[:, 2] = 0, 0
@@ -79,6 +82,25 @@ def test_int8_comes_back_to_the_byte(ranks: Any, has_bias: bool) -> None:
         assert (got is None) == (given is None)
         if got is not None and given is not None and given.bias is not None:
             assert same_bits(got.bias, given.bias)
+        if got is not None and given is not None:
+            assert (got.gain is not None) == has_gain
+            assert got.gain is None or same_bits(got.gain, given.gain)
+
+
+@pytest.mark.parametrize("block_dtype", [INT8, FP16, None], ids=str)
+def test_an_input_gain_is_float32_behind_the_rest_where_there_is_one_slice(block_dtype: torch.dtype | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    (weights,) = make_weights(make_target(37, (130,)), (5,), FP32, True, generator, True)
+    assert weights is not None
+    weights = replace(weights, input_gain=draw_gain(37, generator))
+    backend = backend_of(block_dtype)
+    layouts, block = pack(backend, (weights,), FP16)
+    (got,) = backend.unpack(layouts, 37, (130,), block)
+    assert got is not None
+    assert same_bits(got.gain, weights.gain)
+    assert same_bits(got.input_gain, weights.input_gain)
+    with pytest.raises(AssertionError, match="an input gain in a target of 2 slices"):
+        backend.packed_layouts((None, weights), FP16)
 
 
 def test_int8_blocks_are_a_quarter_of_float32() -> None:
