@@ -105,14 +105,13 @@ class Connections:
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_open = max_open
         self._max_per_source = config.max_connections_per_ip
-        self._max_body_bytes = config.max_inflight_body_bytes
+        self._bodies = SharedBytes(config.max_inflight_body_bytes)
         self._clock = clock
         self._num_open = 0
         self._by_source: Counter[str] = Counter()
         self._new: dict[Closable, None] = {}  # without any request of a key, oldest first
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
-        self._body_bytes = 0
-        self._waiting_bytes = 0
+        self._waiting = SharedBytes(MAX_WAITING_BYTES)
         self._answers: dict[Closable, int] = {}  # bytes of long ones; first that of which nothing was read for longest
         self._answer_bytes = 0
         self.turns = Turns()
@@ -127,12 +126,12 @@ class Connections:
     @property
     def body_bytes(self) -> int:
         """Received of bodies whose requests run."""
-        return self._body_bytes
+        return self._bodies.num_held
 
     @property
     def waiting_bytes(self) -> int:
         """Received of requests that wait for the answer to an earlier one of their connection."""
-        return self._waiting_bytes
+        return self._waiting.num_held
 
     @property
     def num_closed_for_others(self) -> int:
@@ -189,27 +188,20 @@ class Connections:
 
     # ----------------------------------------------------------------------------------------------------------- bodies
 
-    def hold_body(self, num_bytes: int, num_held: int) -> bool:
-        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies would be too large."""
+    def hold_body(self, client: str, num_bytes: int, num_held: int) -> bool:
+        """Count `num_bytes` more of a client's request that holds `num_held`; False where there is no room for them."""
         is_small = num_held + num_bytes <= SMALL_BODY_BYTES
-        limit = self._max_body_bytes if is_small else self._max_body_bytes - self._max_body_bytes // 8
-        if self._body_bytes + num_bytes > limit:
-            return False
-        self._body_bytes += num_bytes
-        return True
+        return self._bodies.hold(client, num_bytes, num_held, 0 if is_small else self._bodies.max_bytes // 8)
 
-    def release_body(self, num_bytes: int) -> None:
-        self._body_bytes -= num_bytes
+    def release_body(self, client: str, num_bytes: int) -> None:
+        self._bodies.release(client, num_bytes)
 
-    def hold_waiting(self, num_bytes: int) -> bool:
-        """Count `num_bytes` more of requests that wait behind others; False when those would be too large together."""
-        if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            return False
-        self._waiting_bytes += num_bytes
-        return True
+    def hold_waiting(self, client: str, num_bytes: int, num_held: int) -> bool:
+        """The same for a request that waits behind another one of its connection."""
+        return self._waiting.hold(client, num_bytes, num_held)
 
-    def release_waiting(self, num_bytes: int) -> None:
-        self._waiting_bytes -= num_bytes
+    def release_waiting(self, client: str, num_bytes: int) -> None:
+        self._waiting.release(client, num_bytes)
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
@@ -245,6 +237,36 @@ class Connections:
         of_client = f" of {address}" if address else ""
         before = f" (and {more} before it)" if more else ""
         _log.warning("a connection%s was refused or closed: %s%s", of_client, text, before)
+
+
+class SharedBytes:
+    """Memory that clients share: beyond one request, a client holds at most as much as it leaves free.
+
+    So one client has at most a half, another one half of what is left, and the next one always finds room (dynamic
+    thresholds: Choudhury and Hahne, 1998).
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_held = 0
+        self._by_client: Counter[str] = Counter()
+
+    def hold(self, client: str, num_bytes: int, num_own: int, num_kept: int = 0) -> bool:
+        """Count `num_bytes` more of a request that holds `num_own`; False without room. num_kept: stay free."""
+        num_free = self.max_bytes - self.num_held - num_bytes
+        num_of_client = self._by_client[client]
+        is_only_request = num_of_client == num_own
+        if num_free < num_kept or not (is_only_request or num_of_client + num_bytes <= num_free):
+            return False
+        self.num_held += num_bytes
+        self._by_client[client] += num_bytes
+        return True
+
+    def release(self, client: str, num_bytes: int) -> None:
+        self.num_held -= num_bytes
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 class Turns:

@@ -9,7 +9,7 @@ from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections
+from loraplex.server.connections import Connections, Turns
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
@@ -39,6 +39,7 @@ class ServerContext:
     connections: Connections
     views: OffLoop
     answers: OffLoop
+    answer_turns: Turns
     keys: KeyRing
 
     @classmethod
@@ -69,5 +70,6 @@ class ServerContext:
             connections=connections,
             views=OffLoop(NUM_ANSWER_THREADS),
             answers=OffLoop(NUM_ANSWER_THREADS),
+            answer_turns=Turns(),
             keys=KeyRing.of(config),
         )

@@ -8,9 +8,9 @@ head has at most MAX_HEADERS headers, and a body comes in chunks that are not al
 much as many bytes.
 
 A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time.
-Bodies of all connections together are bounded by `Connections`. A request without a valid key (`server_admits`) has no
-body here: it is dropped as it comes. An answer that begins before its request's body has come is the last one of its
-connection.
+Bodies of all connections together are bounded by `Connections`, in shares. A request without a valid key
+(`server_admitted`) has no body here: it is dropped as it comes. An answer that begins before its request's body has
+come is the last one of its connection.
 
 What the client does not read has the same rule with `send_timeout_s`. An answer of any size is written in pieces, each
 when the last one is gone, and the next request of the connection begins when the answer before it is gone: what a
@@ -39,9 +39,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.server.api_error import ApiError, closing_answer, error_response
-from loraplex.server.auth import OPEN_PATHS
+from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, PacedFlow, Refusal, Slot, forwarded_for
+from loraplex.server.connections import Connections, PacedFlow, Refusal, Slot, forwarded_for, source_of
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
@@ -80,12 +80,12 @@ MAX_LINGER_BYTES = 32 * 2**20
 class _Incoming:
     """One request: what came of its body, and what it counts for in `Connections`.
 
-    is_admitted: its body is kept. num_chunks: that came of its body. num_held: bytes of its body, once it runs.
-    num_waiting: bytes of its head and body while it waits for the answer to an earlier one. is_last: its answer closes
-    the connection.
+    client: whose it is, among those that share memory; None: its body is not kept. num_chunks: that came of its body.
+    num_held: bytes of its body, once it runs. num_waiting: bytes of its head and body while it waits for the answer to
+    an earlier one. is_last: its answer closes the connection.
     """
 
-    is_admitted: bool
+    client: str | None
     is_waiting: bool
     cycle: RequestResponseCycle | None = None
     num_received: int = 0
@@ -101,7 +101,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     server_settings: ServerConfig
     server_connections: Connections
-    server_admits: Callable[[Headers], bool]
+    server_admitted: Callable[[Headers], Caller | None]
 
     slot: Slot | None = None
     _num_stuck_bytes = 0  # received since the parser last finished a head or gave a piece of a body
@@ -258,8 +258,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _begin_request(self) -> None:
         is_waiting = self.flow.write_paused or not (self.cycle is None or self.cycle.response_complete)
-        self._incoming = incoming = _Incoming(self.server_admits(Headers(raw=self.headers)), is_waiting)
-        if incoming.is_admitted:
+        self._incoming = incoming = _Incoming(self._client_of_head(), is_waiting)
+        if incoming.client is not None:
             self.server_connections.set_busy(self)
             self._is_busy = True
         app: Any = self.app
@@ -269,6 +269,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         finally:
             self.app = app
         incoming.cycle = self.cycle
+
+    def _client_of_head(self) -> str | None:
+        caller = self.server_admitted(Headers(raw=self.headers))
+        if caller is not KEYLESS:
+            return None if caller is None else caller.fingerprint
+        peer = "" if self.client is None else self.client[0]
+        return source_of(forwarded_for(peer, self.headers) or peer)
 
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
@@ -314,16 +321,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _hold(self, incoming: _Incoming, num_bytes: int) -> bool:
         """Count `num_bytes` more of a request; refuse it, and say False, where there is no room for them."""
-        connections = self.server_connections
+        connections, client = self.server_connections, incoming.client or ""
         self._held.add(incoming)
         if incoming.is_waiting:
-            if not connections.hold_waiting(num_bytes):
+            if not connections.hold_waiting(client, num_bytes, incoming.num_waiting):
                 text = "the requests that wait behind others on their connections are too large together"
                 self._refuse(Refusal.PIPELINE, ApiError(text, status=503, kind="overloaded_error"))
                 return False
             incoming.num_waiting += num_bytes
             return True
-        if not connections.hold_body(num_bytes, incoming.num_held):
+        if not connections.hold_body(client, num_bytes, incoming.num_held):
             self._refuse(Refusal.BODY_MEMORY, _too_many_bodies())
             return False
         incoming.num_held += num_bytes
@@ -335,7 +342,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._release(incoming)
         incoming.is_waiting = incoming.is_over = False
         num_bytes = len(incoming.cycle.body)
-        if not self.server_connections.hold_body(num_bytes, 0):
+        if not self.server_connections.hold_body(incoming.client or "", num_bytes, 0):
             incoming.is_over = True
             incoming.cycle.body.clear()
             self._count_refusal(Refusal.BODY_MEMORY, _too_many_bodies().message)
@@ -353,8 +360,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _release(self, incoming: _Incoming) -> None:
-        self.server_connections.release_body(incoming.num_held)
-        self.server_connections.release_waiting(incoming.num_waiting)
+        client = incoming.client or ""
+        self.server_connections.release_body(client, incoming.num_held)
+        self.server_connections.release_waiting(client, incoming.num_waiting)
         self._held.discard(incoming)
         incoming.num_held = incoming.num_waiting = 0
         incoming.is_over = True
@@ -370,7 +378,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
             self._refuse(Refusal.CHUNKS, ApiError(text, code="chunks_too_small"))
             raise ConnectionAbortedError
-        if incoming.is_admitted:
+        if incoming.client is not None:
             self._chunks.append(body)
 
     def _keep_chunks(self) -> None:
@@ -571,17 +579,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _too_many_bodies() -> ApiError:
-    text = "the bodies of all requests together are too large at this moment; try again later"
+    text = "the bodies of this client's requests, or of all requests, are too large at this moment; try again later"
     return ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
 
 
 def bounded_http_protocol(
-    config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
+    config: ServerConfig, connections: Connections, admitted: Callable[[Headers], Caller | None]
 ) -> type[BoundedHttpProtocol]:
-    """The protocol with a server's limits: uvicorn makes one for each connection. `admits`: whose bodies are read."""
+    """The protocol with a server's limits: uvicorn makes one for each connection. `admitted`: whose bodies are read."""
     members = {
         "server_settings": config,
         "server_connections": connections,
-        "server_admits": staticmethod(admits),
+        "server_admitted": staticmethod(admitted),
     }
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

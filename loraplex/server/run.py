@@ -107,7 +107,7 @@ def make_server(
     """A server for an event loop of the caller's: run its `serve(sockets=[...])`, end it with `stop()`."""
     app = create_app(engine, config)
     context: ServerContext = app.state.context
-    protocol = bounded_http_protocol(config, context.connections, context.keys.admits)
+    protocol = bounded_http_protocol(config, context.connections, context.keys.admitted)
     return DrainingServer(context, _uvicorn_config(app, config, protocol), on_ready)
 
 

@@ -110,7 +110,7 @@ class Connection:
         self.connections = Connections(server, 10)
         self.connections.slices.seconds = float("inf")  # `feed` needs no turn of the event loop
         keys = KeyRing.of(server)
-        protocol_class: Any = bounded_http_protocol(server, self.connections, keys.admits)
+        protocol_class: Any = bounded_http_protocol(server, self.connections, keys.admitted)
         self.protocol: BoundedHttpProtocol = protocol_class(config=config, server_state=self.state, app_state={})
         self.transport = Transport()
         self.transport.protocol = self.protocol
