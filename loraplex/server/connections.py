@@ -39,6 +39,8 @@ MAX_UNREAD_BYTES = 256 * 2**20
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
 
+OPEN_PATHS_A_TURN = 4
+
 SLICE_S = 0.002
 """Of a turn of the event loop: for parsing what came on all connections."""
 
@@ -99,7 +101,8 @@ class Connections:
 
     A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a
     client that means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
-    Connections that have had no request of a key go first, however young: a flood of them displaces itself.
+    Connections that have had no request of a key go first, however young: a flood of them displaces itself. Last go
+    requests whose body is not there: the oldest of the client that has most of them, and more than one.
     """
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,10 +114,14 @@ class Connections:
         self._by_source: Counter[str] = Counter()
         self._new: dict[Closable, None] = {}  # without any request of a key, oldest first
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
+        self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
+        self._receiving_for: dict[Closable, str] = {}
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
         self._answers: dict[Closable, int] = {}  # bytes of long ones; first that of which nothing was read for longest
         self._answer_bytes = 0
         self.turns = Turns()
+        self.open_turns = Turns(OPEN_PATHS_A_TURN, is_latest_first=True)
+        self.ends = Turns()
         self.slices = TimeSlices()
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
@@ -170,16 +177,34 @@ class Connections:
         self._idle.pop(connection, None)
         self._idle[connection] = self._clock()
 
+    def set_receiving(self, connection: Closable, client: str) -> None:
+        """It waits for the body of a client's request, the only one that it has."""
+        self.set_busy(connection)
+        self._receiving.setdefault(client, {})[connection] = None
+        self._receiving_for[connection] = client
+
     def set_busy(self, connection: Closable) -> None:
         """It has a request that is admitted, or is closed."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
+        client = self._receiving_for.pop(connection, None)
+        if client is not None:
+            del self._receiving[client][connection]
+            if not self._receiving[client]:
+                del self._receiving[client]
+
+    def _idlest(self) -> Closable | None:
+        if self._new:
+            return next(iter(self._new))
+        connection = next(iter(self._idle), None)
+        if connection is not None and self._clock() - self._idle[connection] >= IDLE_AT_LEAST_S:
+            return connection
+        most = max(self._receiving.values(), key=len, default={})
+        return next(iter(most)) if len(most) > 1 else None
 
     def _close_idlest(self) -> bool:
-        connection = next(iter(self._new or self._idle), None)
+        connection = self._idlest()
         if connection is None:
-            return False
-        if connection in self._idle and self._clock() - self._idle[connection] < IDLE_AT_LEAST_S:
             return False
         self.set_busy(connection)
         connection.close_now()
@@ -270,12 +295,15 @@ class SharedBytes:
 
 
 class Turns:
-    """For work of some milliseconds in the event loop: one in each of its turns, in the order in which they came.
+    """For work of some milliseconds in the event loop: so many in each of its turns, in the order in which they came.
 
     Else a hundred requests that come at once would run one after the other before the loop sees anything else.
+    is_latest_first: the other order, in which a flood that came before a probe does not delay it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_a_turn: int = 1, *, is_latest_first: bool = False) -> None:
+        self._num_a_turn = num_a_turn
+        self._is_latest_first = is_latest_first
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def next(self) -> None:
@@ -287,15 +315,19 @@ class Turns:
         await turn
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        turn = self._waiting.popleft()
-        if not turn.done():  # its request may have been cancelled
-            turn.set_result(None)
+        for _ in range(min(self._num_a_turn, len(self._waiting))):
+            turn = self._waiting.pop() if self._is_latest_first else self._waiting.popleft()
+            if not turn.done():  # its request may have been cancelled
+                turn.set_result(None)
         if self._waiting:
             loop.call_soon(self._begin, loop)
 
 
 class TimeSlices:
-    """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later."""
+    """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later.
+
+    The latest short work first, so that a flood does not delay what comes after it; then long work in its order.
+    """
 
     def __init__(self, seconds: float = SLICE_S) -> None:
         self.seconds = seconds
@@ -305,7 +337,7 @@ class TimeSlices:
         self._long: deque[Callable[[], None]] = deque()
 
     def run(self, work: Callable[[], None], is_short: bool) -> None:
-        """Now, or behind what waits in a later turn, short work before long. `work` may ask for more of it."""
+        """Now, or in a later turn. `work` may ask for more of it."""
         (self._short if is_short else self._long).append(work)
         if not self._is_working:
             self._work()
@@ -316,9 +348,10 @@ class TimeSlices:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         self._is_working = True
         try:
-            while (waiting := self._short or self._long) and self._spent_s < self.seconds:
+            while (self._short or self._long) and self._spent_s < self.seconds:
                 began_s = time.perf_counter()
-                waiting.popleft()()
+                work = self._short.pop() if self._short else self._long.popleft()
+                work()
                 self._spent_s += time.perf_counter() - began_s
         finally:
             self._is_working = False

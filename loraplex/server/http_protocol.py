@@ -31,7 +31,6 @@ from fcntl import ioctl
 from functools import partial
 from termios import TIOCOUTQ
 from typing import Any, cast
-from urllib.parse import unquote_to_bytes
 
 import httptools
 from starlette.datastructures import Headers
@@ -42,18 +41,13 @@ from loraplex.server.api_error import ApiError, closing_answer, error_response
 from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, PacedFlow, Refusal, Slot, forwarded_for, source_of
+from loraplex.server.urls import fault_of_url
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
 
 MAX_HEADERS = 128
 """Of one request, and of its trailers; Apache allows 100. Each is read by every middleware."""
-
-MAX_PATH_BYTES = 4096
-"""A route with the longest name of an adapter is shorter. Every route is compared with it."""
-
-MAX_QUERY_PARAMETERS = 64
-"""More than any route has."""
 
 MAX_TINY_CHUNKS = 4096
 MIN_CHUNK_BYTES = 64
@@ -135,11 +129,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Thousands may be lost at the same moment."""
         self._unparsed.clear()
         self._stop_waiting()
         for timer in (self._send_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
+        if self._running is not None and self._running.cycle is not None:
+            self._running.cycle.disconnected = True  # nothing is written any more
+        self.server_connections.slices.run(partial(self._forget, exc), is_short=True)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Closed as `connection_lost` is; over TLS the transport closes itself."""
+        if self.scheme == "https":
+            return False
+        self.server_connections.slices.run(self.transport.close, is_short=True)
+        return True
+
+    def _forget(self, exc: Exception | None) -> None:
         self._disconnect(self._running)
         super().connection_lost(exc)
         for incoming in tuple(self._held):
@@ -260,7 +267,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_waiting = self.flow.write_paused or not (self.cycle is None or self.cycle.response_complete)
         self._incoming = incoming = _Incoming(self._client_of_head(), is_waiting)
         if incoming.client is not None:
-            self.server_connections.set_busy(self)
+            if is_waiting:
+                self.server_connections.set_busy(self)
+            else:
+                self.server_connections.set_receiving(self, incoming.client)
             self._is_busy = True
         app: Any = self.app
         self.app = cast(Any, partial(self._run, app, incoming))
@@ -282,8 +292,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.client is not None and (address := forwarded_for(self.client[0], scope["headers"])):
             scope["client"] = (address, 0)
         try:
-            if scope["path"] not in OPEN_PATHS:
-                await self.server_connections.turns.next()
+            connections = self.server_connections
+            await (connections.open_turns if scope["path"] in OPEN_PATHS else connections.turns).next()
             if self.flow.write_paused:
                 self.flow.pause_reading()
                 await self.flow.drain()
@@ -295,11 +305,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return
             if incoming.is_waiting and not self._end_waiting(incoming):
                 app = error_response(_too_many_bodies())
-            await app(scope, receive, partial(self._send, incoming, send))
+            await app(scope, partial(self._receive_message, receive), partial(self._send, incoming, send))
         except asyncio.CancelledError:
             self._cut(incoming)
         finally:
             self._release(incoming)
+
+    async def _receive_message(self, receive: Receive) -> Message:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            await self.server_connections.ends.next()  # what the request began is ended now
+        return message
 
     async def _send(self, incoming: _Incoming, send: Send, message: Message) -> None:
         assert incoming.cycle is not None
@@ -398,6 +414,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_stuck = self._has_begun = False
         self._is_in_head = True
         self._stop_waiting_for_body()
+        if self._is_busy:
+            self.server_connections.set_busy(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -432,16 +450,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return f"HTTP/{version} is not spoken here: send HTTP/1.1"
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
-        path, _, query = self.url.partition(b"?")
-        if len(path) > MAX_PATH_BYTES:
-            return f"a path has at most {MAX_PATH_BYTES} bytes"
-        if query.count(b"&") >= MAX_QUERY_PARAMETERS:
-            return f"a query has at most {MAX_QUERY_PARAMETERS} parameters"
-        try:
-            unquote_to_bytes(self.url).decode()
-        except UnicodeDecodeError:
-            return "the percent-encoding of the path or query does not stand for UTF-8"
-        return None
+        return fault_of_url(self.url)
 
     # --------------------------------------------------------------------------------------------------------- refusals
 
@@ -587,9 +596,5 @@ def bounded_http_protocol(
     config: ServerConfig, connections: Connections, admitted: Callable[[Headers], Caller | None]
 ) -> type[BoundedHttpProtocol]:
     """The protocol with a server's limits: uvicorn makes one for each connection. `admitted`: whose bodies are read."""
-    members = {
-        "server_settings": config,
-        "server_connections": connections,
-        "server_admitted": staticmethod(admitted),
-    }
+    members = {"server_settings": config, "server_connections": connections, "server_admitted": staticmethod(admitted)}
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

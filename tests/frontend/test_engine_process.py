@@ -185,6 +185,17 @@ async def test_kills_during_its_start_do_not_use_up_its_lives(mortal: Client) ->
     await within(engine.check_integrity())
 
 
+async def test_a_temporary_folder_with_a_long_path_is_refused(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=r"its path has \d+ characters; set TMPDIR"):
+        await AsyncEngine.start(demo_config(model=base))
+    assert list(folder.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------ overload and shutdown
 
 

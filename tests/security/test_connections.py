@@ -295,6 +295,25 @@ def test_what_waits_longest_for_a_head_makes_room(serve: Serve, monkeypatch: pyt
         assert server.connections.refused == {"closed_for_another": 3}
 
 
+@ON_BOTH_LOOPS
+def test_bodies_that_trickle_on_all_places_keep_no_other_client_out(serve: Serve) -> None:
+    """The oldest of the client that has most of them makes room; a single upload of another client stays."""
+    server = serve(max_connections=8)
+    upload = POST + b"Content-Length: 10\r\n\r\n "
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(connect(server, upload, "127.0.0.3"))
+        until(lambda: server.connections.num_open == 1)
+        for _ in range(12):
+            stack.enter_context(connect(server, upload, "127.0.0.2"))
+        until(lambda: sum(server.connections.refused.values()) == 5)  # some come before the last is seen to upload
+        for _ in range(3):
+            assert httpx.get(server.url + "/health").status_code == 200
+        other.sendall(b" " * 9)
+        assert other.recv(2**16).startswith(b"HTTP/1.1 400 ")
+        assert server.connections.num_open <= 8
+    until(lambda: server.connections.num_open == 0)
+
+
 def test_one_address_leaves_room_for_others(serve: Serve) -> None:
     server = serve(max_connections_per_ip=2)
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,10 +15,12 @@ import pytest
 from fastapi import FastAPI
 
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
+from loraplex.server.connections import TimeSlices, Turns
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine
+from tests.server.raw_connection import Connection
 
 
 class TurnCounter:
@@ -147,3 +150,54 @@ async def test_choices_do_not_repeat_a_long_prompt(app: FastAPI, monkeypatch: py
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_token_ids")
         for kept in (many, fields | {"n": 3, "stream": True}, many | {"n": 2, "stream": True}):
             assert (await client.post("/v1/chat/completions", json=kept)).status_code == 200
+
+
+async def test_requests_whose_clients_go_at_once_end_one_by_one(turns: TurnCounter) -> None:
+    async def until_gone(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        turns.count()
+
+    made = [Connection() for _ in range(200)]
+    for connection in made:
+        type(connection.protocol).server_connections = made[0].connections
+        connection.protocol.app = until_gone
+        connection.feed(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    while any(connection.protocol.cycle.message_event.is_set() for connection in made):
+        await asyncio.sleep(0)
+    for connection in made:
+        connection.protocol.connection_lost(None)
+    await asyncio.gather(*(connection.settle() for connection in made))
+    assert turns.happened.total() == 200
+    assert set(turns.happened.values()) == {1}
+
+
+async def test_the_latest_probe_is_answered_before_a_flood() -> None:
+    open_turns, order = Turns(4, is_latest_first=True), list[int]()
+
+    async def ask(number: int) -> None:
+        await open_turns.next()
+        order.append(number)
+
+    flood = [asyncio.ensure_future(ask(number)) for number in range(100)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.ensure_future(ask(-1))
+    assert len(order) <= 16
+    await asyncio.gather(*flood)
+    assert sorted(order) == [-1, *range(100)]
+
+
+async def test_short_work_is_done_latest_first(turns: TurnCounter) -> None:
+    slices, done = TimeSlices(1e-9), list[int]()  # one piece of work in each turn
+
+    def work(number: int) -> None:
+        done.append(number)
+        turns.count()
+
+    for number in range(5):
+        slices.run(partial(work, number), is_short=True)
+    while len(done) < 5:
+        await asyncio.sleep(0)
+    assert done == [0, 4, 3, 2, 1]
+    assert set(turns.happened.values()) == {1}
