@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
-MAX_CANCELLED = 16
+MAX_CANCELLED = 4
 """In a turn of the event loop, each with the request that it follows."""
 
 EVENT_STREAM = "text/event-stream"
