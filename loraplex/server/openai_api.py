@@ -34,8 +34,8 @@ _log = logging.getLogger("loraplex.server")
 MANY_LOGPROBS = 256
 """Tokens with log probabilities from which an answer is written in a thread."""
 
-SOME_LOGPROBS = 16
-"""From which it has a turn of the event loop for itself: sixty answers of a batch may end at the same moment."""
+SOME_LOGPROBS, SOME_PROMPT_TOKENS = 16, 512
+"""From which it has a turn of the event loop for itself: sixty answers of a batch may begin or end at one moment."""
 
 MAX_REPEATED_TOKENS = 2**18
 """Of prompts that several choices give back, each choice counted."""
@@ -64,7 +64,7 @@ class AnswerWriter:
     async def write(self, render: Callable[[], bytes], num_logprobs: int, num_prompt_tokens: int = 0) -> bytes:
         if num_logprobs > MANY_LOGPROBS or num_prompt_tokens > LONG_PROMPTS:
             return await self._answers.run(self._client, render, 0)
-        if num_logprobs > SOME_LOGPROBS:
+        if num_logprobs > SOME_LOGPROBS or num_prompt_tokens > SOME_PROMPT_TOKENS:
             await self._turns.next()
         else:
             await asyncio.sleep(0)  # many outputs may be there already
@@ -257,8 +257,9 @@ async def _chunks(
 ) -> bytes:
     """A slow reader gets all at once that it has missed. `num_seen`: log probabilities that were written, by prompt."""
     num_logprobs = _num_logprobs(output)
+    num_prompt_tokens = 0 if prompt_index in num_seen else len(output.prompt_token_ids) * len(output.outputs)
     num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs
-    return await writer.write(partial(renderer.chunks, prompt_index, output), num_new)
+    return await writer.write(partial(renderer.chunks, prompt_index, output), num_new, num_prompt_tokens)
 
 
 def _json(data: bytes) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -20,6 +21,7 @@ from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_engine import FakeModelInfo
 from tests.server.raw_connection import Connection
 
 
@@ -138,6 +140,34 @@ async def test_answers_that_end_together_are_written_one_by_one(
     assert {answer.status_code for answer in answers} == {200}
     assert set(turns.happened.values()) == {1}
     assert turns.happened.total() == 30
+
+
+@pytest.mark.parametrize("num_tokens", [600, openai_api.LONG_PROMPTS + 1])
+async def test_streams_that_begin_together_write_their_prompts_one_by_one(
+    turns: TurnCounter, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Each in a turn of its own, a long one in a thread."""
+    threads: list[int] = []
+    chunks = completions.CompletionRenderer.chunks
+
+    def counted(self: Any, prompt_index: int, output: Any) -> bytes:
+        if output.prompt_token_ids not in (written := self.__dict__.setdefault("written", [])):
+            written.append(output.prompt_token_ids)  # the first chunk has the prompt
+            threads.append(threading.get_ident())
+            turns.count()
+        return chunks(self, prompt_index, output)
+
+    monkeypatch.setattr(completions.CompletionRenderer, "chunks", counted)
+    app = create_app(FakeAsyncEngine(model_info=FakeModelInfo(max_model_len=8192)), ServerConfig())
+    fields = {"model": "base", "prompt": [5] * num_tokens, "max_tokens": 1, "echo": True, "stream": True}
+    async with client_of(app) as client:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=fields) for _ in range(20)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert turns.happened.total() == len(threads) == 20
+    if num_tokens > openai_api.LONG_PROMPTS:
+        assert threading.get_ident() not in threads
+    else:
+        assert set(turns.happened.values()) == {1}
 
 
 async def test_choices_do_not_repeat_a_long_prompt(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
