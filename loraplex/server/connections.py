@@ -6,18 +6,16 @@ LOG_EVERY_S.
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import ipaddress
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from uvicorn.protocols.http.flow_control import FlowControl
-
 from loraplex.server.config import ServerConfig
+from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns
 
 _log = logging.getLogger("loraplex.server")
 
@@ -34,15 +32,12 @@ MAX_WAITING_BYTES = 32 * 2**20
 
 
 MAX_UNREAD_BYTES = 256 * 2**20
-"""Of long answers that are being sent; beyond it the one whose client has read nothing for longest is closed."""
+"""Of long answers that are being sent; beyond it one of the client that has most of them is closed."""
 
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
 
 OPEN_PATHS_A_TURN = 4
-
-SLICE_S = 0.002
-"""Of a turn of the event loop: for parsing what came on all connections."""
 
 
 class Refusal(enum.StrEnum):
@@ -117,12 +112,13 @@ class Connections:
         self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
         self._receiving_for: dict[Closable, str] = {}
         self._waiting = SharedBytes(MAX_WAITING_BYTES)
-        self._answers: dict[Closable, int] = {}  # bytes of long ones; first that of which nothing was read for longest
-        self._answer_bytes = 0
+        self._answers: dict[Closable, tuple[str, int]] = {}  # client and bytes; first what was not read for longest
+        self._answer_bytes = Counter[str]()  # by client
         self.turns = Turns()
         self.open_turns = Turns(OPEN_PATHS_A_TURN, is_latest_first=True)
         self.ends = Turns()
         self.slices = TimeSlices()
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
 
@@ -230,23 +226,27 @@ class Connections:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def hold_answer(self, connection: Closable, num_bytes: int) -> None:
+    def hold_answer(self, connection: Closable, client: str, num_bytes: int) -> None:
         """Count a long answer until `release_answer`; again, when its client has read a piece of it.
 
-        While all are too large together, the one whose client has read nothing for longest is cut off: clients that do
-        not read end the answers of no client that does.
+        While all are too large together, of the client whose answers are largest together the one of which nothing was
+        read for longest is cut off: clients that do not read, or ask for much, end no answer of another that does.
         """
         self.release_answer(connection)
-        self._answers[connection] = num_bytes
-        self._answer_bytes += num_bytes
-        while self._answer_bytes > MAX_UNREAD_BYTES and len(self._answers) > 1:
-            idlest = next(iter(self._answers))
-            self.release_answer(idlest)
-            self.refuse(Refusal.UNREAD, f"answers have {MAX_UNREAD_BYTES} bytes, and this one was read least recently")
-            idlest.close_now()
+        self._answers[connection] = client, num_bytes
+        self._answer_bytes[client] += num_bytes
+        while len(self._answers) > 1 and self._answer_bytes.total() > MAX_UNREAD_BYTES:
+            (largest, _), *_ = self._answer_bytes.most_common(1)
+            cut = next(each for each, (owner, _) in self._answers.items() if owner == largest)
+            self.release_answer(cut)
+            self.refuse(Refusal.UNREAD, f"answers have {MAX_UNREAD_BYTES} bytes, and its client has most of them")
+            cut.close_now()
 
     def release_answer(self, connection: Closable) -> None:
-        self._answer_bytes -= self._answers.pop(connection, 0)
+        client, num_bytes = self._answers.pop(connection, ("", 0))
+        self._answer_bytes[client] -= num_bytes
+        if not self._answer_bytes[client]:
+            del self._answer_bytes[client]
 
     # --------------------------------------------------------------------------------------------------------- refusals
 
@@ -292,102 +292,6 @@ class SharedBytes:
         self._by_client[client] -= num_bytes
         if not self._by_client[client]:
             del self._by_client[client]
-
-
-class Turns:
-    """For work of some milliseconds in the event loop: so many in each of its turns, in the order in which they came.
-
-    Else a hundred requests that come at once would run one after the other before the loop sees anything else.
-    is_latest_first: the other order, in which a flood that came before a probe does not delay it.
-    """
-
-    def __init__(self, num_a_turn: int = 1, *, is_latest_first: bool = False) -> None:
-        self._num_a_turn = num_a_turn
-        self._is_latest_first = is_latest_first
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._begin, loop)
-        await turn
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        for _ in range(min(self._num_a_turn, len(self._waiting))):
-            turn = self._waiting.pop() if self._is_latest_first else self._waiting.popleft()
-            if not turn.done():  # its request may have been cancelled
-                turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._begin, loop)
-
-
-class TimeSlices:
-    """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later.
-
-    The latest short work first, so that a flood does not delay what comes after it; then long work in its order.
-    """
-
-    def __init__(self, seconds: float = SLICE_S) -> None:
-        self.seconds = seconds
-        self._spent_s = 0.0
-        self._is_turn_due = self._is_working = False
-        self._short: deque[Callable[[], None]] = deque()
-        self._long: deque[Callable[[], None]] = deque()
-
-    def run(self, work: Callable[[], None], is_short: bool) -> None:
-        """Now, or in a later turn. `work` may ask for more of it."""
-        (self._short if is_short else self._long).append(work)
-        if not self._is_working:
-            self._work()
-
-    def _work(self) -> None:
-        if not self._is_turn_due:
-            self._is_turn_due = True
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._is_working = True
-        try:
-            while (self._short or self._long) and self._spent_s < self.seconds:
-                began_s = time.perf_counter()
-                work = self._short.pop() if self._short else self._long.popleft()
-                work()
-                self._spent_s += time.perf_counter() - began_s
-        finally:
-            self._is_working = False
-
-    def _begin_turn(self) -> None:
-        self._spent_s, self._is_turn_due = 0.0, False
-        if self._short or self._long:
-            self._work()
-
-
-class PacedFlow(FlowControl):
-    """Reading stops for either of two reasons: a body that the application has not taken (uvicorn's), and `is_behind`,
-    what came and is not parsed yet."""
-
-    is_behind = False
-
-    def set_behind(self, is_behind: bool) -> None:
-        if is_behind != self.is_behind:
-            self.is_behind = is_behind
-            self._obey()
-
-    def pause_reading(self) -> None:
-        self.read_paused = True
-        self._obey()
-
-    def resume_reading(self) -> None:
-        self.read_paused = False
-        self._obey()
-
-    def _obey(self) -> None:
-        if self._transport.is_closing():
-            return
-        if self.is_behind or self.read_paused:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
 
 
 def source_of(address: str) -> str:

@@ -9,7 +9,7 @@ from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, Turns
+from loraplex.server.connections import Connections
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
@@ -17,6 +17,7 @@ from loraplex.server.listener import max_connections
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.server.model_names import ModelNames
 from loraplex.server.off_loop import OffLoop
+from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
 
 NUM_ANSWER_THREADS = 2

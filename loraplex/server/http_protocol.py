@@ -40,7 +40,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from loraplex.server.api_error import ApiError, closing_answer, error_response
 from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, PacedFlow, Refusal, Slot, forwarded_for, source_of
+from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for, source_of
+from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
 from loraplex.server.urls import fault_of_url
 
 MAX_PIPELINED = 32
@@ -52,12 +53,6 @@ MAX_HEADERS = 128
 MAX_TINY_CHUNKS = 4096
 MIN_CHUNK_BYTES = 64
 """A body may have MAX_TINY_CHUNKS chunks, and one more for each MIN_CHUNK_BYTES of it."""
-
-PARSED_BYTES = 4096
-"""At a time, of one connection."""
-
-SHORT_READ_BYTES = 1024
-"""A request of this size does not wait for others that are parsed in many pieces."""
 
 PIECE_BYTES = 64 * 2**10
 """Of an answer: what is written at a time."""
@@ -90,7 +85,7 @@ class _Incoming:
     is_over: bool = False
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
     """One connection. `bounded_http_protocol` makes a class of it with a server's settings."""
 
     server_settings: ServerConfig
@@ -171,6 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed += data
         if not is_behind:
             self.server_connections.slices.run(self._parse_piece, len(data) <= SHORT_READ_BYTES)
+            self.flow.set_behind(bool(self._unparsed))
 
     def _parse_piece(self) -> None:
         """Some of what came; the rest when other connections have had their time. Meanwhile no more is read."""
@@ -327,7 +323,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         rest = whole = memoryview(message.get("body", b""))
         try:
             while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
-                self.server_connections.hold_answer(self, len(whole))
+                self.server_connections.hold_answer(self, incoming.client or "", len(whole))
                 await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
                 await asyncio.sleep(0)  # others have their piece
                 rest = rest[PIECE_BYTES:]
@@ -597,4 +593,5 @@ def bounded_http_protocol(
 ) -> type[BoundedHttpProtocol]:
     """The protocol with a server's limits: uvicorn makes one for each connection. `admitted`: whose bodies are read."""
     members = {"server_settings": config, "server_connections": connections, "server_admitted": staticmethod(admitted)}
+    members["read_buffer"] = connections.read_buffer
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

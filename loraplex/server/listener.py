@@ -185,7 +185,12 @@ class Listener:
 
     async def _connect_tls(self, context: ssl.SSLContext, sock: socket.socket, slot: Slot) -> None:
         layer = PacedTls(
-            self._make_protocol(slot), context, self._connections.slices, self._handshake_timeout_s, slot.release
+            self._make_protocol(slot),
+            context,
+            self._connections.slices,
+            self._connections.read_buffer,
+            self._handshake_timeout_s,
+            slot.release,
         )
         transport, _ = await self._loop.connect_accepted_socket(lambda: layer, sock)
         try:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.auth import caller_of
 from loraplex.server.chat_completions import ChatRenderer
@@ -27,7 +27,6 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, EventStream, sse, until_disconnect
-from loraplex.server.strict_route import StrictRoute
 
 _log = logging.getLogger("loraplex.server")
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from loraplex.errors import ConfigError
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import PacedFlow, TimeSlices
+from loraplex.server.pacing import PacedFlow, SmallReads, TimeSlices
 
 KEY_PASSWORD = "LORAPLEX_SSL_KEYFILE_PASSWORD"
 
@@ -55,7 +55,7 @@ def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-class PacedTls(asyncio.Protocol):
+class PacedTls(SmallReads):
     """One connection below TLS. `handshake` ends with the handshake, or with the error of one that failed.
 
     protocol: sees what is decrypted, as if this were its connection. on_failed: called when the connection is lost
@@ -67,6 +67,7 @@ class PacedTls(asyncio.Protocol):
         protocol: asyncio.Protocol,
         context: ssl.SSLContext,
         slices: TimeSlices,
+        read_buffer: memoryview,
         handshake_timeout_s: float,
         on_failed: Callable[[], None],
     ) -> None:
@@ -80,7 +81,7 @@ class PacedTls(asyncio.Protocol):
             server_side=True,
             ssl_handshake_timeout=handshake_timeout_s,  # type: ignore[arg-type]
         )
-        self._slices = slices
+        self._slices, self.read_buffer = slices, read_buffer
         self._on_failed = on_failed
         self._unfed = bytearray()
         self._is_ended = self._is_lost = False
@@ -95,6 +96,7 @@ class PacedTls(asyncio.Protocol):
         self._unfed += data
         if not is_behind:
             self._slices.run(self._feed, is_short=len(data) <= FED_BYTES)
+            self._flow.set_behind(bool(self._unfed))
 
     def eof_received(self) -> bool:
         self._is_ended = True

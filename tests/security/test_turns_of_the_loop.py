@@ -16,9 +16,9 @@ import pytest
 from fastapi import FastAPI
 
 from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
-from loraplex.server.connections import TimeSlices, Turns
 from loraplex.server.generation import Deadline, InFlight
 from loraplex.server.openai_api import SOME_LOGPROBS
+from loraplex.server.pacing import TimeSlices, Turns
 from loraplex.server.streaming import merge
 from loraplex.testing import FakeAsyncEngine
 from loraplex.testing.fake_engine import FakeModelInfo

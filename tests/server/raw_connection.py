@@ -62,9 +62,11 @@ class Transport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self.num_unsent
 
-    def pause_reading(self) -> None: ...
+    def pause_reading(self) -> None:
+        self.is_reading = False
 
-    def resume_reading(self) -> None: ...
+    def resume_reading(self) -> None:
+        self.is_reading = True
 
     @property
     def status(self) -> int | None:

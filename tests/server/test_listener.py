@@ -17,11 +17,13 @@ import pytest
 
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.server import ServerConfig
-from loraplex.server.connections import TimeSlices
+from loraplex.server.pacing import READ_BYTES, TimeSlices
 from loraplex.server.tls import FED_BYTES, KEY_PASSWORD, PacedTls, tls_context
 from loraplex.testing import FakeAsyncEngine
 from loraplex.views.remote import RemoteServer
 from tests.server.live_server import LiveServer
+
+BUFFER = memoryview(bytearray(READ_BYTES))
 
 
 def openssl(*arguments: str) -> None:
@@ -141,7 +143,7 @@ async def test_tiny_records_are_decrypted_in_slices(files: Path) -> None:
     """11,000 records of one byte may come with one read: no turn of the loop decrypts more than some of them."""
     texts, wire, failed = Texts(), Wire(), list[bool]()
     slices = TimeSlices(1e-9)  # one piece in each turn
-    layer = PacedTls(texts, tls_context(settings(files)), slices, 60.0, lambda: failed.append(True))  # type: ignore[arg-type]
+    layer = PacedTls(texts, tls_context(settings(files)), slices, BUFFER, 60.0, lambda: failed.append(True))  # type: ignore[arg-type]
     layer.connection_made(wire)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context(files).wrap_bio(incoming, outgoing, server_hostname="localhost")
@@ -169,7 +171,7 @@ async def test_tiny_records_are_decrypted_in_slices(files: Path) -> None:
 
 async def test_a_connection_that_is_lost_in_its_handshake_has_no_place_any_more(files: Path) -> None:
     failed = list[bool]()
-    layer = PacedTls(Texts(), tls_context(settings(files)), TimeSlices(), 60.0, lambda: failed.append(True))  # type: ignore[arg-type]
+    layer = PacedTls(Texts(), tls_context(settings(files)), TimeSlices(), BUFFER, 60.0, lambda: failed.append(True))  # type: ignore[arg-type]
     layer.connection_made(Wire())
     layer.data_received(b"\x16\x03\x01\x02\x00\x01")
     layer.connection_lost(None)
