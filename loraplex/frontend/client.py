@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ from loraplex import logs
 from loraplex.config import EngineConfig
 from loraplex.core import EngineInfo, TokenOutput
 from loraplex.environment import child_environment
-from loraplex.errors import EngineDeadError, EngineTimeoutError, error_from_payload
+from loraplex.errors import ConfigError, EngineDeadError, EngineTimeoutError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend import messages as msg
 from loraplex.frontend.heartbeat import Heartbeat, ProcessWork
@@ -76,7 +77,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        self._socket.bind(self._address)
+        self._bind()
         self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, asyncio.Future[msg.Reply]] = {}
         self._call_ids = itertools.count(1)
@@ -98,6 +99,17 @@ class EngineClient:
                 msg.Fatal: self._on_fatal,
             }
         )
+
+    def _bind(self) -> None:
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._context.destroy(linger=0)
+            reason = f"its path has {len(str(self._folder))} characters" if error.errno == errno.ENAMETOOLONG else error
+            raise ConfigError(
+                f"no socket for the engine in {self._folder}: {reason}; set TMPDIR to a folder with a short path"
+            ) from error
 
     @property
     def pid(self) -> int | None:

@@ -214,7 +214,8 @@ def _remove(address: str) -> None:
 
 
 def main(address: str) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle; it says Shutdown
+    for each in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C and a closed terminal are the server's; it says Shutdown
+        signal.signal(each, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(address,), name="parent-watch", daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote_plus
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from loraplex.server.api_error import MAX_SHOWN_CHARS, ApiError
+from loraplex.server.api_error import MAX_SHOWN_CHARS, ApiError, unknown_parameter
 from loraplex.server.auth import caller_of
 
 if TYPE_CHECKING:
@@ -99,3 +100,23 @@ def _check(request: Request, access: Access) -> None:
 
 def _forbidden(message: str, code: str) -> ApiError:
     return ApiError(message, status=403, kind="permission_error", code=code)
+
+
+class StrictRoute(GuardedRoute):
+    """Refuses a query where none is taken. Where one is, its model refuses what it does not know (`extra="forbid"`)."""
+
+    def unguarded_handler(self) -> Handler:
+        handle = super().unguarded_handler()
+        if self.dependant.query_params:
+            return handle
+
+        async def handle_without_query(request: Request) -> Response:
+            if query := request.scope["query_string"]:
+                raise unknown_parameter(_first_name(query))
+            return await handle(request)
+
+        return handle_without_query
+
+
+def _first_name(query: bytes) -> str:
+    return unquote_plus(query.partition(b"&")[0].partition(b"=")[0].decode("latin-1"))

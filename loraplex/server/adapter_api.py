@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loraplex.adapters.registry import AdapterInfo, LoadResult, LoadStatus, LoRARegistry, check_clients_name
 from loraplex.errors import LoraplexError
 from loraplex.frontend.async_engine import NUM_VERB_THREADS
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.adapter_roots import AdapterRoots
 from loraplex.server.adapter_schemas import (
     AdapterCard,
@@ -41,7 +41,6 @@ from loraplex.server.model_names import has_adapter, lora_is_off
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_ADAPTERS, operation
 from loraplex.server.responses import ListReply, encode
-from loraplex.server.strict_route import StrictRoute
 from loraplex.server.verb_turns import VerbTurns
 
 P = ParamSpec("P")

@@ -69,9 +69,9 @@ class KeyRing:
     def has_keys(self) -> bool:
         return bool(self._callers)
 
-    def admits(self, headers: Headers) -> bool:
-        """Whether a request's head has a valid key, where there are keys. Another one's body is never read."""
-        return not self._callers or self.caller_of(headers.get("authorization")) is not None
+    def admitted(self, headers: Headers) -> Caller | None:
+        """Who sends a request with this head; None where it has no valid key, but needs one: its body is never read."""
+        return self.caller_of(headers.get("authorization")) if self._callers else KEYLESS
 
     def caller_of(self, authorization: str | None) -> Caller | None:
         """Of a header's value, which is `Bearer` and a key; None for any other. Every key is compared, always."""

@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from loraplex.server.api_error import ApiError, clipped, validation_error
-from loraplex.server.connections import Turns
 from loraplex.server.off_loop import OffLoop, client_of
+from loraplex.server.pacing import Turns
 from loraplex.server.request_model import BodyLimits, RequestModel
 
 SHORT_BODY_BYTES = 16 * 2**10

@@ -19,11 +19,11 @@ from loraplex.server.responses import (
     ChatLogprobs,
     ChatMessageReply,
     Usage,
+    UsageCounter,
     encode,
 )
 from loraplex.server.schemas import ChatCompletionRequest
 from loraplex.server.streaming import sse
-from loraplex.server.usage import UsageCounter
 
 
 class ChatRenderer:

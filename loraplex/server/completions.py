@@ -10,10 +10,17 @@ from loraplex.core import CompletionOutput, FinishReason, RequestOutput
 from loraplex.server.engine_surface import TokenizerSurface
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
-from loraplex.server.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage, encode
+from loraplex.server.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+    Usage,
+    UsageCounter,
+    encode,
+)
 from loraplex.server.schemas import CompletionRequest
 from loraplex.server.streaming import sse
-from loraplex.server.usage import UsageCounter
 
 
 class CompletionRenderer:

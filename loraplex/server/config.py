@@ -77,7 +77,7 @@ class ServerSettings:
         256 * 2**20, "total bytes of bodies of all unfinished requests; beyond it they are answered with 503"
     )
     max_connections: int | None = setting(
-        None, "most open connections; others are answered with 503 (default: by the open files limit, at most 16384)"
+        None, "most open connections; others are answered with 503 (default: by the open files limit, at most 5000)"
     )
     max_connections_per_ip: int | None = setting(
         None, "most open connections of one client address; not for use behind a proxy (default: --max-connections)"

@@ -6,18 +6,16 @@ LOG_EVERY_S.
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import ipaddress
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from uvicorn.protocols.http.flow_control import FlowControl
-
 from loraplex.server.config import ServerConfig
+from loraplex.server.pacing import READ_BYTES, TimeSlices, Turns
 
 _log = logging.getLogger("loraplex.server")
 
@@ -34,13 +32,12 @@ MAX_WAITING_BYTES = 32 * 2**20
 
 
 MAX_UNREAD_BYTES = 256 * 2**20
-"""Of long answers that are being sent; beyond it the one whose client has read nothing for longest is closed."""
+"""Of long answers that are being sent; beyond it one of the client that has most of them is closed."""
 
 MAX_PROXIES = 8
 """On this machine, one behind the other."""
 
-SLICE_S = 0.002
-"""Of a turn of the event loop: for parsing what came on all connections."""
+OPEN_PATHS_A_TURN = 4
 
 
 class Refusal(enum.StrEnum):
@@ -99,24 +96,29 @@ class Connections:
 
     A full server closes the connection that has waited longest for the end of a head, for a new one: the head of a
     client that means well comes in one piece, so that neither idle connections nor heads that trickle keep others out.
-    Connections that have had no request of a key go first, however young: a flood of them displaces itself.
+    Connections that have had no request of a key go first, however young: a flood of them displaces itself. Last go
+    requests whose body is not there: the oldest of the client that has most of them, and more than one.
     """
 
     def __init__(self, config: ServerConfig, max_open: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_open = max_open
         self._max_per_source = config.max_connections_per_ip
-        self._max_body_bytes = config.max_inflight_body_bytes
+        self._bodies = SharedBytes(config.max_inflight_body_bytes)
         self._clock = clock
         self._num_open = 0
         self._by_source: Counter[str] = Counter()
         self._new: dict[Closable, None] = {}  # without any request of a key, oldest first
         self._idle: dict[Closable, float] = {}  # without a request of a key since then, longest first
-        self._body_bytes = 0
-        self._waiting_bytes = 0
-        self._answers: dict[Closable, int] = {}  # bytes of long ones; first that of which nothing was read for longest
-        self._answer_bytes = 0
+        self._receiving: dict[str, dict[Closable, None]] = {}  # by client, oldest first
+        self._receiving_for: dict[Closable, str] = {}
+        self._waiting = SharedBytes(MAX_WAITING_BYTES)
+        self._answers: dict[Closable, tuple[str, int]] = {}  # client and bytes; first what was not read for longest
+        self._answer_bytes = Counter[str]()  # by client
         self.turns = Turns()
+        self.open_turns = Turns(OPEN_PATHS_A_TURN, is_latest_first=True)
+        self.ends = Turns()
         self.slices = TimeSlices()
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
         self._refused: Counter[str] = Counter()
         self._logged: dict[Refusal, tuple[float, int]] = {}  # when, and what the count was then
 
@@ -127,12 +129,12 @@ class Connections:
     @property
     def body_bytes(self) -> int:
         """Received of bodies whose requests run."""
-        return self._body_bytes
+        return self._bodies.num_held
 
     @property
     def waiting_bytes(self) -> int:
         """Received of requests that wait for the answer to an earlier one of their connection."""
-        return self._waiting_bytes
+        return self._waiting.num_held
 
     @property
     def num_closed_for_others(self) -> int:
@@ -171,16 +173,34 @@ class Connections:
         self._idle.pop(connection, None)
         self._idle[connection] = self._clock()
 
+    def set_receiving(self, connection: Closable, client: str) -> None:
+        """It waits for the body of a client's request, the only one that it has."""
+        self.set_busy(connection)
+        self._receiving.setdefault(client, {})[connection] = None
+        self._receiving_for[connection] = client
+
     def set_busy(self, connection: Closable) -> None:
         """It has a request that is admitted, or is closed."""
         self._new.pop(connection, None)
         self._idle.pop(connection, None)
+        client = self._receiving_for.pop(connection, None)
+        if client is not None:
+            del self._receiving[client][connection]
+            if not self._receiving[client]:
+                del self._receiving[client]
+
+    def _idlest(self) -> Closable | None:
+        if self._new:
+            return next(iter(self._new))
+        connection = next(iter(self._idle), None)
+        if connection is not None and self._clock() - self._idle[connection] >= IDLE_AT_LEAST_S:
+            return connection
+        most = max(self._receiving.values(), key=len, default={})
+        return next(iter(most)) if len(most) > 1 else None
 
     def _close_idlest(self) -> bool:
-        connection = next(iter(self._new or self._idle), None)
+        connection = self._idlest()
         if connection is None:
-            return False
-        if connection in self._idle and self._clock() - self._idle[connection] < IDLE_AT_LEAST_S:
             return False
         self.set_busy(connection)
         connection.close_now()
@@ -189,47 +209,44 @@ class Connections:
 
     # ----------------------------------------------------------------------------------------------------------- bodies
 
-    def hold_body(self, num_bytes: int, num_held: int) -> bool:
-        """Count `num_bytes` more of a request that holds `num_held`; False when all bodies would be too large."""
+    def hold_body(self, client: str, num_bytes: int, num_held: int) -> bool:
+        """Count `num_bytes` more of a client's request that holds `num_held`; False where there is no room for them."""
         is_small = num_held + num_bytes <= SMALL_BODY_BYTES
-        limit = self._max_body_bytes if is_small else self._max_body_bytes - self._max_body_bytes // 8
-        if self._body_bytes + num_bytes > limit:
-            return False
-        self._body_bytes += num_bytes
-        return True
+        return self._bodies.hold(client, num_bytes, num_held, 0 if is_small else self._bodies.max_bytes // 8)
 
-    def release_body(self, num_bytes: int) -> None:
-        self._body_bytes -= num_bytes
+    def release_body(self, client: str, num_bytes: int) -> None:
+        self._bodies.release(client, num_bytes)
 
-    def hold_waiting(self, num_bytes: int) -> bool:
-        """Count `num_bytes` more of requests that wait behind others; False when those would be too large together."""
-        if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            return False
-        self._waiting_bytes += num_bytes
-        return True
+    def hold_waiting(self, client: str, num_bytes: int, num_held: int) -> bool:
+        """The same for a request that waits behind another one of its connection."""
+        return self._waiting.hold(client, num_bytes, num_held)
 
-    def release_waiting(self, num_bytes: int) -> None:
-        self._waiting_bytes -= num_bytes
+    def release_waiting(self, client: str, num_bytes: int) -> None:
+        self._waiting.release(client, num_bytes)
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    def hold_answer(self, connection: Closable, num_bytes: int) -> None:
+    def hold_answer(self, connection: Closable, client: str, num_bytes: int) -> None:
         """Count a long answer until `release_answer`; again, when its client has read a piece of it.
 
-        While all are too large together, the one whose client has read nothing for longest is cut off: clients that do
-        not read end the answers of no client that does.
+        While all are too large together, of the client whose answers are largest together the one of which nothing was
+        read for longest is cut off: clients that do not read, or ask for much, end no answer of another that does.
         """
         self.release_answer(connection)
-        self._answers[connection] = num_bytes
-        self._answer_bytes += num_bytes
-        while self._answer_bytes > MAX_UNREAD_BYTES and len(self._answers) > 1:
-            idlest = next(iter(self._answers))
-            self.release_answer(idlest)
-            self.refuse(Refusal.UNREAD, f"answers have {MAX_UNREAD_BYTES} bytes, and this one was read least recently")
-            idlest.close_now()
+        self._answers[connection] = client, num_bytes
+        self._answer_bytes[client] += num_bytes
+        while len(self._answers) > 1 and self._answer_bytes.total() > MAX_UNREAD_BYTES:
+            (largest, _), *_ = self._answer_bytes.most_common(1)
+            cut = next(each for each, (owner, _) in self._answers.items() if owner == largest)
+            self.release_answer(cut)
+            self.refuse(Refusal.UNREAD, f"answers have {MAX_UNREAD_BYTES} bytes, and its client has most of them")
+            cut.close_now()
 
     def release_answer(self, connection: Closable) -> None:
-        self._answer_bytes -= self._answers.pop(connection, 0)
+        client, num_bytes = self._answers.pop(connection, ("", 0))
+        self._answer_bytes[client] -= num_bytes
+        if not self._answer_bytes[client]:
+            del self._answer_bytes[client]
 
     # --------------------------------------------------------------------------------------------------------- refusals
 
@@ -247,92 +264,34 @@ class Connections:
         _log.warning("a connection%s was refused or closed: %s%s", of_client, text, before)
 
 
-class Turns:
-    """For work of some milliseconds in the event loop: one in each of its turns, in the order in which they came.
+class SharedBytes:
+    """Memory that clients share: beyond one request, a client holds at most as much as it leaves free.
 
-    Else a hundred requests that come at once would run one after the other before the loop sees anything else.
+    So one client has at most a half, another one half of what is left, and the next one always finds room (dynamic
+    thresholds: Choudhury and Hahne, 1998).
     """
 
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_held = 0
+        self._by_client: Counter[str] = Counter()
 
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._begin, loop)
-        await turn
+    def hold(self, client: str, num_bytes: int, num_own: int, num_kept: int = 0) -> bool:
+        """Count `num_bytes` more of a request that holds `num_own`; False without room. num_kept: stay free."""
+        num_free = self.max_bytes - self.num_held - num_bytes
+        num_of_client = self._by_client[client]
+        is_only_request = num_of_client == num_own
+        if num_free < num_kept or not (is_only_request or num_of_client + num_bytes <= num_free):
+            return False
+        self.num_held += num_bytes
+        self._by_client[client] += num_bytes
+        return True
 
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        turn = self._waiting.popleft()
-        if not turn.done():  # its request may have been cancelled
-            turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._begin, loop)
-
-
-class TimeSlices:
-    """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later."""
-
-    def __init__(self, seconds: float = SLICE_S) -> None:
-        self.seconds = seconds
-        self._spent_s = 0.0
-        self._is_turn_due = self._is_working = False
-        self._short: deque[Callable[[], None]] = deque()
-        self._long: deque[Callable[[], None]] = deque()
-
-    def run(self, work: Callable[[], None], is_short: bool) -> None:
-        """Now, or behind what waits in a later turn, short work before long. `work` may ask for more of it."""
-        (self._short if is_short else self._long).append(work)
-        if not self._is_working:
-            self._work()
-
-    def _work(self) -> None:
-        if not self._is_turn_due:
-            self._is_turn_due = True
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._is_working = True
-        try:
-            while (waiting := self._short or self._long) and self._spent_s < self.seconds:
-                began_s = time.perf_counter()
-                waiting.popleft()()
-                self._spent_s += time.perf_counter() - began_s
-        finally:
-            self._is_working = False
-
-    def _begin_turn(self) -> None:
-        self._spent_s, self._is_turn_due = 0.0, False
-        if self._short or self._long:
-            self._work()
-
-
-class PacedFlow(FlowControl):
-    """Reading stops for either of two reasons: a body that the application has not taken (uvicorn's), and `is_behind`,
-    what came and is not parsed yet."""
-
-    is_behind = False
-
-    def set_behind(self, is_behind: bool) -> None:
-        if is_behind != self.is_behind:
-            self.is_behind = is_behind
-            self._obey()
-
-    def pause_reading(self) -> None:
-        self.read_paused = True
-        self._obey()
-
-    def resume_reading(self) -> None:
-        self.read_paused = False
-        self._obey()
-
-    def _obey(self) -> None:
-        if self._transport.is_closing():
-            return
-        if self.is_behind or self.read_paused:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+    def release(self, client: str, num_bytes: int) -> None:
+        self.num_held -= num_bytes
+        self._by_client[client] -= num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
 
 
 def source_of(address: str) -> str:

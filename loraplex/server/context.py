@@ -17,6 +17,7 @@ from loraplex.server.listener import max_connections
 from loraplex.server.metrics_page import MetricsPage
 from loraplex.server.model_names import ModelNames
 from loraplex.server.off_loop import OffLoop
+from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
 
 NUM_ANSWER_THREADS = 2
@@ -39,6 +40,7 @@ class ServerContext:
     connections: Connections
     views: OffLoop
     answers: OffLoop
+    answer_turns: Turns
     keys: KeyRing
 
     @classmethod
@@ -69,5 +71,6 @@ class ServerContext:
             connections=connections,
             views=OffLoop(NUM_ANSWER_THREADS),
             answers=OffLoop(NUM_ANSWER_THREADS),
+            answer_turns=Turns(),
             keys=KeyRing.of(config),
         )

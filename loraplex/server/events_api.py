@@ -13,13 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from loraplex.events import Detail, EventKind
 from loraplex.frontend.event_hub import EventBatch, NumberedEvent
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.context import ServerContext
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
 from loraplex.server.streaming import EVENT_STREAM, EventStream
-from loraplex.server.strict_route import StrictRoute
 
 HEARTBEAT_S = 15.0
 HEARTBEAT = b": heartbeat\n\n"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
@@ -87,7 +87,8 @@ class InFlight:
     def __init__(self, engine: EngineSurface) -> None:
         self._engine = engine
         self._request_ids: set[str] = set()
-        self._expired: dict[str, asyncio.Task[None]] = {}
+        self._expired: dict[str, None] = {}  # in the order in which they are aborted
+        self._aborting: asyncio.Task[None] | None = None
         self.is_closing = False
 
     def __len__(self) -> int:
@@ -109,15 +110,25 @@ class InFlight:
                 timer.cancel()
 
     def _expire(self, request_id: str) -> None:
-        self._expired[request_id] = asyncio.ensure_future(self._engine.abort(request_id))
+        self._expired[request_id] = None
+        if self._aborting is None or self._aborting.done():
+            self._aborting = asyncio.ensure_future(self._abort(self._expired))
+
+    async def _abort(self, request_ids: Iterable[str]) -> None:
+        """One in each turn of the event loop: a request has a thousand prompts, and they expire together."""
+        aborted: set[str] = set()
+        while waiting := [each for each in request_ids if each not in aborted]:
+            for request_id in waiting:
+                aborted.add(request_id)
+                await self._engine.abort(request_id)
+                await asyncio.sleep(0)
 
     def has_expired(self, request_id: str) -> bool:
         return request_id in self._expired
 
     async def abort_all(self) -> None:
         self.is_closing = True
-        for request_id in tuple(self._request_ids):
-            await self._engine.abort(request_id)
+        await self._abort(self._request_ids)
 
 
 class Generator:

@@ -8,9 +8,9 @@ head has at most MAX_HEADERS headers, and a body comes in chunks that are not al
 much as many bytes.
 
 A body has `body_timeout_s` from its head to its end; a longer one must bring `min_transfer_rate` in each such time.
-Bodies of all connections together are bounded by `Connections`. A request without a valid key (`server_admits`) has no
-body here: it is dropped as it comes. An answer that begins before its request's body has come is the last one of its
-connection.
+Bodies of all connections together are bounded by `Connections`, in shares. A request without a valid key
+(`server_admitted`) has no body here: it is dropped as it comes. An answer that begins before its request's body has
+come is the last one of its connection.
 
 What the client does not read has the same rule with `send_timeout_s`. An answer of any size is written in pieces, each
 when the last one is gone, and the next request of the connection begins when the answer before it is gone: what a
@@ -31,7 +31,6 @@ from fcntl import ioctl
 from functools import partial
 from termios import TIOCOUTQ
 from typing import Any, cast
-from urllib.parse import unquote_to_bytes
 
 import httptools
 from starlette.datastructures import Headers
@@ -39,9 +38,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from loraplex.server.api_error import ApiError, closing_answer, error_response
-from loraplex.server.auth import OPEN_PATHS
+from loraplex.server.auth import KEYLESS, OPEN_PATHS, Caller
 from loraplex.server.config import ServerConfig
-from loraplex.server.connections import Connections, PacedFlow, Refusal, Slot, forwarded_for
+from loraplex.server.connections import Connections, Refusal, Slot, forwarded_for, source_of
+from loraplex.server.pacing import PARSED_BYTES, SHORT_READ_BYTES, PacedFlow, SmallReads
+from loraplex.server.urls import fault_of_url
 
 MAX_PIPELINED = 32
 """Requests that a client may send before the answer to the first."""
@@ -49,21 +50,9 @@ MAX_PIPELINED = 32
 MAX_HEADERS = 128
 """Of one request, and of its trailers; Apache allows 100. Each is read by every middleware."""
 
-MAX_PATH_BYTES = 4096
-"""A route with the longest name of an adapter is shorter. Every route is compared with it."""
-
-MAX_QUERY_PARAMETERS = 64
-"""More than any route has."""
-
 MAX_TINY_CHUNKS = 4096
 MIN_CHUNK_BYTES = 64
 """A body may have MAX_TINY_CHUNKS chunks, and one more for each MIN_CHUNK_BYTES of it."""
-
-PARSED_BYTES = 4096
-"""At a time, of one connection."""
-
-SHORT_READ_BYTES = 1024
-"""A request of this size does not wait for others that are parsed in many pieces."""
 
 PIECE_BYTES = 64 * 2**10
 """Of an answer: what is written at a time."""
@@ -80,12 +69,12 @@ MAX_LINGER_BYTES = 32 * 2**20
 class _Incoming:
     """One request: what came of its body, and what it counts for in `Connections`.
 
-    is_admitted: its body is kept. num_chunks: that came of its body. num_held: bytes of its body, once it runs.
-    num_waiting: bytes of its head and body while it waits for the answer to an earlier one. is_last: its answer closes
-    the connection.
+    client: whose it is, among those that share memory; None: its body is not kept. num_chunks: that came of its body.
+    num_held: bytes of its body, once it runs. num_waiting: bytes of its head and body while it waits for the answer to
+    an earlier one. is_last: its answer closes the connection.
     """
 
-    is_admitted: bool
+    client: str | None
     is_waiting: bool
     cycle: RequestResponseCycle | None = None
     num_received: int = 0
@@ -96,12 +85,12 @@ class _Incoming:
     is_over: bool = False
 
 
-class BoundedHttpProtocol(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
     """One connection. `bounded_http_protocol` makes a class of it with a server's settings."""
 
     server_settings: ServerConfig
     server_connections: Connections
-    server_admits: Callable[[Headers], bool]
+    server_admitted: Callable[[Headers], Caller | None]
 
     slot: Slot | None = None
     _num_stuck_bytes = 0  # received since the parser last finished a head or gave a piece of a body
@@ -135,11 +124,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Thousands may be lost at the same moment."""
         self._unparsed.clear()
         self._stop_waiting()
         for timer in (self._send_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
+        if self._running is not None and self._running.cycle is not None:
+            self._running.cycle.disconnected = True  # nothing is written any more
+        self.server_connections.slices.run(partial(self._forget, exc), is_short=True)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Closed as `connection_lost` is; over TLS the transport closes itself."""
+        if self.scheme == "https":
+            return False
+        self.server_connections.slices.run(self.transport.close, is_short=True)
+        return True
+
+    def _forget(self, exc: Exception | None) -> None:
         self._disconnect(self._running)
         super().connection_lost(exc)
         for incoming in tuple(self._held):
@@ -164,6 +166,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unparsed += data
         if not is_behind:
             self.server_connections.slices.run(self._parse_piece, len(data) <= SHORT_READ_BYTES)
+            self.flow.set_behind(bool(self._unparsed))
 
     def _parse_piece(self) -> None:
         """Some of what came; the rest when other connections have had their time. Meanwhile no more is read."""
@@ -258,9 +261,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _begin_request(self) -> None:
         is_waiting = self.flow.write_paused or not (self.cycle is None or self.cycle.response_complete)
-        self._incoming = incoming = _Incoming(self.server_admits(Headers(raw=self.headers)), is_waiting)
-        if incoming.is_admitted:
-            self.server_connections.set_busy(self)
+        self._incoming = incoming = _Incoming(self._client_of_head(), is_waiting)
+        if incoming.client is not None:
+            if is_waiting:
+                self.server_connections.set_busy(self)
+            else:
+                self.server_connections.set_receiving(self, incoming.client)
             self._is_busy = True
         app: Any = self.app
         self.app = cast(Any, partial(self._run, app, incoming))
@@ -270,13 +276,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.app = app
         incoming.cycle = self.cycle
 
+    def _client_of_head(self) -> str | None:
+        caller = self.server_admitted(Headers(raw=self.headers))
+        if caller is not KEYLESS:
+            return None if caller is None else caller.fingerprint
+        peer = "" if self.client is None else self.client[0]
+        return source_of(forwarded_for(peer, self.headers) or peer)
+
     async def _run(self, app: ASGIApp, incoming: _Incoming, scope: Scope, receive: Receive, send: Send) -> None:
         self._running = incoming
         if self.client is not None and (address := forwarded_for(self.client[0], scope["headers"])):
             scope["client"] = (address, 0)
         try:
-            if scope["path"] not in OPEN_PATHS:
-                await self.server_connections.turns.next()
+            connections = self.server_connections
+            await (connections.open_turns if scope["path"] in OPEN_PATHS else connections.turns).next()
             if self.flow.write_paused:
                 self.flow.pause_reading()
                 await self.flow.drain()
@@ -288,11 +301,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return
             if incoming.is_waiting and not self._end_waiting(incoming):
                 app = error_response(_too_many_bodies())
-            await app(scope, receive, partial(self._send, incoming, send))
+            await app(scope, partial(self._receive_message, receive), partial(self._send, incoming, send))
         except asyncio.CancelledError:
             self._cut(incoming)
         finally:
             self._release(incoming)
+
+    async def _receive_message(self, receive: Receive) -> Message:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            await self.server_connections.ends.next()  # what the request began is ended now
+        return message
 
     async def _send(self, incoming: _Incoming, send: Send, message: Message) -> None:
         assert incoming.cycle is not None
@@ -304,7 +323,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         rest = whole = memoryview(message.get("body", b""))
         try:
             while len(rest) > PIECE_BYTES and not incoming.cycle.disconnected:
-                self.server_connections.hold_answer(self, len(whole))
+                self.server_connections.hold_answer(self, incoming.client or "", len(whole))
                 await send({"type": message["type"], "body": rest[:PIECE_BYTES], "more_body": True})
                 await asyncio.sleep(0)  # others have their piece
                 rest = rest[PIECE_BYTES:]
@@ -314,16 +333,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _hold(self, incoming: _Incoming, num_bytes: int) -> bool:
         """Count `num_bytes` more of a request; refuse it, and say False, where there is no room for them."""
-        connections = self.server_connections
+        connections, client = self.server_connections, incoming.client or ""
         self._held.add(incoming)
         if incoming.is_waiting:
-            if not connections.hold_waiting(num_bytes):
+            if not connections.hold_waiting(client, num_bytes, incoming.num_waiting):
                 text = "the requests that wait behind others on their connections are too large together"
                 self._refuse(Refusal.PIPELINE, ApiError(text, status=503, kind="overloaded_error"))
                 return False
             incoming.num_waiting += num_bytes
             return True
-        if not connections.hold_body(num_bytes, incoming.num_held):
+        if not connections.hold_body(client, num_bytes, incoming.num_held):
             self._refuse(Refusal.BODY_MEMORY, _too_many_bodies())
             return False
         incoming.num_held += num_bytes
@@ -335,7 +354,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._release(incoming)
         incoming.is_waiting = incoming.is_over = False
         num_bytes = len(incoming.cycle.body)
-        if not self.server_connections.hold_body(num_bytes, 0):
+        if not self.server_connections.hold_body(incoming.client or "", num_bytes, 0):
             incoming.is_over = True
             incoming.cycle.body.clear()
             self._count_refusal(Refusal.BODY_MEMORY, _too_many_bodies().message)
@@ -353,8 +372,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _release(self, incoming: _Incoming) -> None:
-        self.server_connections.release_body(incoming.num_held)
-        self.server_connections.release_waiting(incoming.num_waiting)
+        client = incoming.client or ""
+        self.server_connections.release_body(client, incoming.num_held)
+        self.server_connections.release_waiting(client, incoming.num_waiting)
         self._held.discard(incoming)
         incoming.num_held = incoming.num_waiting = 0
         incoming.is_over = True
@@ -370,7 +390,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
             self._refuse(Refusal.CHUNKS, ApiError(text, code="chunks_too_small"))
             raise ConnectionAbortedError
-        if incoming.is_admitted:
+        if incoming.client is not None:
             self._chunks.append(body)
 
     def _keep_chunks(self) -> None:
@@ -390,6 +410,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_stuck = self._has_begun = False
         self._is_in_head = True
         self._stop_waiting_for_body()
+        if self._is_busy:
+            self.server_connections.set_busy(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -424,16 +446,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return f"HTTP/{version} is not spoken here: send HTTP/1.1"
         if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             return f"a request of HTTP/1.1 has one Host header, this one has {num_hosts}"
-        path, _, query = self.url.partition(b"?")
-        if len(path) > MAX_PATH_BYTES:
-            return f"a path has at most {MAX_PATH_BYTES} bytes"
-        if query.count(b"&") >= MAX_QUERY_PARAMETERS:
-            return f"a query has at most {MAX_QUERY_PARAMETERS} parameters"
-        try:
-            unquote_to_bytes(self.url).decode()
-        except UnicodeDecodeError:
-            return "the percent-encoding of the path or query does not stand for UTF-8"
-        return None
+        return fault_of_url(self.url)
 
     # --------------------------------------------------------------------------------------------------------- refusals
 
@@ -571,17 +584,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 def _too_many_bodies() -> ApiError:
-    text = "the bodies of all requests together are too large at this moment; try again later"
+    text = "the bodies of this client's requests, or of all requests, are too large at this moment; try again later"
     return ApiError(text, status=503, kind="overloaded_error", code="too_many_bodies")
 
 
 def bounded_http_protocol(
-    config: ServerConfig, connections: Connections, admits: Callable[[Headers], bool]
+    config: ServerConfig, connections: Connections, admitted: Callable[[Headers], Caller | None]
 ) -> type[BoundedHttpProtocol]:
-    """The protocol with a server's limits: uvicorn makes one for each connection. `admits`: whose bodies are read."""
-    members = {
-        "server_settings": config,
-        "server_connections": connections,
-        "server_admits": staticmethod(admits),
-    }
+    """The protocol with a server's limits: uvicorn makes one for each connection. `admitted`: whose bodies are read."""
+    members = {"server_settings": config, "server_connections": connections, "server_admitted": staticmethod(admitted)}
+    members["read_buffer"] = connections.read_buffer
     return cast("type[BoundedHttpProtocol]", type("BoundedHttpProtocol", (BoundedHttpProtocol,), members))

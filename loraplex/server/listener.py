@@ -23,6 +23,7 @@ from loraplex.server.api_error import ApiError, closing_answer
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections, Refusal, Slot
 from loraplex.server.http_protocol import LINGER_S
+from loraplex.server.tls import PacedTls
 
 _log = logging.getLogger("loraplex.server")
 
@@ -36,11 +37,9 @@ MAX_LINGERING = 64
 PAUSE_S = 0.2
 """Until the next attempt, when the system has no memory or descriptors at all."""
 
-DEFAULT_MAX_CONNECTIONS = 16384
+DEFAULT_MAX_CONNECTIONS = 5000
 RESERVED_DESCRIPTORS = 256
 """For adapters' files, the engine's socket, the journal."""
-
-KEY_PASSWORD = "LORAPLEX_SSL_KEYFILE_PASSWORD"
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REMEDIES = {
@@ -89,37 +88,6 @@ def max_connections(config: ServerConfig) -> int:
             f"enough for: raise that limit, or lower --max-connections"
         )
     return config.max_connections
-
-
-def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or later with the configured certificate; None without one. ConfigError: files that cannot be used."""
-    if config.ssl_certfile is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    password = os.environ.get(KEY_PASSWORD, "")  # without one OpenSSL would ask on the terminal
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: password)
-    except (OSError, ValueError) as error:
-        key = "" if config.ssl_keyfile is None else f" with --ssl-keyfile {config.ssl_keyfile}"
-        hint = f"; is it PEM, does the key belong to it, and is {KEY_PASSWORD} set if the key has a password?"
-        is_missing = isinstance(error, OSError) and not isinstance(error, ssl.SSLError)
-        raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile}{key}: {_reason(error)}{'' if is_missing else hint}"
-        ) from error
-    if config.ssl_ca_certs is not None:
-        try:
-            context.load_verify_locations(config.ssl_ca_certs)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs}: {_reason(error)}; is it PEM?") from error
-    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
-    return context
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _end(future: asyncio.Future[None]) -> None:
@@ -205,18 +173,31 @@ class Listener:
     async def _connect(self, sock: socket.socket, slot: Slot) -> None:
         sock.setblocking(False)
         try:
-            if self._tls is not None:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(lambda: self._make_protocol(slot), sock)
+            else:
                 await self._first_bytes(sock)
                 await self._connections.turns.next()
-            await self._loop.connect_accepted_socket(
-                lambda: self._make_protocol(slot),
-                sock,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._handshake_timeout_s,
-            )
+                await self._connect_tls(self._tls, sock, slot)
         except OSError:  # the client is gone, is silent, or speaks no TLS
             sock.close()
             slot.release()
+
+    async def _connect_tls(self, context: ssl.SSLContext, sock: socket.socket, slot: Slot) -> None:
+        layer = PacedTls(
+            self._make_protocol(slot),
+            context,
+            self._connections.slices,
+            self._connections.read_buffer,
+            self._handshake_timeout_s,
+            slot.release,
+        )
+        transport, _ = await self._loop.connect_accepted_socket(lambda: layer, sock)
+        try:
+            await layer.handshake
+        except BaseException:
+            transport.abort()
+            raise
 
     def _end_connecting(self, sock: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
         """A task that was cancelled may not have begun."""

@@ -13,13 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loraplex.adapters.registry import AdapterInfo, LoRARegistry, NameQuery
 from loraplex.metrics import MemoryReport, MemorySample, TierReport
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.adapter_schemas import AdapterCard
 from loraplex.server.context import ServerContext
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
 from loraplex.server.responses import encode
-from loraplex.server.strict_route import StrictRoute
 
 
 class MemoryQuery(BaseModel):

@@ -85,7 +85,7 @@ class MetricsPage:
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried_tokens)
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
         yield self._counter(
-            "vllm:num_preemptions", "Requests that gave way and are computed again.", stats.num_preemptions
+            "vllm:num_preemptions", "Requests that were preempted and are computed again.", stats.num_preemptions
         )
         text = "Requests that made room for another adapter and kept their KV."
         yield self._counter("loraplex:num_pauses", text, stats.num_pauses)

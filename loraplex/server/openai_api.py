@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from loraplex.core import RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError, error_reply
 from loraplex.server.auth import caller_of
 from loraplex.server.chat_completions import ChatRenderer
@@ -27,24 +27,20 @@ from loraplex.server.request_id import new_request_id
 from loraplex.server.responses import ChatCompletion, Completion, ListReply, ModelCard, encode
 from loraplex.server.schemas import ChatCompletionRequest, CompletionRequest, SamplingFields
 from loraplex.server.streaming import DONE, EVENT_STREAM, EventStream, sse, until_disconnect
-from loraplex.server.strict_route import StrictRoute
 
 _log = logging.getLogger("loraplex.server")
 
 MANY_LOGPROBS = 256
 """Tokens with log probabilities from which an answer is written in a thread."""
 
+SOME_LOGPROBS, SOME_PROMPT_TOKENS = 16, 512
+"""From which it has a turn of the event loop for itself: sixty answers of a batch may begin or end at one moment."""
+
 MAX_REPEATED_TOKENS = 2**18
 """Of prompts that several choices give back, each choice counted."""
 
 LONG_PROMPTS = 4096
 """Tokens of prompts from which an answer is written in a thread: to give them back, they may have to become text."""
-
-
-class RunOffLoop(Protocol):
-    """`OffLoop.run` for one client."""
-
-    async def __call__(self, work: Callable[[], bytes], num_bytes: int, /) -> bytes: ...
 
 
 class Renderer(Protocol):
@@ -55,6 +51,23 @@ class Renderer(Protocol):
     def chunks(self, prompt_index: int, output: RequestOutput) -> bytes: ...
 
     def last_chunk(self) -> bytes: ...
+
+
+class AnswerWriter:
+    """Where one client's answers become bytes: the short ones in the event loop, the long ones in a thread."""
+
+    def __init__(self, context: ServerContext, client: str) -> None:
+        self._answers, self._turns = context.answers, context.answer_turns
+        self._client = client
+
+    async def write(self, render: Callable[[], bytes], num_logprobs: int, num_prompt_tokens: int = 0) -> bytes:
+        if num_logprobs > MANY_LOGPROBS or num_prompt_tokens > LONG_PROMPTS:
+            return await self._answers.run(self._client, render, 0)
+        if num_logprobs > SOME_LOGPROBS or num_prompt_tokens > SOME_PROMPT_TOKENS:
+            await self._turns.next()
+        else:
+            await asyncio.sleep(0)  # many outputs may be there already
+        return render()
 
 
 class OpenAIRoutes:
@@ -91,8 +104,8 @@ class OpenAIRoutes:
         prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, params.max_tokens, client)
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
         params.check_prompt_logprobs(num_written)
-        if body.n > 1 and (body.echo or body.return_token_ids) and num_written > MAX_REPEATED_TOKENS:
-            raise _too_many_repeated(body, num_written)
+        if body.echo or body.return_token_ids:
+            _check_repeated("echo" if body.echo else "return_token_ids", body.n, num_written)
         generation = self._generation("cmpl", request, body, params, prompts, adapter_names, arrived_s)
         return await self._respond(
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
@@ -111,6 +124,8 @@ class OpenAIRoutes:
         prompt = await context.prompts.from_chat(body, client_of(request))
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
         context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
+        if body.return_token_ids and body.stream:
+            _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
         generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name], arrived_s)
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
@@ -180,31 +195,29 @@ class OpenAIRoutes:
 
     async def _respond(self, request: Request, generation: Generation, renderer: Renderer, is_stream: bool) -> Response:
         """The answer, or its stream. A stream begins with the first output, so earlier errors have their status."""
-        generator = self._context.generator
+        generator, writer = self._context.generator, AnswerWriter(self._context, client_of(request))
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
             num_prompt_tokens = sum(len(output.prompt_token_ids) * len(output.outputs) for output in outputs)
-            is_long = sum(map(_num_logprobs, outputs)) > MANY_LOGPROBS or num_prompt_tokens > LONG_PROMPTS
-            if not is_long:
-                return _json(renderer.response(outputs))
-            return _json(await self._context.answers.run(client_of(request), partial(renderer.response, outputs), 0))
+            num_logprobs = sum(map(_num_logprobs, outputs))
+            return _json(await writer.write(partial(renderer.response, outputs), num_logprobs, num_prompt_tokens))
         stream = generator.run(generation)
         try:
             first = await until_disconnect(request, anext(stream))
         except BaseException:
             await stream.aclose()
             raise
-        run: RunOffLoop = partial(self._context.answers.run, client_of(request))
-        return EventStream(_events(first, stream, renderer, run), stream)
+        return EventStream(_events(first, stream, renderer, writer), stream)
 
 
-def _too_many_repeated(body: CompletionRequest, num_written: int) -> ApiError:
-    field = "echo" if body.echo else "return_token_ids"
-    return ApiError(
-        f"{field} with n={body.n} gives {num_written} tokens of prompts back, at most {MAX_REPEATED_TOKENS} fit in an "
-        "answer: send n=1, or less",
-        param=field,
-    )
+def _check_repeated(field: str, n: int, num_written: int) -> None:
+    """Refuse a request whose choices would say too long a prompt again, each for itself."""
+    if n > 1 and num_written > MAX_REPEATED_TOKENS:
+        raise ApiError(
+            f"{field} with n={n} gives {num_written} tokens of prompts back, at most {MAX_REPEATED_TOKENS} fit in an "
+            "answer: send n=1, or less",
+            param=field,
+        )
 
 
 def _num_logprobs(output: RequestOutput) -> int:
@@ -216,14 +229,14 @@ async def _events(
     first: tuple[int, RequestOutput],
     stream: AsyncGenerator[tuple[int, RequestOutput], None],
     renderer: Renderer,
-    run: RunOffLoop,
+    writer: AnswerWriter,
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
     num_seen: dict[int, int] = {}
     try:
-        yield await _chunks(renderer, *first, num_seen, run)
+        yield await _chunks(renderer, *first, num_seen, writer)
         async for prompt_index, output in stream:
-            if chunks := await _chunks(renderer, prompt_index, output, num_seen, run):
+            if chunks := await _chunks(renderer, prompt_index, output, num_seen, writer):
                 yield chunks
         yield renderer.last_chunk()
     except LoraplexError as error:
@@ -239,17 +252,13 @@ async def _chunks(
     prompt_index: int,
     output: RequestOutput,
     num_seen: MutableMapping[int, int],
-    run: RunOffLoop,
+    writer: AnswerWriter,
 ) -> bytes:
-    """Those with many log probabilities are written in a thread: a slow reader gets all at once that it has missed.
-    `num_seen`: those of each prompt that are written.
-    """
+    """A slow reader gets all at once that it has missed. `num_seen`: log probabilities that were written, by prompt."""
     num_logprobs = _num_logprobs(output)
+    num_prompt_tokens = 0 if prompt_index in num_seen else len(output.prompt_token_ids) * len(output.outputs)
     num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs
-    if num_new <= MANY_LOGPROBS:
-        await asyncio.sleep(0)  # many outputs may be there already
-        return renderer.chunks(prompt_index, output)
-    return await run(partial(renderer.chunks, prompt_index, output), 0)
+    return await writer.write(partial(renderer.chunks, prompt_index, output), num_new, num_prompt_tokens)
 
 
 def _json(data: bytes) -> Response:

@@ -14,13 +14,12 @@ from pydantic import Field
 from loraplex.errors import LoraplexError
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
 from loraplex.server.openapi import operation
 from loraplex.server.request_model import RequestModel
 from loraplex.server.responses import encode
-from loraplex.server.strict_route import StrictRoute
 
 Seconds = Annotated[float, Field(ge=0.001, le=86400)]
 

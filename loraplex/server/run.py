@@ -1,8 +1,8 @@
 """The application on a port, from the first byte to the last: bind, start the engine, serve, drain, stop.
 
 The port is bound before the engine starts (a taken one is said at once, not after minutes of loading) and opened after
-it is ready. On SIGTERM or SIGINT no new connection is taken, running requests have `shutdown_grace_s` to finish, and
-what is left then is ended with an error that says so. A second signal does not wait.
+it is ready. On SIGTERM, SIGINT or SIGHUP no new connection is taken, running requests have `shutdown_grace_s` to
+finish, and what is left then is ended with an error that says so. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from loraplex.server.connections import Slot
 from loraplex.server.context import ServerContext
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.http_protocol import BoundedHttpProtocol, bounded_http_protocol
-from loraplex.server.listener import Listener, bind, max_connections, raise_descriptor_limit, tls_context
+from loraplex.server.listener import Listener, bind, max_connections, raise_descriptor_limit
+from loraplex.server.tls import tls_context
 
 _log = logging.getLogger("loraplex.server")
 
 SWITCH_INTERVAL_S = 0.001
 """How long a thread that reads a long body or writes a long answer keeps the event loop waiting at a time."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GC_THRESHOLDS = (50_000, 5, 1000)
 """Python's own (700, 10, 10) look at all objects again and again while the log probabilities of a large answer come
 together: seconds in which no request is answered. With these a young collection takes some 10 ms, a middle one 50 ms,
@@ -107,7 +108,7 @@ def make_server(
     """A server for an event loop of the caller's: run its `serve(sockets=[...])`, end it with `stop()`."""
     app = create_app(engine, config)
     context: ServerContext = app.state.context
-    protocol = bounded_http_protocol(config, context.connections, context.keys.admits)
+    protocol = bounded_http_protocol(config, context.connections, context.keys.admitted)
     return DrainingServer(context, _uvicorn_config(app, config, protocol), on_ready)
 
 
@@ -230,12 +231,13 @@ def _signals(react: Callable[[], object], received: list[signal.Signals] | None 
             received.append(which)
         react()
 
-    for each in SIGNALS:
+    handled = [each for each in SIGNALS if each is not signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    for each in handled:  # `nohup` has SIGHUP ignored
         loop.add_signal_handler(each, on_signal, each)
     try:
         yield
     finally:
-        for each in SIGNALS:
+        for each in handled:
             loop.remove_signal_handler(each)
 
 

@@ -15,6 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+MAX_CANCELLED = 4
+"""In a turn of the event loop, each with the request that it follows."""
+
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
@@ -65,6 +68,16 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Some at a time: a thousand prompts that end in one turn of the event loop would hold it for half a second."""
+    for start in range(0, len(tasks), MAX_CANCELLED):
+        try:
+            await _cancel_now(tasks[start : start + MAX_CANCELLED])
+        except asyncio.CancelledError:
+            await _cancel_now(tasks)
+            raise
+
+
+async def _cancel_now(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

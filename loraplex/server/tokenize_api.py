@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from loraplex.server.access import Access, requires
+from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
 from loraplex.server.generation import Prompt
@@ -15,7 +15,6 @@ from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
 from loraplex.server.responses import Detokenized, Tokenized, encode
 from loraplex.server.schemas import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
-from loraplex.server.strict_route import StrictRoute
 
 FEW_IDS = 4096
 """More become text, or text of their own, in a thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from urllib.parse import unquote_to_bytes
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -11,6 +12,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.server.api_error import ApiError, error_response
+
+MAX_PATH_BYTES = 4096
+"""A route with the longest name of an adapter is shorter. Every route is compared with it."""
+
+MAX_QUERY_PARAMETERS = 64
+"""More than any route has."""
 
 MAX_SHOWN_CHARS = 40
 _TEXT_ONLY = "is not supported: this server generates text"
@@ -127,3 +134,17 @@ class KnownUrls:
         """All that a path has, of whichever route."""
         found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
         return ", ".join(sorted(found))
+
+
+def fault_of_url(url: bytes) -> str | None:
+    """Why this server takes no request for it, before any route is looked at."""
+    path, _, query = url.partition(b"?")
+    if len(path) > MAX_PATH_BYTES:
+        return f"a path has at most {MAX_PATH_BYTES} bytes"
+    if query.count(b"&") >= MAX_QUERY_PARAMETERS:
+        return f"a query has at most {MAX_QUERY_PARAMETERS} parameters"
+    try:
+        unquote_to_bytes(url).decode()
+    except UnicodeDecodeError:
+        return "the percent-encoding of the path or query does not stand for UTF-8"
+    return None

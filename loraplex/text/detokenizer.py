@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol
 
 from loraplex.core import SamplingParams
@@ -199,9 +200,10 @@ class IncrementalDetokenizer:
     held back for now.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], params: SamplingParams) -> None:
+        """context: the prompt, or what `prompt_context` keeps of it."""
         self._params = params
-        self._stream = text_stream(tokenizer, prompt_ids, params.skip_special_tokens)
+        self._stream = text_stream(tokenizer, context, params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop)
         self._parts: list[str] = []
         self._num_emitted = 0
@@ -281,11 +283,13 @@ class IncrementalDetokenizer:
 def text_stream(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
     """The text that follows the prompt; its last tokens are decoded too, for a first space or a split character."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-    context: list[int] = []
-    for token_id in reversed(prompt_ids):
-        if token_id not in skipped and tokenizer.has_token(token_id):
-            context.append(token_id)
-        if len(context) == _CONTEXT_TOKENS:
-            break
     kind = _ByteStream if tokenizer.is_byte_level else _WindowStream
-    return kind(tokenizer, context[::-1], skipped)
+    return kind(tokenizer, prompt_context(tokenizer, prompt_ids, skip_special_tokens), skipped)
+
+
+def prompt_context(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+    """The last tokens of a prompt that have a text. A prompt of special tokens is walked whole: once, not for each
+    completion."""
+    skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+    with_text = (token for token in reversed(prompt_ids) if token not in skipped and tokenizer.has_token(token))
+    return list(islice(with_text, _CONTEXT_TOKENS))[::-1]

@@ -29,7 +29,7 @@ from loraplex.core import (
 )
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
-from loraplex.text.detokenizer import IncrementalDetokenizer
+from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -276,20 +276,27 @@ class OutputProcessor:
             raise InvalidRequestError(
                 f"request id {prepared.request_id!r} is in use; give each request an id of its own"
             )
-        generation = _Generation(
-            prepared, tuple(self._completion(request, index) for index, request in enumerate(prepared.children))
-        )
+        context = self._context(prepared)
+        completions = (self._completion(request, index, context) for index, request in enumerate(prepared.children))
+        generation = _Generation(prepared, tuple(completions))
         self._generations[prepared.request_id] = generation
         for completion in generation.completions:
             self._owner_of[completion.request.request_id] = (generation, completion)
             if self.recorder is not None:
                 self.recorder.begin(completion.request)
 
-    def _completion(self, request: Request, index: int) -> _Completion:
+    def _context(self, prepared: PreparedRequest) -> Sequence[int]:
+        """What the completions' texts follow, once for all of them."""
+        params = prepared.sampling_params
+        if self._tokenizer is None or not params.detokenize:
+            return ()
+        return prompt_context(self._tokenizer, prepared.prompt_token_ids, params.skip_special_tokens)
+
+    def _completion(self, request: Request, index: int, context: Sequence[int]) -> _Completion:
         params = request.sampling_params
         if self._tokenizer is None or not params.detokenize:
             return _Completion(request, index, None)
-        return _Completion(request, index, IncrementalDetokenizer(self._tokenizer, request.prompt_token_ids, params))
+        return _Completion(request, index, IncrementalDetokenizer(self._tokenizer, context, params))
 
     def process(self, token_output: TokenOutput, *, is_final_only: bool = False) -> ProcessedOutput | None:
         """Take over one token output; None when there is nothing for the client yet."""

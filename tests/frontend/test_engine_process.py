@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -184,6 +185,17 @@ async def test_kills_during_its_start_do_not_use_up_its_lives(mortal: Client) ->
     await within(engine.check_integrity())
 
 
+async def test_a_temporary_folder_with_a_long_path_is_refused(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match=r"its path has \d+ characters; set TMPDIR"):
+        await AsyncEngine.start(demo_config(model=base))
+    assert list(folder.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------ overload and shutdown
 
 
@@ -216,6 +228,26 @@ async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
     assert all(isinstance(end, EngineOverloadedError) for end in ended[2:])
     assert await small.ask("tiger=") == "tiger"
     await within(small.engine.check_integrity())
+
+
+async def test_prompts_of_more_tokens_than_may_wait_are_refused(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token waits as a number in two processes: 4,096 requests of a long context would be gigabytes."""
+    engine, prompt = small.engine, "banana="
+    num_tokens = len(engine.tokenizer.encode(prompt))
+    monkeypatch.setattr(engine, "config", replace(engine.config, max_waiting_tokens=2 * num_tokens + 1))
+    pid = engine.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        tasks = [asyncio.create_task(small.ask(prompt)) for _ in range(2)]
+        await until(lambda: engine.num_unfinished == 2)
+        with pytest.raises(EngineOverloadedError, match=f"have {2 * num_tokens} tokens, this one has {num_tokens}"):
+            await small.ask(prompt)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert await within(asyncio.gather(*tasks)) == ["banana", "banana"]
+    monkeypatch.setattr(engine, "config", replace(engine.config, max_waiting_tokens=num_tokens - 1))
+    assert await small.ask(prompt) == "banana"  # what comes alone has room
 
 
 async def test_shutdown_answers_everybody(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_all_bodies_together_are_bounded(serve: Serve) -> None:
     server = serve(max_body_bytes=size, max_inflight_body_bytes=4 * size)
     long = POST + b"Content-Length: %d\r\n\r\n" % size
     with contextlib.ExitStack() as stack:
-        declared = [stack.enter_context(connect(server, long)) for _ in range(20)]
+        declared = [stack.enter_context(connect(server, long, f"127.0.0.{i}")) for i in range(10, 30)]
         assert httpx.post(server.url + "/v1/completions", json=BODY).status_code == 200
         for sock in declared[:3]:
             sock.sendall(b" " * (size - 1))
@@ -142,6 +142,25 @@ def test_all_bodies_together_are_bounded(serve: Serve) -> None:
         page = httpx.get(server.url + "/metrics").text
         assert re.search(r"^loraplex:http_body_bytes\{.*\} 1\.2\d+e\+06$", page, re.MULTILINE)
         assert 'reason="max_inflight_body_bytes"} 1.0' in page
+    until(lambda: server.connections.body_bytes == 0)
+
+
+def test_the_bodies_of_one_client_leave_room_for_another(serve: Serve) -> None:
+    """However many it begins, and whatever their size: it holds at most as much as is free."""
+    size = 400 * 2**10
+    server = serve(max_body_bytes=size, max_inflight_body_bytes=4 * size)
+    long = POST + b"Content-Length: %d\r\n\r\n" % size
+    with contextlib.ExitStack() as stack:
+        greedy = [stack.enter_context(connect(server, long, "127.0.0.9")) for _ in range(8)]
+        for sock in greedy[:2]:
+            sock.sendall(b" " * (size - 1))
+        until(lambda: server.connections.body_bytes == 2 * (size - 1))
+        for sock in greedy[2:]:
+            sock.sendall(b" " * 2**15)
+            assert error_of(all_of(sock))["code"] == "too_many_bodies"
+        closing = long.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        with connect(server, closing + b" " * size) as other:
+            assert all_of(other).startswith(b"HTTP/1.1 400 ")  # it is read, and is no JSON
     until(lambda: server.connections.body_bytes == 0)
 
 
@@ -274,6 +293,25 @@ def test_what_waits_longest_for_a_head_makes_room(serve: Serve, monkeypatch: pyt
         waiting[3].sendall(b" " * 9)
         assert waiting[3].recv(2**16).startswith(b"HTTP/1.1 400 ")
         assert server.connections.refused == {"closed_for_another": 3}
+
+
+@ON_BOTH_LOOPS
+def test_bodies_that_trickle_on_all_places_keep_no_other_client_out(serve: Serve) -> None:
+    """The oldest of the client that has most of them makes room; a single upload of another client stays."""
+    server = serve(max_connections=8)
+    upload = POST + b"Content-Length: 10\r\n\r\n "
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(connect(server, upload, "127.0.0.3"))
+        until(lambda: server.connections.num_open == 1)
+        for _ in range(12):
+            stack.enter_context(connect(server, upload, "127.0.0.2"))
+        until(lambda: sum(server.connections.refused.values()) == 5)  # some come before the last is seen to upload
+        for _ in range(3):
+            assert httpx.get(server.url + "/health").status_code == 200
+        other.sendall(b" " * 9)
+        assert other.recv(2**16).startswith(b"HTTP/1.1 400 ")
+        assert server.connections.num_open <= 8
+    until(lambda: server.connections.num_open == 0)
 
 
 def test_one_address_leaves_room_for_others(serve: Serve) -> None:

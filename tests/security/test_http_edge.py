@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from loraplex.server.connections import forwarded_for
-from loraplex.server.http_protocol import MAX_PATH_BYTES, MAX_PIPELINED, MAX_QUERY_PARAMETERS, PARSED_BYTES
+from loraplex.server.http_protocol import MAX_PIPELINED, PARSED_BYTES
+from loraplex.server.urls import MAX_PATH_BYTES, MAX_QUERY_PARAMETERS
 from tests.server.raw_connection import Connection
 
 REFUSED = {

@@ -277,7 +277,7 @@ async def test_what_waits_behind_unread_answers_is_bounded(monkeypatch: pytest.M
 
 async def test_a_body_that_waited_and_finds_no_room_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
     connection = Connection(max_body_bytes=2**16, max_inflight_body_bytes=2**16)
-    assert connection.connections.hold_body(30_000, 0)
+    assert connection.connections.hold_body("another", 30_000, 0)
     connection.feed(ASK + post(b"x" * 40_000) + ASK)
     await connection.settle()
     assert [int(part[:3]) for part in bytes(connection.transport.written).split(b"HTTP/1.1 ")[1:]] == [200, 503, 200]

@@ -62,9 +62,11 @@ class Transport(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return self.num_unsent
 
-    def pause_reading(self) -> None: ...
+    def pause_reading(self) -> None:
+        self.is_reading = False
 
-    def resume_reading(self) -> None: ...
+    def resume_reading(self) -> None:
+        self.is_reading = True
 
     @property
     def status(self) -> int | None:
@@ -110,7 +112,7 @@ class Connection:
         self.connections = Connections(server, 10)
         self.connections.slices.seconds = float("inf")  # `feed` needs no turn of the event loop
         keys = KeyRing.of(server)
-        protocol_class: Any = bounded_http_protocol(server, self.connections, keys.admits)
+        protocol_class: Any = bounded_http_protocol(server, self.connections, keys.admitted)
         self.protocol: BoundedHttpProtocol = protocol_class(config=config, server_state=self.state, app_state={})
         self.transport = Transport()
         self.transport.protocol = self.protocol

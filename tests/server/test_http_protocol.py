@@ -12,6 +12,7 @@ import pytest
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig
 from loraplex.server.http_protocol import MAX_HEADERS, MAX_TINY_CHUNKS, MIN_CHUNK_BYTES
+from loraplex.server.pacing import READ_BYTES
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
 from tests.server.raw_connection import GET, LIMIT, PIECE, POST, Connection
@@ -265,3 +266,17 @@ def test_over_a_port_others_are_served_and_the_long_head_is_refused() -> None:
 def test_settings_that_cannot_be(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         ServerConfig(**setting)
+
+
+async def test_what_is_not_parsed_yet_is_all_that_is_read(connection: Connection) -> None:
+    """However much a client sends: reads are small, and the next one waits until this one is parsed."""
+    connection.connections.slices.seconds = 0.0  # nothing is parsed in this turn
+    buffer = connection.protocol.get_buffer(2**18)
+    assert len(buffer) == READ_BYTES
+    buffer[:] = b"x" * READ_BYTES
+    connection.protocol.buffer_updated(READ_BYTES)
+    assert not connection.transport.is_reading
+    connection.connections.slices.seconds = float("inf")
+    await connection.pause()
+    await connection.pause()
+    assert connection.transport.is_reading or connection.transport.is_closed

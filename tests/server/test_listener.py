@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -16,10 +17,13 @@ import pytest
 
 from loraplex.errors import ConfigError, LoraplexError
 from loraplex.server import ServerConfig
-from loraplex.server.listener import KEY_PASSWORD, tls_context
+from loraplex.server.pacing import READ_BYTES, TimeSlices
+from loraplex.server.tls import FED_BYTES, KEY_PASSWORD, PacedTls, tls_context
 from loraplex.testing import FakeAsyncEngine
 from loraplex.views.remote import RemoteServer
 from tests.server.live_server import LiveServer
+
+BUFFER = memoryview(bytearray(READ_BYTES))
 
 
 def openssl(*arguments: str) -> None:
@@ -97,6 +101,82 @@ def test_a_handshake_that_does_not_end_is_a_connection_and_is_closed(files: Path
             assert sock.recv(1) == b""
             sock.close()
         until_open(server, 0)
+
+
+class Wire(asyncio.Transport):
+    """Keeps what is written, and what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.is_reading, self.is_closed = True, False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+
+class Texts(asyncio.Protocol):
+    """What each turn of the event loop decrypts."""
+
+    def __init__(self) -> None:
+        self.received: list[bytes] = []
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append(data)
+
+
+async def test_tiny_records_are_decrypted_in_slices(files: Path) -> None:
+    """11,000 records of one byte may come with one read: no turn of the loop decrypts more than some of them."""
+    texts, wire, failed = Texts(), Wire(), list[bool]()
+    slices = TimeSlices(1e-9)  # one piece in each turn
+    layer = PacedTls(texts, tls_context(settings(files)), slices, BUFFER, 60.0, lambda: failed.append(True))  # type: ignore[arg-type]
+    layer.connection_made(wire)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context(files).wrap_bio(incoming, outgoing, server_hostname="localhost")
+    while not layer.handshake.done():
+        with contextlib.suppress(ssl.SSLWantReadError):
+            client.do_handshake()
+        if data := outgoing.read():
+            layer.data_received(data)
+        await asyncio.sleep(0)
+        incoming.write(bytes(wire.written))
+        wire.written.clear()
+    for _ in range(2000):
+        client.write(b"x")
+    layer.data_received(outgoing.read())
+    assert not wire.is_reading
+    layer.eof_received()
+    while not wire.is_closed:
+        await asyncio.sleep(0)
+    assert b"".join(texts.received) == b"x" * 2000
+    assert max(map(len, texts.received)) <= FED_BYTES // 22
+    assert wire.is_reading
+    layer.connection_lost(None)
+    assert failed == []
+
+
+async def test_a_connection_that_is_lost_in_its_handshake_has_no_place_any_more(files: Path) -> None:
+    failed = list[bool]()
+    layer = PacedTls(Texts(), tls_context(settings(files)), TimeSlices(), BUFFER, 60.0, lambda: failed.append(True))  # type: ignore[arg-type]
+    layer.connection_made(Wire())
+    layer.data_received(b"\x16\x03\x01\x02\x00\x01")
+    layer.connection_lost(None)
+    assert failed == [True]
+    await layer.handshake
 
 
 def until_open(server: LiveServer, count: int) -> None:

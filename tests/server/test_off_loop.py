@@ -10,8 +10,8 @@ import pytest
 
 from loraplex.server import ServerConfig, body, create_app
 from loraplex.server.api_error import ApiError
-from loraplex.server.connections import Turns
 from loraplex.server.off_loop import MAX_WAITING_BYTES_OF_A_CLIENT, SHORT_BYTES, OffLoop
+from loraplex.server.pacing import Turns
 from loraplex.testing import FakeAsyncEngine
 from tests.server.conftest import client_of
 

@@ -115,7 +115,7 @@ def programs() -> Iterator[list[Program]]:
         program.process.communicate()
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_an_idle_server_and_its_engine(programs: list[Program], which: signal.Signals) -> None:
     program = Program("answers")
     programs.append(program)
@@ -235,7 +235,7 @@ def test_an_engine_that_gives_up_ends_the_server_with_exit_code_1(programs: list
     assert "the server ends, since its engine does not start any more" in errors
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_start_of_an_engine(programs: list[Program], which: signal.Signals) -> None:
     program = Program("never")
     programs.append(program)

@@ -512,3 +512,22 @@ def test_a_prefix_is_as_a_tuple_of_it(items: list[int], num_more: int, part: sli
     assert [prefix[index] for index in range(-len(expected), len(expected))] == [*expected, *expected]
     with pytest.raises(IndexError):
         prefix[len(expected)]
+
+
+def test_a_prompt_without_text_is_walked_once_for_all_completions(
+    tokenizer: Tokenizer, outputs: OutputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 completions of 131,072 such tokens would hold the event loop for half a second."""
+    looked_up: list[int] = []
+    has_token = Tokenizer.has_token
+
+    def counted(self: Tokenizer, token_id: int) -> bool:
+        looked_up.append(token_id)
+        return has_token(self, token_id)
+
+    monkeypatch.setattr(Tokenizer, "has_token", counted)
+    without_text = tokenizer.vocab_size + 5
+    limits = ModelLimits(tokenizer.vocab_size + 10, 1100)
+    prepared = InputProcessor(tokenizer, limits).prepare("r", [without_text] * 1000, SamplingParams(n=16, max_tokens=1))
+    outputs.add(prepared)
+    assert 1000 <= len(looked_up) <= 1100

@@ -1,0 +1,138 @@
+"""How much happens in one turn of the event loop: what is read, what is parsed, what begins and what ends.
+
+What thousands of connections bring at the same moment is taken in many turns, so that others are served between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+READ_BYTES = 2**14
+"""Of one connection at a time. The event loop's own reads have 256 KiB, of each connection in each turn."""
+
+PARSED_BYTES = 4096
+"""At a time, of one connection."""
+
+SHORT_READ_BYTES = 1024
+"""A request of this size does not wait for others that are parsed in many pieces."""
+
+SLICE_S = 0.002
+"""Of a turn of the event loop: for parsing what came on all connections."""
+
+
+class Turns:
+    """For work of some milliseconds in the event loop: so many in each of its turns, in the order in which they came.
+
+    Else a hundred requests that come at once would run one after the other before the loop sees anything else.
+    is_latest_first: the other order, in which a flood that came before a probe does not delay it.
+    """
+
+    def __init__(self, num_a_turn: int = 1, *, is_latest_first: bool = False) -> None:
+        self._num_a_turn = num_a_turn
+        self._is_latest_first = is_latest_first
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def next(self) -> None:
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._begin, loop)
+        await turn
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(self._num_a_turn, len(self._waiting))):
+            turn = self._waiting.pop() if self._is_latest_first else self._waiting.popleft()
+            if not turn.done():  # its request may have been cancelled
+                turn.set_result(None)
+        if self._waiting:
+            loop.call_soon(self._begin, loop)
+
+
+class TimeSlices:
+    """For work that cannot wait for a turn of its own: so much time in each turn of the event loop, the rest later.
+
+    The latest short work first, so that a flood does not delay what comes after it; then long work in its order.
+    """
+
+    def __init__(self, seconds: float = SLICE_S) -> None:
+        self.seconds = seconds
+        self._spent_s = 0.0
+        self._is_turn_due = self._is_working = False
+        self._short: deque[Callable[[], None]] = deque()
+        self._long: deque[Callable[[], None]] = deque()
+
+    def run(self, work: Callable[[], None], is_short: bool) -> None:
+        """Now, or in a later turn. `work` may ask for more of it."""
+        (self._short if is_short else self._long).append(work)
+        if not self._is_working:
+            self._work()
+
+    def _work(self) -> None:
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._is_working = True
+        try:
+            while (self._short or self._long) and self._spent_s < self.seconds:
+                began_s = time.perf_counter()
+                work = self._short.pop() if self._short else self._long.popleft()
+                work()
+                self._spent_s += time.perf_counter() - began_s
+        finally:
+            self._is_working = False
+
+    def _begin_turn(self) -> None:
+        self._spent_s, self._is_turn_due = 0.0, False
+        if self._short or self._long:
+            self._work()
+
+
+class SmallReads(asyncio.BufferedProtocol):
+    """A connection that is read in pieces. `read_buffer`: of all connections of an event loop, since what was read is
+    taken before the next read.
+    """
+
+    read_buffer: memoryview
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self.read_buffer[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        raise NotImplementedError
+
+
+class PacedFlow(FlowControl):
+    """Reading stops for either of two reasons: a body that the application has not taken (uvicorn's), and `is_behind`,
+    what came and is not parsed yet."""
+
+    is_behind = False
+
+    def set_behind(self, is_behind: bool) -> None:
+        if is_behind != self.is_behind:
+            self.is_behind = is_behind
+            self._obey()
+
+    def pause_reading(self) -> None:
+        self.read_paused = True
+        self._obey()
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        self._obey()
+
+    def _obey(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self.is_behind or self.read_paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()

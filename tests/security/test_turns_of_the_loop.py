@@ -1,0 +1,233 @@
+"""What ends or is written for many prompts or clients at the same moment has many turns of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from loraplex.server import ServerConfig, completions, create_app, openai_api, streaming
+from loraplex.server.generation import Deadline, InFlight
+from loraplex.server.openai_api import SOME_LOGPROBS
+from loraplex.server.pacing import TimeSlices, Turns
+from loraplex.server.streaming import merge
+from loraplex.testing import FakeAsyncEngine
+from loraplex.testing.fake_engine import FakeModelInfo
+from tests.server.raw_connection import Connection
+
+
+class TurnCounter:
+    """Counts the turns of the event loop, and what happens in each."""
+
+    def __init__(self) -> None:
+        self.happened: Counter[int] = Counter()
+        self._turn = 0
+        self._is_over = False
+        asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self._turn += 1
+        if not self._is_over:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def count(self) -> None:
+        self.happened[self._turn] += 1
+
+    def close(self) -> None:
+        self._is_over = True
+
+
+@pytest.fixture
+async def turns() -> AsyncGenerator[TurnCounter, None]:
+    counter = TurnCounter()
+    yield counter
+    counter.close()
+
+
+@pytest.fixture
+def app() -> FastAPI:
+    return create_app(FakeAsyncEngine(), ServerConfig())
+
+
+def client_of(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
+
+
+async def test_a_thousand_prompts_are_closed_some_at_a_time(turns: TurnCounter) -> None:
+    async def source() -> AsyncGenerator[int, None]:
+        try:
+            yield 0
+            await asyncio.Event().wait()
+        finally:
+            turns.count()
+
+    merged = merge([source() for _ in range(1000)])
+    assert (await anext(merged))[1] == 0
+    await merged.aclose()
+    assert turns.happened.total() == 1000
+    assert max(turns.happened.values()) <= streaming.MAX_CANCELLED
+
+
+async def test_a_second_cancellation_leaves_no_prompt_open(turns: TurnCounter) -> None:
+    async def source() -> AsyncGenerator[int, None]:
+        try:
+            yield 0
+            await asyncio.Event().wait()
+        finally:
+            turns.count()
+
+    async def read() -> None:
+        merged = merge([source() for _ in range(200)])
+        try:
+            async for _ in merged:
+                pass
+        finally:
+            await merged.aclose()
+
+    task = asyncio.ensure_future(read())
+    for _ in range(300):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert 0 < turns.happened.total() < 200
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert turns.happened.total() == 200
+
+
+async def test_prompts_that_expire_together_are_aborted_one_by_one(turns: TurnCounter) -> None:
+    aborted: set[str] = set()
+
+    class Engine(FakeAsyncEngine):
+        async def abort(self, request_id: str) -> None:
+            aborted.add(request_id)
+            turns.count()
+
+    in_flight = InFlight(Engine())
+    deadline = Deadline.of(time.monotonic(), 0.01, None)
+    with contextlib.ExitStack() as stack:
+        for index in range(1000):
+            stack.enter_context(in_flight.track(str(index), deadline))
+        while len(aborted) < 1000:
+            await asyncio.sleep(0)
+    assert set(turns.happened.values()) == {1}
+
+
+async def test_answers_that_end_together_are_written_one_by_one(
+    app: FastAPI, turns: TurnCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = completions.completion_logprobs
+
+    def counted(*values: Any) -> Any:
+        turns.count()
+        return make(*values)
+
+    monkeypatch.setattr(completions, "completion_logprobs", counted)
+    fields = {"model": "base", "prompt": "hi", "max_tokens": SOME_LOGPROBS + 1, "logprobs": 2, "ignore_eos": True}
+    async with client_of(app) as client:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=fields) for _ in range(30)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert set(turns.happened.values()) == {1}
+    assert turns.happened.total() == 30
+
+
+@pytest.mark.parametrize("num_tokens", [600, openai_api.LONG_PROMPTS + 1])
+async def test_streams_that_begin_together_write_their_prompts_one_by_one(
+    turns: TurnCounter, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Each in a turn of its own, a long one in a thread."""
+    threads: list[int] = []
+    chunks = completions.CompletionRenderer.chunks
+
+    def counted(self: Any, prompt_index: int, output: Any) -> bytes:
+        if output.prompt_token_ids not in (written := self.__dict__.setdefault("written", [])):
+            written.append(output.prompt_token_ids)  # the first chunk has the prompt
+            threads.append(threading.get_ident())
+            turns.count()
+        return chunks(self, prompt_index, output)
+
+    monkeypatch.setattr(completions.CompletionRenderer, "chunks", counted)
+    app = create_app(FakeAsyncEngine(model_info=FakeModelInfo(max_model_len=8192)), ServerConfig())
+    fields = {"model": "base", "prompt": [5] * num_tokens, "max_tokens": 1, "echo": True, "stream": True}
+    async with client_of(app) as client:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=fields) for _ in range(20)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert turns.happened.total() == len(threads) == 20
+    if num_tokens > openai_api.LONG_PROMPTS:
+        assert threading.get_ident() not in threads
+    else:
+        assert set(turns.happened.values()) == {1}
+
+
+async def test_choices_do_not_repeat_a_long_prompt(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream says the prompt's tokens in the first chunk of each choice; a whole answer says them once."""
+    monkeypatch.setattr(openai_api, "MAX_REPEATED_TOKENS", 1000)
+    fields: dict[str, Any] = {"model": "base", "messages": [{"role": "user", "content": "x" * 400}], "max_tokens": 1}
+    many = fields | {"n": 3, "return_token_ids": True}
+    async with client_of(app) as client:
+        refused = await client.post("/v1/chat/completions", json=many | {"stream": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_token_ids")
+        for kept in (many, fields | {"n": 3, "stream": True}, many | {"n": 2, "stream": True}):
+            assert (await client.post("/v1/chat/completions", json=kept)).status_code == 200
+
+
+async def test_requests_whose_clients_go_at_once_end_one_by_one(turns: TurnCounter) -> None:
+    async def until_gone(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        turns.count()
+
+    made = [Connection() for _ in range(200)]
+    for connection in made:
+        type(connection.protocol).server_connections = made[0].connections
+        connection.protocol.app = until_gone
+        connection.feed(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    while any(connection.protocol.cycle.message_event.is_set() for connection in made):
+        await asyncio.sleep(0)
+    for connection in made:
+        connection.protocol.connection_lost(None)
+    await asyncio.gather(*(connection.settle() for connection in made))
+    assert turns.happened.total() == 200
+    assert set(turns.happened.values()) == {1}
+
+
+async def test_the_latest_probe_is_answered_before_a_flood() -> None:
+    open_turns, order = Turns(4, is_latest_first=True), list[int]()
+
+    async def ask(number: int) -> None:
+        await open_turns.next()
+        order.append(number)
+
+    flood = [asyncio.ensure_future(ask(number)) for number in range(100)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.ensure_future(ask(-1))
+    assert len(order) <= 16
+    await asyncio.gather(*flood)
+    assert sorted(order) == [-1, *range(100)]
+
+
+async def test_short_work_is_done_latest_first(turns: TurnCounter) -> None:
+    slices, done = TimeSlices(1e-9), list[int]()  # one piece of work in each turn
+
+    def work(number: int) -> None:
+        done.append(number)
+        turns.count()
+
+    for number in range(5):
+        slices.run(partial(work, number), is_short=True)
+    while len(done) < 5:
+        await asyncio.sleep(0)
+    assert done == [0, 4, 3, 2, 1]
+    assert set(turns.happened.values()) == {1}
