@@ -19,7 +19,7 @@ from loraplex.memory.weights.disk_cache import DiskRead
 from loraplex.memory.weights.packing import Packer
 from tests.engine.driver import Driver
 from tests.engine.rules_bench import Asked, Bench
-from tests.memory.gains import GAIN_BACKENDS
+from tests.kernels.cases import BACKENDS
 from tests.models.paged_runner import load_decoder
 
 
@@ -59,7 +59,7 @@ def test_the_disk_tier_has_it_for_this_checkpoint_alone(bench: Bench, tmp_path: 
         plain = {
             name: LoRALayerWeights(name, 2, 2.0, layer.lora_a, layer.lora_b) for name, layer in dora.layers.items()
         }
-        packer = Packer(model.lora_targets(), GAIN_BACKENDS[0], torch.float32, model)
+        packer = Packer(model.lora_targets(), BACKENDS[0], torch.float32, model)
         return packer, {"d0": dora, "d1": LoRAModel("d1", 2, plain)}
 
     packer, models = start()

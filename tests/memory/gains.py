@@ -1,4 +1,4 @@
-"""Backends that pack gains, and what a kernel computes with a packed slice: adapters of other kinds than plain LoRA."""
+"""Adapters of other kinds than plain LoRA, and what a kernel computes with a slice of theirs."""
 
 from __future__ import annotations
 
@@ -8,77 +8,8 @@ from dataclasses import replace
 import torch
 
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
-from loraplex.kernels.ops import KernelBackend
-from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
-from loraplex.kernels.reference import ReferenceBackend, copy_part
-from tests.kernels.cases import BACKENDS
+from loraplex.kernels.plan import SliceWeights
 from tests.memory.rig import TARGETS, make_model
-
-Slices = Sequence[SliceWeights | None]
-Layouts = tuple[SliceLayout | None, ...]
-
-
-class GainBackend(ReferenceBackend):
-    """The stock block of A, B and bias, and behind it the gains of its slices."""
-
-    name = "gains"
-
-    def packed_nbytes(self, slices: Slices, compute_dtype: torch.dtype) -> int:
-        return self._layout(slices, compute_dtype)[0]
-
-    def packed_layouts(self, slices: Slices, compute_dtype: torch.dtype) -> Layouts:
-        return self._layout(slices, compute_dtype)[1]
-
-    def pack(self, slices: Slices, compute_dtype: torch.dtype, out: torch.Tensor) -> Layouts:
-        super().pack(_without_gains(slices), compute_dtype, out)
-        layouts = self._layout(slices, compute_dtype)[1]
-        for s, layout in zip(slices, layouts, strict=True):
-            if s is not None and layout is not None:
-                copy_part(s.gain, out, layout.gain_offset, torch.float32)
-                copy_part(s.input_gain, out, layout.input_gain_offset, torch.float32)
-        return layouts
-
-    def unpack(
-        self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
-    ) -> tuple[SliceWeights | None, ...]:
-        def part(offset: int, width: int) -> torch.Tensor | None:
-            return None if offset == ABSENT else block[offset : offset + 4 * width].view(torch.float32)
-
-        plain = [None if x is None else replace(x, gain_offset=ABSENT, input_gain_offset=ABSENT) for x in layouts]
-        slices = super().unpack(plain, in_features, out_features, block)
-        return tuple(
-            None
-            if s is None or layout is None
-            else replace(s, gain=part(layout.gain_offset, n), input_gain=part(layout.input_gain_offset, in_features))
-            for s, layout, n in zip(slices, layouts, out_features, strict=True)
-        )
-
-    def _layout(self, slices: Slices, compute_dtype: torch.dtype) -> tuple[int, Layouts]:
-        plain = _without_gains(slices)
-        cursor = super().packed_nbytes(plain, compute_dtype)
-        layouts: list[SliceLayout | None] = []
-        for s, layout in zip(slices, super().packed_layouts(plain, compute_dtype), strict=True):
-            if s is None or layout is None:
-                layouts.append(None)
-                continue
-            offsets = []
-            for gain in (s.gain, s.input_gain):
-                offsets.append(ABSENT if gain is None else cursor)
-                cursor += 0 if gain is None else align(4 * gain.numel())
-            layouts.append(replace(layout, gain_offset=offsets[0], input_gain_offset=offsets[1]))
-        return cursor, tuple(layouts)
-
-
-def _without_gains(slices: Slices) -> list[SliceWeights | None]:
-    return [None if s is None else replace(s, gain=None, input_gain=None) for s in slices]
-
-
-def _packs_gains(backend: KernelBackend) -> bool:
-    (layout,) = backend.packed_layouts([SliceWeights(None, None, None, 1.0, torch.ones(4))], torch.float32)
-    return layout is not None and layout.gain_offset != ABSENT
-
-
-GAIN_BACKENDS: tuple[KernelBackend, ...] = (GainBackend(), *filter(_packs_gains, BACKENDS))
 
 
 def applied(s: SliceWeights, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

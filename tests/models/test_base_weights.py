@@ -26,7 +26,7 @@ from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
 from tests.fixtures import TARGET_MODULES, ModelZoo
 from tests.kernels.cases import BACKENDS
-from tests.memory.gains import GAIN_BACKENDS, applied
+from tests.memory.gains import applied
 from tests.models.paged_runner import CPU, PagedRunner, load_decoder
 
 RANK, SCALING = 5, 0.75
@@ -138,7 +138,7 @@ def test_a_name_is_of_these_weights_in_this_form(zoo: ModelZoo, tmp_path: Path) 
 
 
 def packed(decoder: Decoder, layers: Mapping[str, LoRALayerWeights]) -> dict[str, SliceWeights]:
-    packer = Packer(decoder.lora_targets(), GAIN_BACKENDS[0], torch.float32, decoder)
+    packer = Packer(decoder.lora_targets(), BACKENDS[0], torch.float32, decoder)
     model = LoRAModel("digest", RANK, layers)
     layout = packer.lay_out(model)
     views = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]

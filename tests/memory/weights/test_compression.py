@@ -16,8 +16,9 @@ from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import SliceLayout
 from loraplex.memory.weights.compression import COMPRESSIONS, Int8Compression, LosslessCompression, get_compression
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout, Packer
+from tests.kernels.cases import BACKENDS as KERNELS
 from tests.kernels.cases import BF16, FP16, FP32, same_bits
-from tests.memory.gains import GAIN_BACKENDS, make_dora, make_ia3
+from tests.memory.gains import make_dora, make_ia3
 from tests.memory.rig import BASE, CPU, TARGETS, FakeBase, make_model
 from tests.memory.weights.test_packing import BACKENDS
 
@@ -208,7 +209,7 @@ def with_both_gains(model: LoRAModel, gains: LoRAModel) -> LoRAModel:
     return replace(model, layers=layers)
 
 
-@pytest.mark.parametrize("backend", GAIN_BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("name", ["lossless", "int8"])
 @pytest.mark.parametrize(
     "model",

@@ -32,7 +32,8 @@ from loraplex.memory.weights import disk_cache, disk_file
 from loraplex.memory.weights.disk_cache import DiskCache, DiskRead, StoredLayout
 from loraplex.memory.weights.disk_file import DamagedFileError, parse_layout
 from loraplex.memory.weights.packing import PackedBlock, PackedLayout, Packer
-from tests.memory.gains import GAIN_BACKENDS, make_dora, make_ia3
+from tests.kernels.cases import BACKENDS
+from tests.memory.gains import make_dora, make_ia3
 from tests.memory.rig import BASE, BASE_BIAS, BASE_WEIGHTS, CPU, TARGETS, FakeBase, FakeClock, make_model
 
 FORM = "reference rows.1 float32 0123abcd"
@@ -460,7 +461,7 @@ def test_files_with_row_norms_are_of_the_base_that_has_them(tmp_path: Path) -> N
     adapters, caches = {}, []
     for name in ("one base", "another"):
         base = FakeBase(BASE_BIAS, BASE_WEIGHTS, name)
-        packer = Packer(TARGETS, GAIN_BACKENDS[0], torch.float32, base)
+        packer = Packer(TARGETS, BACKENDS[0], torch.float32, base)
         for digest, model in (("aa", make_model("plain")), ("bb", make_dora("dora")), ("cc", make_ia3("ia3"))):
             layout = packer.lay_out(model)
             views = [torch.empty(size, dtype=torch.uint8) for size in layout.sizes]

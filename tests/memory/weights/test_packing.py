@@ -16,7 +16,7 @@ from loraplex.kernels.ops import KernelBackend, get_backend
 from loraplex.kernels.plan import ABSENT, LoraPlan, LoraSegment, SliceWeights, SlotTable
 from loraplex.memory.weights.packing import BaseWeights, PackedLayout, Packer, UnfitWeightsError
 from tests.kernels.cases import BACKENDS as KERNELS
-from tests.memory.gains import GAIN_BACKENDS, applied, make_dora, make_ia3
+from tests.memory.gains import applied, make_dora, make_ia3
 from tests.memory.rig import (
     BASE,
     BASE_BIAS,
@@ -276,14 +276,14 @@ def test_models_of_one_blueprint_share_their_layout_and_nothing_else(backend: st
 
 # ---------------------------------------------------------------------------------------------------------- DoRA, IA3
 
-each_gain_backend = pytest.mark.parametrize("backend", GAIN_BACKENDS, ids=lambda backend: backend.name)
+each_gain_backend = pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
 
 
 def slices_of(
     model: LoRAModel,
     targets: Sequence[LoraTarget] = TARGETS,
     base: BaseWeights = BASE,
-    backend: KernelBackend = GAIN_BACKENDS[0],
+    backend: KernelBackend = KERNELS[0],
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, SliceWeights]:
     """What is packed for each module, out of the packed bytes."""
@@ -359,7 +359,7 @@ def test_ia3_is_packed_as_it_is(backend: KernelBackend) -> None:
             assert got is None or torch.equal(got, want)
 
 
-@pytest.mark.parametrize("backend", GAIN_BACKENDS[1:], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", KERNELS, ids=lambda backend: backend.name)
 def test_a_kernel_with_gains_reads_what_the_adapter_says(backend: KernelBackend) -> None:
     model = make_dora("content", with_biases=True)
     layout, memory = pack(model, TARGETS, backend.name)
@@ -454,7 +454,7 @@ def test_a_layout_with_gains_elsewhere_is_not_this_models(backend: KernelBackend
 
 
 def test_a_layout_knows_whether_row_norms_are_in_it() -> None:
-    packer = Packer(TARGETS, GAIN_BACKENDS[0], torch.float32, BASE)
+    packer = Packer(TARGETS, KERNELS[0], torch.float32, BASE)
     models = (make_model("plain"), make_dora("dora"), make_ia3("ia3"))
     assert [packer.lay_out(model).has_row_norms for model in models] == [False, True, False]
 
@@ -480,7 +480,7 @@ def test_a_gain_that_is_not_finite_is_refused_by_name(what: str) -> None:
 
 
 def test_a_gain_on_an_input_of_several_modules_is_refused_by_name() -> None:
-    packer = Packer(TARGETS, GAIN_BACKENDS[0], torch.float32, BASE)
+    packer = Packer(TARGETS, KERNELS[0], torch.float32, BASE)
     name = TARGETS[0].slices[1].module_name
     with pytest.raises(UnfitWeightsError, match=f"^{name}: .*q_proj, k_proj, v_proj read one input"):
         packer.lay_out(make_ia3("content", ("k_proj",)))
@@ -498,13 +498,13 @@ def test_a_gain_of_another_width_is_named(field: str, module: str, what: str) ->
     model = make_model("content")
     name = next(name for name in model.layers if name.endswith(module))
     layer = replace(model.layers[name], **{field: torch.ones(17)})
-    packer = Packer(TARGETS, GAIN_BACKENDS[0], torch.float32, BASE)
+    packer = Packer(TARGETS, KERNELS[0], torch.float32, BASE)
     with pytest.raises(ValueError, match=f"{what} of {name} has 17 features where the base model has"):
         packer.lay_out(replace(model, layers={**model.layers, name: layer}))
 
 
 def test_the_least_adapter_is_one_gain() -> None:
-    packer = Packer(TARGETS, GAIN_BACKENDS[0], torch.float32, BASE)
+    packer = Packer(TARGETS, KERNELS[0], torch.float32, BASE)
     k_proj = TARGETS[0].slices[1].module_name
     model = make_ia3("content")
     least = packer.lay_out(replace(model, layers={k_proj: model.layers[k_proj]})).nbytes
