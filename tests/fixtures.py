@@ -18,6 +18,7 @@ import copy
 import functools
 import json
 import math
+import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,6 +69,27 @@ ADAPTER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "lora_bias": {"r": 8, "lora_alpha": 16, "target_modules": list(TARGET_MODULES), "lora_bias": True},
 }
 """Arguments of LoraConfig, one entry for each field of PEFT that changes the mathematics and is honoured."""
+
+KIND_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "DoRA": ("LoraConfig", {"r": 8, "lora_alpha": 16, "target_modules": list(TARGET_MODULES), "use_dora": True}),
+    "DoRA of q, k, v": (
+        "LoraConfig",
+        {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj"], "use_dora": True, "bias": "all"},
+    ),
+    "IA3": (
+        "IA3Config",
+        {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+    "IA3 of o": ("IA3Config", {"target_modules": ["q_proj", "o_proj", "gate_proj"], "feedforward_modules": ["o_proj"]}),
+    "AdaLoRA": (
+        "AdaLoraConfig",
+        {"init_r": 6, "lora_alpha": 12, "target_modules": list(TARGET_MODULES), "total_step": 10},
+    ),
+    "LoHa": ("LoHaConfig", {"r": 2, "alpha": 4, "target_modules": list(TARGET_MODULES)}),
+    "LoKr": ("LoKrConfig", {"r": 2, "alpha": 4, "target_modules": list(TARGET_MODULES), "decompose_both": True}),
+    "LoKr of a full factor": ("LoKrConfig", {"r": 64, "alpha": 16, "target_modules": ["q_proj"]}),
+}
+"""Class of the configuration and its arguments, for each kind of adapter beside plain LoRA."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
@@ -318,17 +340,42 @@ def write_adapter(
         wrapped.to(getattr(torch, dtype)).save_pretrained(path)
 
 
+_ADAPTER_PART = re.compile(r"\.(?:lora_|hada_|lokr_|ia3_)")
+
+
 @torch.no_grad()
 def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
-    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (LoRA's or not) ~ N(0, 0.1^2)."""
+    """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (LoRA's or not) ~ N(0, 0.1^2).
+
+    Gains and magnitudes are within a third of what they begin with; factors of LoHa and LoKr as small as B is.
+    """
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
+        layer: Any = modules.get(_ADAPTER_PART.split(name)[0])
         if "lora_A" in name:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
-        elif "lora_B" in name and name.endswith("weight"):
-            layer: Any = model.get_submodule(name.split(".lora_B")[0])
-            parameter.normal_(0, strength / (layer.scaling["default"] * math.sqrt(parameter.shape[1])))
+        elif "lora_B" in name and not name.endswith("bias"):
+            scaling = layer.scaling["default"] / float(getattr(layer, "ranknum", {}).get("default", 1))
+            parameter.normal_(0, strength / (scaling * math.sqrt(parameter.shape[1])))
+        elif "lora_E" in name:
+            parameter.normal_(0, 1)
+        elif "ia3_l" in name or "magnitude" in name:
+            parameter *= torch.empty_like(parameter).uniform_(1 - strength / 1.5, 1 + strength / 1.5)
+        elif "hada_" in name or "lokr_" in name:
+            parameter.normal_(0, _factor_std(layer, strength))
         elif name.endswith("bias") and parameter.requires_grad:
             parameter.normal_(0, 0.1)
+
+
+def _factor_std(layer: Any, strength: float) -> float:
+    """Of each number in the factors of a LoHa or a LoKr, so that a number of the update has strength / sqrt(in)."""
+    rank = layer.r["default"]
+    wanted = strength / math.sqrt(layer.get_base_layer().in_features) / layer.scaling["default"]
+    if hasattr(layer, "hada_w1_a"):
+        return float((wanted / rank) ** 0.25)
+    num_factors = sum(len(getattr(layer, f"lokr_w{i}{part}")) for i in (1, 2) for part in ("", "_a", "_b"))
+    num_low_rank = num_factors - 2
+    return float((wanted / rank ** (num_low_rank / 2)) ** (1 / num_factors))
 
 
 def _plain(value: Any) -> Any:
