@@ -23,6 +23,7 @@ import pytest
 from loraplex.errors import ConfigError
 from loraplex.server import ServerConfig, bind
 from loraplex.server import run as server_run
+from loraplex.server.run import GC_THRESHOLDS
 from loraplex.testing import FakeAsyncEngine
 from tests.server.live_server import LiveServer
 from tests.server.sse import events
@@ -326,3 +327,9 @@ async def test_objects_of_large_answers_are_not_looked_at_again_and_again(monkey
         gc.set_threshold(*before)
         gc.unfreeze()
     assert found == [server_run.GC_THRESHOLDS]
+
+
+def test_no_usual_collection_looks_at_many_objects() -> None:
+    """Of half a million, which 4,000 waiting requests have, one would take 200 ms."""
+    young, middle, _ = GC_THRESHOLDS
+    assert young * (middle + 1) <= 50_000
