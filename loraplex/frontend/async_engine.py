@@ -121,7 +121,7 @@ class AsyncEngine(AdapterVerbs):
         self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
-        self._num_prompt_tokens = 0  # of all streams
+        self._num_prompt_tokens = self._num_completions = 0  # of all streams
         self._store = RemoteStore(partial(self.call, msg.CallStore), asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
@@ -249,10 +249,11 @@ class AsyncEngine(AdapterVerbs):
                 await self.abort(request_id)
 
     def _submit(self, prepared: PreparedRequest, ref: LoRARef | None) -> OutputStream:
-        if len(self._streams) >= self.config.max_waiting_requests + self.config.max_num_seqs:
+        num_completions, limit = len(prepared.children), self.config.max_waiting_requests + self.config.max_num_seqs
+        if self._num_completions + num_completions > limit:
             raise EngineOverloadedError(
-                f"{len(self._streams)} requests are running or waiting, the limit; try again later "
-                "(--max-waiting-requests)"
+                f"{self._num_completions} requests are running or waiting, each completion counted, and {limit} are "
+                "the limit; try again later (--max-waiting-requests)"
             )
         num_tokens = len(prepared.prompt_token_ids)
         if self._num_prompt_tokens and self._num_prompt_tokens + num_tokens > self.config.max_waiting_tokens:
@@ -269,8 +270,9 @@ class AsyncEngine(AdapterVerbs):
         except BaseException:
             self._forget(prepared.request_id)
             raise
-        stream = OutputStream(partial(self._end_stream, ref, num_tokens))
+        stream = OutputStream(partial(self._end_stream, ref, num_tokens, num_completions))
         self._num_prompt_tokens += num_tokens
+        self._num_completions += num_completions
         self._streams[prepared.request_id] = stream
         return stream
 
@@ -295,8 +297,9 @@ class AsyncEngine(AdapterVerbs):
         if running and self._engine.is_alive:
             self._engine.send(msg.AbortRequests(running))
 
-    def _end_stream(self, ref: LoRARef | None, num_tokens: int) -> None:
+    def _end_stream(self, ref: LoRARef | None, num_tokens: int, num_completions: int) -> None:
         self._num_prompt_tokens -= num_tokens
+        self._num_completions -= num_completions
         self._release(ref)
 
     def _release(self, ref: LoRARef | None) -> None:

@@ -13,6 +13,7 @@ from loraplex.core import CompletionOutput, FinishReason, RequestOutput, Samplin
 from loraplex.errors import EngineShutdownError, LoraplexError, RequestAbortedError, RequestTimeoutError
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
+from loraplex.server.pacing import Turns
 from loraplex.server.streaming import merge
 
 _PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^\s'\",;:()]+")
@@ -138,6 +139,7 @@ class Generator:
         self._engine = engine
         self._in_flight = in_flight
         self._histograms = histograms
+        self._begins = Turns()
 
     def run(self, generation: Generation) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Cumulative outputs with the index of their prompt. Closing it aborts what is not finished.
@@ -159,6 +161,8 @@ class Generator:
     async def _outputs(self, item: GenerationItem, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         is_finished = False
         clock = self._histograms.clock()
+        if len(generation.items) * generation.params.n > 1:
+            await self._begins.next()  # a prompt of 128 completions takes 8 ms: one at a time, of all requests
         if self._in_flight.is_closing:
             raise _shutting_down()
         if generation.deadline is not None and generation.deadline.left_s <= 0:

@@ -280,5 +280,9 @@ def _announce(sock: socket.socket, context: ServerContext) -> None:
     adapters = "LoRA is off" if registry is None else f"{num_adapters} adapter{'' if num_adapters == 1 else 's'}"
     scheme = "http" if context.config.ssl_certfile is None else "https"
     served = ", ".join(context.names.served)
-    _log.info("at most %d connections", context.connections.max_open)
+    most, may_wait = context.connections.max_open, context.engine.max_waiting_requests
+    _log.info("at most %d connections", most)
+    if most <= may_wait:
+        text = "requests that wait may take all of them, %d may wait: lower --max-waiting-requests, or raise %s"
+        _log.warning(text, may_wait, "--max-connections and the limit of open files")
     print(f"Loraplex is ready: {scheme}://{address}:{port} serves {served} ({adapters})", flush=True)

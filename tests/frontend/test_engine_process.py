@@ -217,7 +217,8 @@ async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
         tasks = [asyncio.create_task(small.ask("banana=")) for _ in range(4)]
         await until(lambda: small.engine.num_unfinished == 4)
         with pytest.raises(
-            EngineOverloadedError, match="4 requests are running or waiting, the limit; try again later"
+            EngineOverloadedError,
+            match="4 requests are running or waiting, each completion counted, and 4 are the limit",
         ):
             await small.ask("tiger=")
     finally:
@@ -228,6 +229,22 @@ async def test_more_requests_than_may_wait_are_refused(small: Client) -> None:
     assert all(isinstance(end, EngineOverloadedError) for end in ended[2:])
     assert await small.ask("tiger=") == "tiger"
     await within(small.engine.check_integrity())
+
+
+async def test_each_completion_of_a_prompt_counts_among_those_that_wait(small: Client) -> None:
+    """A prompt of 128 completions is 128 requests in both processes."""
+    pid = small.engine.engine_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        task = asyncio.create_task(small.ask("banana=", n=4))
+        await until(lambda: small.engine.num_unfinished == 1)
+        with pytest.raises(EngineOverloadedError, match="4 requests are running or waiting, each completion counted"):
+            await small.ask("tiger=")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await asyncio.gather(task, return_exceptions=True)
+    assert await small.ask("tiger=") == "tiger"
 
 
 async def test_prompts_of_more_tokens_than_may_wait_are_refused(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:

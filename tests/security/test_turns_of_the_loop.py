@@ -170,6 +170,24 @@ async def test_streams_that_begin_together_write_their_prompts_one_by_one(
         assert set(turns.happened.values()) == {1}
 
 
+async def test_prompts_of_all_requests_begin_one_by_one(turns: TurnCounter) -> None:
+    """One of 128 completions takes 8 ms to begin."""
+
+    class Engine(FakeAsyncEngine):
+        async def generate(self, *values: Any, **named: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+            turns.count()
+            async for output in super().generate(*values, **named):
+                yield output
+
+    app = create_app(Engine(), ServerConfig())
+    fields = {"model": "base", "prompt": ["hi"] * 5, "n": 3, "max_tokens": 1}
+    async with client_of(app) as client:
+        answers = await asyncio.gather(*(client.post("/v1/completions", json=fields) for _ in range(10)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert turns.happened.total() == 50
+    assert set(turns.happened.values()) == {1}
+
+
 async def test_choices_do_not_repeat_a_long_prompt(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream says the prompt's tokens in the first chunk of each choice; a whole answer says them once."""
     monkeypatch.setattr(openai_api, "MAX_REPEATED_TOKENS", 1000)
