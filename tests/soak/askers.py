@@ -271,13 +271,12 @@ class Asker:
         record = ledger.record(asked.refs[0].adapter_name)
         if isinstance(error, SOURCE_ERRORS):
             return record.was_elsewhere_since(began_s - LOAD_MARGIN_S, asked.digest)
-        has_pins = ledger.had_pins_since(began_s) or _names_pins(
-            error
-        )  # a new engine has its pins before the ledger hears of it
-        return isinstance(error, AdapterNoRoomError) and has_pins
+        has_pins = ledger.had_pins_since(began_s) or _names_bytes(error, "pinned")
+        # a new engine has its pins before the ledger hears of it; and in so small an arena a few fences leave no room
+        return isinstance(error, AdapterNoRoomError) and (has_pins or _names_bytes(error, "are fenced"))
 
 
-def _names_pins(error: BaseException) -> bool:
-    """Whether an error says that pinned adapters take room; that those are the right ones is checked at the end."""
-    found = re.search(r"(\d+) bytes pinned", str(error))
+def _names_bytes(error: BaseException, what: str) -> bool:
+    """Whether an error says that so much is not there to be had; that it is right in that is checked at the end."""
+    found = re.search(rf"(\d+) bytes {what}", str(error))
     return found is not None and int(found[1]) > 0

@@ -99,6 +99,14 @@ class Room:
         pool = self._device.pool if cache is self._device else self._host.pool
         return pool is not None and pool.is_kv_in_the_way
 
+    def _why_no_piece_is_free(self, cache: Budget) -> str:
+        if self._is_kv_in_the_way(cache):
+            return "the KV cache has the rest"
+        pool = self._device.pool if cache is self._device else self._host.pool
+        fenced_bytes = 0 if pool is None else pool.fenced_bytes
+        failing = f", and {fenced_bytes} bytes are fenced, since they failed" if fenced_bytes else ""
+        return f"what is free is in pieces that are too small{failing}"
+
     def _in_the_way(
         self, cache: Budget, wanted: StoredWeights, in_use: Sequence[StoredWeights], leaving: list[StoredWeights]
     ) -> list[StoredWeights] | None:
@@ -173,8 +181,7 @@ class Room:
         bound = "" if most is None else f" ({cache.num_adapters} of at most {most} adapters)"
         rule = "" if cache.policy.evicts else f"; eviction_policy is {cache.policy.name}, so nothing is evicted"
         if cache.fits(nbytes):
-            has_kv = self._is_kv_in_the_way(cache)
-            rule += "; the KV cache has the rest" if has_kv else "; what is free is in pieces that are too small"
+            rule += f"; {self._why_no_piece_is_free(cache)}"
         return AdapterNoRoomError(
             f"adapter {name!r} needs {nbytes} bytes of {cache.tier.value} memory and finds no room: "
             f"{cache.used_bytes} of {cache.max_bytes} bytes are taken{bound}, {pinned} bytes pinned and {in_use} in "

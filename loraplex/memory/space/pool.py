@@ -107,6 +107,11 @@ class LoRAMemoryPool:
         return len(self._space.chunks) * self.arena.chunk_bytes
 
     @property
+    def fenced_bytes(self) -> int:
+        """Of chunks that are bad and are lent to nothing any more."""
+        return self.arena.num_lent(Owner.FENCED) * self.arena.chunk_bytes
+
+    @property
     def is_kv_in_the_way(self) -> bool:
         """Whether the KV cache has chunks that this pool may have when requests end, or has adjacent ones apart."""
         arena = self.arena

@@ -134,6 +134,17 @@ def test_an_add_is_refused_when_the_host_is_all_in_use() -> None:
     rig.manager.check_integrity()
 
 
+def test_a_refusal_says_how_much_memory_is_fenced() -> None:
+    rig = Rig(num_device=2, num_host=2)
+    pool = rig.manager._residency.tiers.host.pool
+    for chunk in range(pool.arena.num_chunks):
+        pool.fence(chunk)
+    failed = f"too small, and {pool.arena.num_bytes} bytes are fenced, since they failed"
+    with pytest.raises(AdapterNoRoomError, match=failed):
+        rig.manager.add_adapter(rig.spec(1))
+    rig.manager.check_integrity()
+
+
 def test_a_promotion_by_name_does_not_wait_for_requests_to_end(rig: Rig) -> None:
     rig.add(1, 2, 3)
     rig.acquire(1)
