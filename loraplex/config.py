@@ -248,9 +248,6 @@ class EngineSettings:
     )
     max_num_batched_tokens: int = setting(2048, "most tokens in one step; longer prompts take several")
     max_waiting_requests: int = setting(4096, "most waiting requests; further ones are answered with 429")
-    max_waiting_tokens: int = setting(
-        2**23, "most prompt tokens of the requests that wait or run; further requests are answered with 429"
-    )
     block_size: int = setting(16, "tokens of a KV block", group="Memory")
     kv_cache_memory_bytes: int = setting(DEFAULT_KV_CACHE_BYTES, "bytes for the KV cache")
     device_memory: int | str | None = setting(
@@ -311,7 +308,6 @@ class EngineSettings:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_waiting_requests",
-            "max_waiting_tokens",
             "block_size",
             "kv_cache_memory_bytes",
         ):

@@ -309,14 +309,7 @@ def _layers(plan: ReadPlan, check: TensorCheck) -> Iterator[tuple[LoRALayerWeigh
 
 def _check_converted(layers: Mapping[str, LoRALayerWeights], adapter: str) -> None:
     """Raise AdapterValidationError for products that float32 does not hold."""
-    reasons = [
-        f"{name}: {field} does not fit in float32 once it is multiplied out; the numbers of the file are too large"
-        for name, layer in layers.items()
-        for field, tensor in layer.tensors.items()
-        if not is_finite(tensor)
-    ]
-    if reasons:
-        raise AdapterValidationError.from_reasons(adapter, reasons)
+    _check_finite(layers, adapter, "float32 once it is multiplied out; the numbers of the file are too large")
 
 
 def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapter: str) -> dict[str, LoRALayerWeights]:
@@ -333,12 +326,17 @@ def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapt
         )
         for name, layer in layers.items()
     }
+    _check_finite(converted, adapter, f"lora_dtype={lora_config.lora_dtype!r}; use auto, bfloat16 or float32")
+    return converted
+
+
+def _check_finite(layers: Mapping[str, LoRALayerWeights], adapter: str, place: str) -> None:
+    """Raise AdapterValidationError for tensors that do not fit in `place`."""
     reasons = [
-        f"{name}: {field} does not fit in lora_dtype={lora_config.lora_dtype!r}; use auto, bfloat16 or float32"
-        for name, layer in converted.items()
+        f"{name}: {field} does not fit in {place}"
+        for name, layer in layers.items()
         for field, tensor in layer.tensors.items()
         if not is_finite(tensor)
     ]
     if reasons:
         raise AdapterValidationError.from_reasons(adapter, reasons)
-    return converted

@@ -121,7 +121,7 @@ class AsyncEngine(AdapterVerbs):
         self._profile: LoraProfile | None = None
         self._is_shut_down = False
         self._streams: dict[str, OutputStream] = {}
-        self._num_prompt_tokens = self._num_completions = 0  # of all streams
+        self._num_completions = 0  # of all streams
         self._store = RemoteStore(partial(self.call, msg.CallStore), asyncio.get_running_loop())
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
@@ -255,13 +255,6 @@ class AsyncEngine(AdapterVerbs):
                 f"{self._num_completions} requests are running or waiting, each completion counted, and {limit} are "
                 "the limit; try again later (--max-waiting-requests)"
             )
-        num_tokens = len(prepared.prompt_token_ids)
-        if self._num_prompt_tokens and self._num_prompt_tokens + num_tokens > self.config.max_waiting_tokens:
-            raise EngineOverloadedError(
-                f"the prompts of running and waiting requests have {self._num_prompt_tokens} tokens, this one has "
-                f"{num_tokens}, and {self.config.max_waiting_tokens} are the limit; try again later "
-                "(--max-waiting-tokens)"
-            )
         if ref is not None and self._front.registry_or_refuse().is_forced_out(ref.adapter_id):
             raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
         self._front.outputs.add(prepared)
@@ -270,8 +263,7 @@ class AsyncEngine(AdapterVerbs):
         except BaseException:
             self._forget(prepared.request_id)
             raise
-        stream = OutputStream(partial(self._end_stream, ref, num_tokens, num_completions))
-        self._num_prompt_tokens += num_tokens
+        stream = OutputStream(partial(self._end_stream, ref, num_completions))
         self._num_completions += num_completions
         self._streams[prepared.request_id] = stream
         return stream
@@ -297,8 +289,7 @@ class AsyncEngine(AdapterVerbs):
         if running and self._engine.is_alive:
             self._engine.send(msg.AbortRequests(running))
 
-    def _end_stream(self, ref: LoRARef | None, num_tokens: int, num_completions: int) -> None:
-        self._num_prompt_tokens -= num_tokens
+    def _end_stream(self, ref: LoRARef | None, num_completions: int) -> None:
         self._num_completions -= num_completions
         self._release(ref)
 

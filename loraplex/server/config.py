@@ -76,6 +76,9 @@ class ServerSettings:
     max_inflight_body_bytes: int = setting(
         256 * 2**20, "total bytes of bodies of all unfinished requests; beyond it they are answered with 503"
     )
+    max_waiting_tokens: int = setting(
+        2**23, "most prompt tokens of the requests that wait or run; further requests are answered with 429"
+    )
     max_connections: int | None = setting(
         None, "most open connections; others are answered with 503 (default: by the open files limit, at most 5000)"
     )
@@ -183,6 +186,7 @@ class ServerSettings:
 
     def _connection_checks(self) -> list[tuple[bool, str]]:
         limits = {
+            "max_waiting_tokens": self.max_waiting_tokens,
             "max_connections": self.max_connections,
             "max_connections_per_ip": self.max_connections_per_ip,
         }

@@ -46,7 +46,7 @@ class ServerContext:
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         tokenizer = tokenizer_of(engine)
-        in_flight = InFlight(engine)
+        in_flight = InFlight(engine, config.max_waiting_tokens)
         names = ModelNames(engine, config.served_model_names, int(time.time()))
         connections = Connections(config, max_connections(config))
         metrics_page = MetricsPage(names.served[0], connections)

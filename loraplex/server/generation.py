@@ -10,7 +10,13 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from loraplex.errors import EngineShutdownError, LoraplexError, RequestAbortedError, RequestTimeoutError
+from loraplex.errors import (
+    EngineOverloadedError,
+    EngineShutdownError,
+    LoraplexError,
+    RequestAbortedError,
+    RequestTimeoutError,
+)
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
 from loraplex.server.pacing import Turns
@@ -85,8 +91,10 @@ class Generation:
 class InFlight:
     """The requests that the engine works on for this server. At the end of a shutdown's grace they are aborted."""
 
-    def __init__(self, engine: EngineSurface) -> None:
+    def __init__(self, engine: EngineSurface, max_prompt_tokens: int) -> None:
         self._engine = engine
+        self._max_prompt_tokens = max_prompt_tokens
+        self._num_prompt_tokens = 0
         self._request_ids: set[str] = set()
         self._expired: dict[str, None] = {}  # in the order in which they are aborted
         self._aborting: asyncio.Task[None] | None = None
@@ -96,16 +104,28 @@ class InFlight:
         return len(self._request_ids)
 
     @contextlib.contextmanager
-    def track(self, request_id: str, deadline: Deadline | None = None) -> Iterator[None]:
-        """The request is one of these inside the block, and is aborted when its deadline passes."""
+    def track(self, request_id: str, num_prompt_tokens: int, deadline: Deadline | None = None) -> Iterator[None]:
+        """The request is one of these inside the block, and is aborted when its deadline passes.
+
+        Raises EngineOverloadedError where the prompts of all are too long together: each token is kept as a number in
+        two processes. One alone has room.
+        """
+        if self._num_prompt_tokens and self._num_prompt_tokens + num_prompt_tokens > self._max_prompt_tokens:
+            raise EngineOverloadedError(
+                f"the prompts of running and waiting requests have {self._num_prompt_tokens} tokens, this one has "
+                f"{num_prompt_tokens}, and {self._max_prompt_tokens} are the limit; try again later "
+                "(--max-waiting-tokens)"
+            )
         timer = None
         if deadline is not None:
             timer = asyncio.get_running_loop().call_later(deadline.left_s, self._expire, request_id)
         self._request_ids.add(request_id)
+        self._num_prompt_tokens += num_prompt_tokens
         try:
             yield
         finally:
             self._request_ids.discard(request_id)
+            self._num_prompt_tokens -= num_prompt_tokens
             self._expired.pop(request_id, None)
             if timer is not None:
                 timer.cancel()
@@ -174,7 +194,7 @@ class Generator:
             model=item.adapter_name,
             cache_salt=generation.cache_salt,
         )
-        with self._in_flight.track(item.engine_request_id, generation.deadline):
+        with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):
             try:
                 async for output in source:
                     is_finished = output.finished

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -106,8 +107,8 @@ class SmallReads(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self.data_received(bytes(self.read_buffer[:nbytes]))
 
-    def data_received(self, data: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def data_received(self, data: bytes) -> None: ...
 
 
 class PacedFlow(FlowControl):

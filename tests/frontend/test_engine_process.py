@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -245,26 +244,6 @@ async def test_each_completion_of_a_prompt_counts_among_those_that_wait(small: C
         os.kill(pid, signal.SIGCONT)
     await asyncio.gather(task, return_exceptions=True)
     assert await small.ask("tiger=") == "tiger"
-
-
-async def test_prompts_of_more_tokens_than_may_wait_are_refused(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token waits as a number in two processes: 4,096 requests of a long context would be gigabytes."""
-    engine, prompt = small.engine, "banana="
-    num_tokens = len(engine.tokenizer.encode(prompt))
-    monkeypatch.setattr(engine, "config", replace(engine.config, max_waiting_tokens=2 * num_tokens + 1))
-    pid = engine.engine_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        tasks = [asyncio.create_task(small.ask(prompt)) for _ in range(2)]
-        await until(lambda: engine.num_unfinished == 2)
-        with pytest.raises(EngineOverloadedError, match=f"have {2 * num_tokens} tokens, this one has {num_tokens}"):
-            await small.ask(prompt)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert await within(asyncio.gather(*tasks)) == ["banana", "banana"]
-    monkeypatch.setattr(engine, "config", replace(engine.config, max_waiting_tokens=num_tokens - 1))
-    assert await small.ask(prompt) == "banana"  # what comes alone has room
 
 
 async def test_shutdown_answers_everybody(small: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,15 +62,17 @@ def client_of(app: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost")
 
 
-async def test_a_thousand_prompts_are_closed_some_at_a_time(turns: TurnCounter) -> None:
-    async def source() -> AsyncGenerator[int, None]:
-        try:
-            yield 0
-            await asyncio.Event().wait()
-        finally:
-            turns.count()
+async def endless(turns: TurnCounter) -> AsyncGenerator[int, None]:
+    """One item; then it is open until it is closed, which is counted."""
+    try:
+        yield 0
+        await asyncio.Event().wait()
+    finally:
+        turns.count()
 
-    merged = merge([source() for _ in range(1000)])
+
+async def test_a_thousand_prompts_are_closed_some_at_a_time(turns: TurnCounter) -> None:
+    merged = merge([endless(turns) for _ in range(1000)])
     assert (await anext(merged))[1] == 0
     await merged.aclose()
     assert turns.happened.total() == 1000
@@ -78,15 +80,8 @@ async def test_a_thousand_prompts_are_closed_some_at_a_time(turns: TurnCounter) 
 
 
 async def test_a_second_cancellation_leaves_no_prompt_open(turns: TurnCounter) -> None:
-    async def source() -> AsyncGenerator[int, None]:
-        try:
-            yield 0
-            await asyncio.Event().wait()
-        finally:
-            turns.count()
-
     async def read() -> None:
-        merged = merge([source() for _ in range(200)])
+        merged = merge([endless(turns) for _ in range(200)])
         try:
             async for _ in merged:
                 pass
@@ -114,11 +109,11 @@ async def test_prompts_that_expire_together_are_aborted_one_by_one(turns: TurnCo
             aborted.add(request_id)
             turns.count()
 
-    in_flight = InFlight(Engine())
+    in_flight = InFlight(Engine(), 2000)
     deadline = Deadline.of(time.monotonic(), 0.01, None)
     with contextlib.ExitStack() as stack:
         for index in range(1000):
-            stack.enter_context(in_flight.track(str(index), deadline))
+            stack.enter_context(in_flight.track(str(index), 1, deadline))
         while len(aborted) < 1000:
             await asyncio.sleep(0)
     assert set(turns.happened.values()) == {1}

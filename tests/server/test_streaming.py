@@ -237,7 +237,7 @@ async def test_many_requests_at_once_answer_as_one_at_a_time(client: httpx.Async
 
 def test_the_server_does_not_count_what_it_does_not_run() -> None:
     context = ServerContext.create(FakeAsyncEngine(), ServerConfig())
-    with context.in_flight.track("a"):
+    with context.in_flight.track("a", 1):
         assert len(context.in_flight) == 1
     assert len(context.in_flight) == 0
 
