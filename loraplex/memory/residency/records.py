@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterSpec, WaitsFor
-from loraplex.errors import AdapterNotFoundError, LoraplexError
+from loraplex.errors import AdapterNotFoundError, LoraplexError, error_from_payload
 from loraplex.memory.space.arena import Extent
 from loraplex.memory.weights.copies import Arriving
 from loraplex.memory.weights.packing import PackedLayout
@@ -85,7 +85,8 @@ class LoadJob:
 class StoredAdapter:
     """One adapter id. `open_weights` reads its source. A removed one stays until its last request ends.
 
-    is_attached: it was registered without a load, and stays when its first load fails.
+    is_attached: it was registered without a load, and stays when its first load fails. load_error: what else removes
+    it, for the thread that adds it and may be in no load at that moment.
     """
 
     spec: AdapterSpec
@@ -94,6 +95,7 @@ class StoredAdapter:
     num_running: int = 0
     is_pinned: bool = False
     is_removed: bool = False
+    load_error: LoraplexError | None = None
     is_attached: bool = False
 
     @property
@@ -117,6 +119,8 @@ class StoredAdapter:
         return has_changed
 
     def check_not_removed(self) -> None:
+        if self.load_error is not None:
+            raise error_from_payload(self.load_error.to_payload()) from self.load_error
         if self.is_removed:
             raise AdapterNotFoundError(
                 f"adapter {self.name!r} (id {self.adapter_id}) was removed meanwhile; add it again"

@@ -315,7 +315,7 @@ class WeightStore:
         """
         for adapter in job.sources:
             if job.weights.adapters.get(adapter.adapter_id) is adapter and not adapter.is_attached:
-                adapter.is_removed = True
+                adapter.is_removed, adapter.load_error = True, job.error_of(adapter)
                 del job.weights.adapters[adapter.adapter_id], self.adapters[adapter.adapter_id]
 
     # --------------------------------------------------------------------------------------------- transitions: farther

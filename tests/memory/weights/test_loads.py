@@ -26,7 +26,7 @@ from loraplex.errors import (
     AdapterWeightsMissingError,
     EngineShutdownError,
 )
-from loraplex.memory.residency.records import LoadJob
+from loraplex.memory.residency.records import LoadJob, StoredAdapter
 from loraplex.memory.residency.transfers import FAILURE_TTL_S, MAX_FAILED_COPIES
 from loraplex.memory.weights.copies import SynchronousCopies
 from loraplex.memory.weights.loading import LoaderThreads
@@ -497,6 +497,39 @@ def test_an_add_that_came_during_a_failing_first_load_reads_its_own_source(threa
     assert [each.adapter_id for each in threaded.manager.list_adapters()] == [2]
     assert threaded.tier_of(2) == "host"
     threaded.manager.check_integrity()
+
+
+def test_an_add_between_two_failing_first_loads_gets_the_error_of_the_second(
+    threaded: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load that it joined fails without its source; before it goes on, another add's load has tried that, too."""
+    gate = threaded.source.gates["/p1"] = threading.Event()
+    for path in ("/p1", "/p2", "/p3"):
+        threaded.source.errors[path] = AdapterTruncatedError(f"short file {path}")
+    transfers, second_failed = threaded.manager._transfers, threading.Event()
+    join = transfers.join_locked
+
+    def late_for_the_third(job: LoadJob, adapter: StoredAdapter) -> None:
+        join(job, adapter)
+        if adapter.adapter_id == 3 and not second_failed.is_set():
+            while 2 in threaded.manager._residency.known_locked():
+                threaded.manager._residency.wait_locked()  # lets the second's load run, and fail
+            second_failed.set()
+
+    monkeypatch.setattr(transfers, "join_locked", late_for_the_third)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(threaded.manager.add_adapter, threaded.spec(1, "same"))
+        threaded.source.entered.acquire()
+        others = [pool.submit(threaded.manager.add_adapter, threaded.spec(i, "same")) for i in (2, 3)]
+        while len(threaded.manager.list_adapters()) < 3:
+            threaded.manager.wait_for_change(0.001)
+        gate.set()
+        for number, outcome in enumerate((first, *others), 1):
+            error = outcome.exception(10)
+            assert isinstance(error, AdapterTruncatedError), error
+            assert f"/p{number}" in str(error)
+    assert second_failed.is_set()
+    threaded.check_empty()
 
 
 def test_requests_do_not_fail_with_the_lack_of_room_of_an_add() -> None:
