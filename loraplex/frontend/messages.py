@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core import AdapterStore, EngineInfo, Request, TokenOutput
+from loraplex.core import AdapterStore, EngineInfo, Request, SamplingParams, TokenOutput
 from loraplex.errors import LoraplexError, UnknownMessageError, error_from_payload
 from loraplex.events import EngineEvent
 from loraplex.frontend.store import STORE_METHODS
@@ -29,10 +29,12 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class AddRequests(msgspec.Struct, tag=True, frozen=True):
-    """The completions of one prompt, whose ids come once (as 32-bit numbers) and not with each of `requests`."""
+    """The completions of one prompt. Its ids come once (as 32-bit numbers) and not with each of `requests`; so do the
+    collections of their parameters, where they share them."""
 
     prompt: bytes
     requests: tuple[Request, ...]
+    collections: SamplingParams | None = None
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> AddRequests:
@@ -44,7 +46,15 @@ class AddRequests(msgspec.Struct, tag=True, frozen=True):
             prompt = array("i", requests[0].prompt_token_ids).tobytes()
         except OverflowError as error:
             raise UnknownMessageError(f"a prompt cannot be sent: {error}") from error
-        return cls(prompt, tuple(replace(each, prompt_token_ids=()) for each in requests))
+        params, collections = [each.sampling_params for each in requests], None
+        if len(params) > 1 and all(each.shares_collections_with(params[0]) for each in params):
+            none = SamplingParams()
+            collections = none.with_collections_of(params[0])
+            params = [each.with_collections_of(none) for each in params]
+        stripped = (
+            replace(each, prompt_token_ids=(), sampling_params=own) for each, own in zip(requests, params, strict=True)
+        )
+        return cls(prompt, tuple(stripped), collections)
 
     def with_prompt(self) -> Iterator[Request]:
         """They share its ids. Raises UnknownMessageError when these are none."""
@@ -54,7 +64,13 @@ class AddRequests(msgspec.Struct, tag=True, frozen=True):
         except ValueError as error:
             raise UnknownMessageError(f"a prompt of {len(self.prompt)} bytes: {error}") from error
         token_ids = tuple(prompt)
-        return (replace(each, prompt_token_ids=token_ids) for each in self.requests)
+        return (
+            replace(each, prompt_token_ids=token_ids, sampling_params=self._with_collections(each.sampling_params))
+            for each in self.requests
+        )
+
+    def _with_collections(self, params: SamplingParams) -> SamplingParams:
+        return params if self.collections is None else params.with_collections_of(self.collections)
 
 
 class AbortRequests(msgspec.Struct, tag=True, frozen=True):

@@ -26,12 +26,21 @@ _PATH = re.compile(r"'(?:~|\.{1,2})?/[^']*'|(?<![\w:/])(?!/v1/)(?:~|\.{1,2})?/[^
 """In the text of an error: in quotation marks, or without them up to what ends a word."""
 
 
+CHARS_A_TOKEN = 8
+"""More than a token of a usual text has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Token ids of one prompt; `text` as the client sent it, None when it sent ids."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
+
+    @property
+    def size(self) -> int:
+        """What it costs to give it back, in tokens: a tokenizer may make one of any number of characters."""
+        return max(len(self.token_ids), len(self.text or "") // CHARS_A_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,10 @@ class Generation:
     shows_cached_tokens: bool = True
     hides_paths: bool = False
     deadline: Deadline | None = None
+
+    def prompt_size(self, index: int, output: RequestOutput) -> int:
+        """Of a prompt, in each of the completions of its output."""
+        return self.items[index].prompt.size * len(output.outputs)
 
 
 class InFlight:

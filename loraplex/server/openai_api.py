@@ -19,7 +19,7 @@ from loraplex.server.auth import caller_of
 from loraplex.server.chat_completions import ChatRenderer
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
-from loraplex.server.generation import Deadline, Generation, GenerationItem, Prompt
+from loraplex.server.generation import CHARS_A_TOKEN, Deadline, Generation, GenerationItem, Prompt
 from loraplex.server.listing import PageQuery, encode_list
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_GENERATION, operation
@@ -60,10 +60,11 @@ class AnswerWriter:
         self._answers, self._turns = context.answers, context.answer_turns
         self._client = client
 
-    async def write(self, render: Callable[[], bytes], num_logprobs: int, num_prompt_tokens: int = 0) -> bytes:
-        if num_logprobs > MANY_LOGPROBS or num_prompt_tokens > LONG_PROMPTS:
+    async def write(self, render: Callable[[], bytes], num_logprobs: int, prompt_size: int) -> bytes:
+        """prompt_size: of the prompts that it may give back (`Generation.prompt_size`)."""
+        if num_logprobs > MANY_LOGPROBS or prompt_size > LONG_PROMPTS:
             return await self._answers.run(self._client, render, 0)
-        if num_logprobs > SOME_LOGPROBS or num_prompt_tokens > SOME_PROMPT_TOKENS:
+        if num_logprobs > SOME_LOGPROBS or prompt_size > SOME_PROMPT_TOKENS:
             await self._turns.next()
         else:
             await asyncio.sleep(0)  # many outputs may be there already
@@ -105,7 +106,8 @@ class OpenAIRoutes:
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
         params.check_prompt_logprobs(num_written)
         if body.echo or body.return_token_ids:
-            _check_repeated("echo" if body.echo else "return_token_ids", body.n, num_written)
+            size = body.n * sum(prompt.size for prompt in prompts)
+            _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
         generation = self._generation("cmpl", request, body, params, prompts, adapter_names, arrived_s)
         return await self._respond(
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
@@ -198,24 +200,24 @@ class OpenAIRoutes:
         generator, writer = self._context.generator, AnswerWriter(self._context, client_of(request))
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
-            num_prompt_tokens = sum(len(output.prompt_token_ids) * len(output.outputs) for output in outputs)
             num_logprobs = sum(map(_num_logprobs, outputs))
-            return _json(await writer.write(partial(renderer.response, outputs), num_logprobs, num_prompt_tokens))
+            size = sum(map(generation.prompt_size, range(len(outputs)), outputs))
+            return _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
         stream = generator.run(generation)
         try:
             first = await until_disconnect(request, anext(stream))
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(_events(first, stream, renderer, writer), stream)
+        return EventStream(_events(first, stream, generation, renderer, writer), stream)
 
 
 def _check_repeated(field: str, n: int, num_written: int) -> None:
     """Refuse a request whose choices would say too long a prompt again, each for itself."""
     if n > 1 and num_written > MAX_REPEATED_TOKENS:
         raise ApiError(
-            f"{field} with n={n} gives {num_written} tokens of prompts back, at most {MAX_REPEATED_TOKENS} fit in an "
-            "answer: send n=1, or less",
+            f"{field} with n={n} gives {num_written} tokens of prompts back ({CHARS_A_TOKEN} characters count for "
+            f"one), at most {MAX_REPEATED_TOKENS} fit in an answer: send n=1, or less",
             param=field,
         )
 
@@ -228,15 +230,16 @@ def _num_logprobs(output: RequestOutput) -> int:
 async def _events(
     first: tuple[int, RequestOutput],
     stream: AsyncGenerator[tuple[int, RequestOutput], None],
+    generation: Generation,
     renderer: Renderer,
     writer: AnswerWriter,
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
     num_seen: dict[int, int] = {}
     try:
-        yield await _chunks(renderer, *first, num_seen, writer)
+        yield await _chunks(generation, renderer, *first, num_seen, writer)
         async for prompt_index, output in stream:
-            if chunks := await _chunks(renderer, prompt_index, output, num_seen, writer):
+            if chunks := await _chunks(generation, renderer, prompt_index, output, num_seen, writer):
                 yield chunks
         yield renderer.last_chunk()
     except LoraplexError as error:
@@ -248,6 +251,7 @@ async def _events(
 
 
 async def _chunks(
+    generation: Generation,
     renderer: Renderer,
     prompt_index: int,
     output: RequestOutput,
@@ -256,9 +260,9 @@ async def _chunks(
 ) -> bytes:
     """A slow reader gets all at once that it has missed. `num_seen`: log probabilities that were written, by prompt."""
     num_logprobs = _num_logprobs(output)
-    num_prompt_tokens = 0 if prompt_index in num_seen else len(output.prompt_token_ids) * len(output.outputs)
+    prompt_size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
     num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs
-    return await writer.write(partial(renderer.chunks, prompt_index, output), num_new, num_prompt_tokens)
+    return await writer.write(partial(renderer.chunks, prompt_index, output), num_new, prompt_size)
 
 
 def _json(data: bytes) -> Response:

@@ -383,6 +383,27 @@ def test_the_completions_of_a_prompt_bring_it_once() -> None:
     assert many < 40_000 + 128 * (one - 40_000)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(n=128, logit_bias=dict.fromkeys(range(1024), 1.5)),
+        SamplingParams(n=128, stop_token_ids=range(1024)),
+        SamplingParams(n=128, stop=["x" * 4096]),
+    ],
+    ids=["logit_bias", "stop_token_ids", "stop"],
+)
+def test_the_completions_of_a_prompt_bring_their_collections_once(params: SamplingParams) -> None:
+    """1,024 biases 128 times were 30 ms of the server's loop, 37 ms of the engine's, and 100 MB there."""
+    children = [replace(REQUEST, sampling_params=params.child(index)) for index in range(128)]
+    assert all(child.sampling_params.shares_collections_with(params) for child in children)
+    collections = len(msg.encode(msg.AddRequests.of(children[:1])))
+    assert len(msg.encode(msg.AddRequests.of(children))) < collections + 128 * 600
+    received = sent_over(children)
+    assert received == children
+    first, *others = (each.sampling_params for each in received)
+    assert all(each.shares_collections_with(first) for each in others)
+
+
 def test_a_prompt_of_half_a_number_is_refused() -> None:
     with pytest.raises(UnknownMessageError, match="a prompt of 3 bytes"):
         msg.AddRequests(b"123", (REQUEST,)).with_prompt()

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from loraplex.core import CompletionOutput, RequestOutput
 from loraplex.sampling_params import MAX_LOGIT_BIAS
+from loraplex.server import ServerConfig, create_app, openai_api
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import check_model
 from loraplex.server.completions import CompletionRenderer
-from loraplex.server.generation import Generation, GenerationItem, Prompt
+from loraplex.server.generation import CHARS_A_TOKEN, Generation, GenerationItem, Prompt
 from loraplex.server.schemas import CompletionRequest
-from loraplex.testing import FakeTokenizer
+from loraplex.testing import FakeAsyncEngine, FakeTokenizer
+
+
+class GreedyTokenizer(FakeTokenizer):
+    """One token of any text."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [100]
 
 
 class CountingTokenizer(FakeTokenizer):
@@ -56,3 +66,45 @@ def test_too_many_biases_are_counted_before_they_are_checked(value: Any) -> None
     with pytest.raises(ApiError, match=f"logit_bias: has more than {MAX_LOGIT_BIAS} entries"):
         check_model(fields, CompletionRequest)
     assert time.perf_counter() - began_s < 0.05
+
+
+@pytest.mark.parametrize("prompts", [1, 4])
+async def test_few_tokens_of_many_characters_are_not_given_back_by_every_choice(
+    prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 MB of tabs behind a token that takes the space behind it became 133 MB, and 439 ms for everybody."""
+    app = create_app(FakeAsyncEngine(tokenizer=GreedyTokenizer()), ServerConfig())
+    monkeypatch.setattr(openai_api, "MAX_REPEATED_TOKENS", 8000)
+    text = "\t" * (CHARS_A_TOKEN * 1000)
+    fields = {"model": "base", "prompt": [text] * prompts, "max_tokens": 1, "echo": True}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        refused = await client.post("/v1/completions", json=fields | {"n": 8 // prompts + 1})
+        allowed = await client.post("/v1/completions", json=fields | {"n": 8 // prompts})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+        once = await client.post("/v1/completions", json=fields)
+    assert (allowed.status_code, once.status_code) == (200, 200)
+    assert once.json()["choices"][0]["text"].startswith(text)
+
+
+def noting(render: Any, threads: list[int]) -> Any:
+    def noted(self: Any, *arguments: Any) -> bytes:
+        threads.append(threading.get_ident())
+        written: bytes = render(self, *arguments)
+        return written
+
+    return noted
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_few_tokens_of_many_characters_are_written_in_a_thread(
+    is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    for name in ("response", "chunks"):
+        monkeypatch.setattr(CompletionRenderer, name, noting(getattr(CompletionRenderer, name), threads))
+    app = create_app(FakeAsyncEngine(tokenizer=GreedyTokenizer()), ServerConfig())
+    text = "\t" * (CHARS_A_TOKEN * (openai_api.LONG_PROMPTS + 1))
+    fields = {"model": "base", "prompt": text, "max_tokens": 1, "echo": True, "stream": is_stream}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        assert (await client.post("/v1/completions", json=fields)).status_code == 200
+    assert threads[0] != threading.get_ident()
