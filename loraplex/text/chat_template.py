@@ -2,13 +2,14 @@
 
 A template is a program of the model's author: it runs in jinja2's sandbox, over plain JSON data. The sandbox bounds
 what it can reach, not how long it runs, so a server takes templates from the model's directory and its operator, not
-from strangers.
+from strangers. What it makes of a client's data is bounded: a variable that a template writes for each message may be
+as long as a body.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -19,9 +20,15 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from loraplex.errors import InvalidRequestError
+from loraplex.errors import InvalidRequestError, PromptTooLongError
 
 Json = Any
+MAX_RENDERED_CHARS = 2**24
+"""Of a chat. More is refused while it is rendered."""
+
+MAX_ARGUMENT_CHARS = 2**16
+"""Of all template arguments together: a macro or a filter has its text whole before anything can count it."""
+
 _END_MARK = "<|loraplex: the last message ends here|> "  # a template that trims takes the space at its end
 
 
@@ -87,14 +94,41 @@ def _plain(value: Json) -> Json:
 def render_chat(source: str, variables: Mapping[str, Json]) -> str:
     """Render a chat template over plain data. Whatever goes wrong inside is an InvalidRequestError with its reason."""
     try:
-        return _compile_template(source).render(**variables)
+        return "".join(_bounded(_compile_template(source).generate(**variables)))
     except jinja2.TemplateSyntaxError as error:
         raise InvalidRequestError(
             f"the chat template is wrong at line {error.lineno}: {error.message}", param="messages"
         ) from error
+    except PromptTooLongError:
+        raise
     except Exception as error:  # a template is a program: it can raise anything
         reason = str(error) or type(error).__name__
         raise InvalidRequestError(f"the chat template refuses this chat: {reason}", param="messages") from error
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    num_chars = 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > MAX_RENDERED_CHARS:
+            raise PromptTooLongError(
+                f"the chat template makes more than {MAX_RENDERED_CHARS} characters of this chat: shorten it",
+                param="messages",
+            )
+        yield piece
+
+
+def num_chars_of(value: Json) -> int:
+    """Of all texts in JSON data, keys included."""
+    match value:
+        case str():
+            return len(value)
+        case list():
+            return sum(map(num_chars_of, value))
+        case dict():
+            return sum(len(key) + num_chars_of(each) for key, each in value.items())
+        case _:
+            return 0
 
 
 def render_open_chat(source: str, variables: Mapping[str, Json]) -> str:

@@ -15,7 +15,14 @@ import tokenizers
 from tokenizers import AddedToken, decoders
 
 from loraplex.errors import InvalidRequestError, ModelConfigError, ModelNotFoundError
-from loraplex.text.chat_template import Json, plain_json, render_chat, render_open_chat
+from loraplex.text.chat_template import (
+    MAX_ARGUMENT_CHARS,
+    Json,
+    num_chars_of,
+    plain_json,
+    render_chat,
+    render_open_chat,
+)
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
@@ -311,7 +318,14 @@ class Tokenizer:
                 f"chat template arguments cannot set {', '.join(taken)}; use the request's own fields",
                 param="chat_template_kwargs",
             )
-        return {**self.special_tokens_map, **plain_json(dict(template_kwargs), "chat_template_kwargs")}
+        arguments = plain_json(dict(template_kwargs), "chat_template_kwargs")
+        if (num_chars := num_chars_of(arguments)) > MAX_ARGUMENT_CHARS:
+            raise InvalidRequestError(
+                f"chat template arguments have {num_chars} characters, at most {MAX_ARGUMENT_CHARS} together; put long "
+                "texts into messages or documents",
+                param="chat_template_kwargs",
+            )
+        return {**self.special_tokens_map, **arguments}
 
     def _choose_template(self, chat_template: str | None, has_tools: bool) -> str:
         if chat_template is not None:

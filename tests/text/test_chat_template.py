@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from loraplex.errors import InvalidRequestError
-from loraplex.text.chat_template import plain_json, render_chat
+from loraplex.errors import InvalidRequestError, PromptTooLongError
+from loraplex.text.chat_template import MAX_ARGUMENT_CHARS, MAX_RENDERED_CHARS, plain_json, render_chat
 from loraplex.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import tiny_backend, write_directory
 
@@ -352,3 +353,36 @@ def test_message_that_cannot_be_continued(chat: list[dict[str, Any]], reason: st
         tokenizer.apply_chat_template(chat, add_generation_prompt=False, continue_final_message=True)
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         tokenizer.apply_chat_template(chat, continue_final_message=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- bounds
+
+
+def test_what_a_template_writes_for_each_message_is_bounded_while_it_is_written() -> None:
+    """2,000 messages, each with an end-of-text token of 1 MiB from the client, were 4 GB and 7 s without an answer."""
+    model = tokenizer_with({"default": "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"})
+    chat = [USER] * 2000
+    arguments = {"eos_token": "y" * (MAX_ARGUMENT_CHARS - len("eos_token"))}
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptTooLongError, match=f"more than {MAX_RENDERED_CHARS} characters"):
+            model.apply_chat_template(chat, template_kwargs=arguments)
+        assert tracemalloc.get_traced_memory()[1] < 3 * MAX_RENDERED_CHARS
+    finally:
+        tracemalloc.stop()
+    text = model.apply_chat_template(chat[:200], add_generation_prompt=False, template_kwargs=arguments)
+    assert len(text) == 200 * (len(USER["content"]) + len(arguments["eos_token"]))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"eos_token": "y" * MAX_ARGUMENT_CHARS},
+        {"x": [{"y" * MAX_ARGUMENT_CHARS: 1}]},
+        dict.fromkeys("ab", "y" * 40_000),
+    ],
+    ids=["a text", "a key inside", "several"],
+)
+def test_long_template_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_ARGUMENT_CHARS} together"):
+        tokenizer_with({"default": CHATML}).apply_chat_template([USER], template_kwargs=arguments)
