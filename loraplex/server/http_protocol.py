@@ -127,6 +127,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         """Thousands may be lost at the same moment."""
         self._unparsed.clear()
         self._stop_waiting()
+        self._unset_keepalive_if_required()  # uvicorn does not where it was reset: the timer would keep all of it
         for timer in (self._send_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
@@ -147,6 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         for incoming in tuple(self._held):
             if incoming is not self._running:  # it never began to run
                 self._release(incoming)
+                self._drop_body(incoming)
         self.server_connections.set_busy(self)
         if self.slot is not None:
             self.slot.release()
@@ -306,6 +308,7 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
             self._cut(incoming)
         finally:
             self._release(incoming)
+            self._drop_body(incoming)
 
     async def _receive_message(self, receive: Receive) -> Message:
         message = await receive()
@@ -378,6 +381,11 @@ class BoundedHttpProtocol(HttpToolsProtocol, SmallReads):
         self._held.discard(incoming)
         incoming.num_held = incoming.num_waiting = 0
         incoming.is_over = True
+
+    def _drop_body(self, incoming: _Incoming) -> None:
+        """What its request left of it: it counts no longer."""
+        if incoming.cycle is not None:
+            incoming.cycle.body = bytearray()
 
     def on_body(self, body: bytes) -> None:
         self._is_stuck = False

@@ -33,14 +33,14 @@ _log = logging.getLogger("loraplex.server")
 MANY_LOGPROBS = 256
 """Tokens with log probabilities from which an answer is written in a thread."""
 
-SOME_LOGPROBS, SOME_PROMPT_TOKENS = 16, 512
+SOME_LOGPROBS, SOME_TOKENS = 16, 512
 """From which it has a turn of the event loop for itself: sixty answers of a batch may begin or end at one moment."""
 
 MAX_REPEATED_TOKENS = 2**18
 """Of prompts that several choices give back, each choice counted."""
 
-LONG_PROMPTS = 4096
-"""Tokens of prompts from which an answer is written in a thread: to give them back, they may have to become text."""
+LONG_ANSWER = 4096
+"""Tokens from which an answer is written in a thread: to give prompts back, they may have to become text."""
 
 
 class Renderer(Protocol):
@@ -60,11 +60,11 @@ class AnswerWriter:
         self._answers, self._turns = context.answers, context.answer_turns
         self._client = client
 
-    async def write(self, render: Callable[[], bytes], num_logprobs: int, prompt_size: int) -> bytes:
-        """prompt_size: of the prompts that it may give back (`Generation.prompt_size`)."""
-        if num_logprobs > MANY_LOGPROBS or prompt_size > LONG_PROMPTS:
+    async def write(self, render: Callable[[], bytes], num_logprobs: int, size: int) -> bytes:
+        """size: tokens that it says, those of prompts that it may give back included (`Generation.prompt_size`)."""
+        if num_logprobs > MANY_LOGPROBS or size > LONG_ANSWER:
             return await self._answers.run(self._client, render, 0)
-        if num_logprobs > SOME_LOGPROBS or prompt_size > SOME_PROMPT_TOKENS:
+        if num_logprobs > SOME_LOGPROBS or size > SOME_TOKENS:
             await self._turns.next()
         else:
             await asyncio.sleep(0)  # many outputs may be there already
@@ -201,7 +201,7 @@ class OpenAIRoutes:
         if not is_stream:
             outputs = await until_disconnect(request, generator.run_to_end(generation))
             num_logprobs = sum(map(_num_logprobs, outputs))
-            size = sum(map(generation.prompt_size, range(len(outputs)), outputs))
+            size = sum(map(generation.prompt_size, range(len(outputs)), outputs)) + sum(map(_num_tokens, outputs))
             return _json(await writer.write(partial(renderer.response, outputs), num_logprobs, size))
         stream = generator.run(generation)
         try:
@@ -227,6 +227,10 @@ def _num_logprobs(output: RequestOutput) -> int:
     return len(output.prompt_logprobs or ()) + sum(len(each.logprobs or ()) for each in output.outputs)
 
 
+def _num_tokens(output: RequestOutput) -> int:
+    return sum(len(each.token_ids) for each in output.outputs)
+
+
 async def _events(
     first: tuple[int, RequestOutput],
     stream: AsyncGenerator[tuple[int, RequestOutput], None],
@@ -235,7 +239,7 @@ async def _events(
     writer: AnswerWriter,
 ) -> AsyncGenerator[bytes, None]:
     """The chunks; an error becomes an event of its own. The last event is always [DONE]."""
-    num_seen: dict[int, int] = {}
+    num_seen: dict[int, tuple[int, int]] = {}
     try:
         yield await _chunks(generation, renderer, *first, num_seen, writer)
         async for prompt_index, output in stream:
@@ -255,14 +259,16 @@ async def _chunks(
     renderer: Renderer,
     prompt_index: int,
     output: RequestOutput,
-    num_seen: MutableMapping[int, int],
+    num_seen: MutableMapping[int, tuple[int, int]],
     writer: AnswerWriter,
 ) -> bytes:
-    """A slow reader gets all at once that it has missed. `num_seen`: log probabilities that were written, by prompt."""
-    num_logprobs = _num_logprobs(output)
-    prompt_size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
-    num_new, num_seen[prompt_index] = num_logprobs - num_seen.get(prompt_index, 0), num_logprobs
-    return await writer.write(partial(renderer.chunks, prompt_index, output), num_new, prompt_size)
+    """A slow reader gets all at once that it has missed. `num_seen`: log probabilities and tokens that were written, by
+    prompt."""
+    size = 0 if prompt_index in num_seen else generation.prompt_size(prompt_index, output)
+    before_logprobs, before_tokens = num_seen.get(prompt_index, (0, 0))
+    num_seen[prompt_index] = num_logprobs, num_tokens = _num_logprobs(output), _num_tokens(output)
+    size += num_tokens - before_tokens
+    return await writer.write(partial(renderer.chunks, prompt_index, output), num_logprobs - before_logprobs, size)
 
 
 def _json(data: bytes) -> Response:

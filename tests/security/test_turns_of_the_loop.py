@@ -137,7 +137,7 @@ async def test_answers_that_end_together_are_written_one_by_one(
     assert turns.happened.total() == 30
 
 
-@pytest.mark.parametrize("num_tokens", [600, openai_api.LONG_PROMPTS + 1])
+@pytest.mark.parametrize("num_tokens", [600, openai_api.LONG_ANSWER + 1])
 async def test_streams_that_begin_together_write_their_prompts_one_by_one(
     turns: TurnCounter, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
@@ -159,7 +159,7 @@ async def test_streams_that_begin_together_write_their_prompts_one_by_one(
         answers = await asyncio.gather(*(client.post("/v1/completions", json=fields) for _ in range(20)))
     assert {answer.status_code for answer in answers} == {200}
     assert turns.happened.total() == len(threads) == 20
-    if num_tokens > openai_api.LONG_PROMPTS:
+    if num_tokens > openai_api.LONG_ANSWER:
         assert threading.get_ident() not in threads
     else:
         assert set(turns.happened.values()) == {1}
