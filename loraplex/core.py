@@ -283,12 +283,19 @@ class Shard:
 
 
 class ShardKind(enum.StrEnum):
-    """How a linear is split: `column`: B's rows; `qkv`: by heads (k, v replicated when scarce); `row`: A's columns."""
+    """How a linear is split: `column`: B's rows; `qkv`: by heads (k, v replicated when scarce); `row`: A's columns.
+
+    The others are no linears between two layers: `embedding` (in_features is the vocabulary), `head` (out_features
+    is), `norm` (one vector).
+    """
 
     REPLICATED = "replicated"
     COLUMN = "column"
     QKV = "qkv"
     ROW = "row"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ MAX_KNOWN_HEADER_BYTES = 2**20
 """Of a larger header nothing is remembered, so that what is has a bound."""
 
 FLOAT32_FIELDS = ("magnitude", "gain", "input_gain")
-LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS)
-"""The tensors of a layer; those of FLOAT32_FIELDS are float32, whatever lora_dtype is."""
+LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS, "weight", "row_ids")
+"""The tensors of a layer; those of FLOAT32_FIELDS are float32, whatever lora_dtype is, and row_ids int64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,10 @@ class LoRALayerWeights:
 
     magnitude [out] (DoRA): the row norms that W + scaling * B A is brought to. gain [out], input_gain [in] (IA3): what
     the outputs, or the inputs, of the base's module are multiplied by.
+
+    weight is in place of the base's: [out, in] of a linear, [hidden] of a norm, rows [n, hidden] of an embedding or a
+    head, those of the tokens row_ids int64 [n], ascending; without row_ids, of 0 to n - 1. LoRA on an embedding has
+    lora_a [rank, vocabulary] and lora_b [hidden, rank].
     """
 
     module_name: str
@@ -66,6 +70,8 @@ class LoRALayerWeights:
     magnitude: torch.Tensor | None = None
     gain: torch.Tensor | None = None
     input_gain: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    row_ids: torch.Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -109,7 +115,8 @@ class Blueprint:
 class LoRAModel:
     """All layers of one adapter. `adapter_digest` identifies the content; `adapter_id` is 0 until `clone` gives one.
 
-    blueprint: models that have the same one differ in nothing but their numbers.
+    blueprint: models that have the same one differ in nothing but their numbers. vocab_size: where the adapter's
+    vocabulary ends; None: where the base's does.
     """
 
     adapter_digest: str
@@ -118,6 +125,7 @@ class LoRAModel:
     adapter_id: int = 0
     warnings: tuple[str, ...] = ()
     blueprint: Blueprint | None = None
+    vocab_size: int | None = None
 
     @property
     def id(self) -> int:
