@@ -124,7 +124,9 @@ def factor_pair(size: int, factor: int) -> tuple[int, int]:
 
 def file_widths(kind: Kind, shapes: Shapes) -> tuple[int, int] | None:
     """(in, out) of the module that these tensors are for; None when they do not say it. IA3 says one of the two."""
-    pairs = _WIDTH_PARTS.get(kind) or [(w, w) if w in shapes else (f"{w}_b", f"{w}_a") for w in _WS]
+    embedding = ("lora_embedding_A", "lora_embedding_B")
+    pairs = [embedding] if kind is Kind.LORA and not shapes.keys().isdisjoint(embedding) else _WIDTH_PARTS.get(kind)
+    pairs = pairs or [(w, w) if w in shapes else (f"{w}_b", f"{w}_a") for w in _WS]
     sides = [(shapes.get(columns, ()), shapes.get(rows, ())) for columns, rows in pairs]
     if any(len(shape) != 2 for side in sides for shape in side):
         return None
