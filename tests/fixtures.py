@@ -89,6 +89,7 @@ KIND_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "LoHa": ("LoHaConfig", {"r": 2, "alpha": 4, "target_modules": list(TARGET_MODULES)}),
     "LoKr": ("LoKrConfig", {"r": 2, "alpha": 4, "target_modules": list(TARGET_MODULES), "decompose_both": True}),
+    "VeRA": ("VeraConfig", {"r": 32, "target_modules": list(TARGET_MODULES)}),
     "LoKr of a full factor": ("LoKrConfig", {"r": 64, "alpha": 16, "target_modules": ["q_proj"]}),
 }
 """Class of the configuration and its arguments, for each kind of adapter beside plain LoRA."""
@@ -447,6 +448,8 @@ def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
                 parameter *= torch.empty_like(parameter).uniform_(1 - strength / 1.5, 1 + strength / 1.5)
             else:
                 parameter += strength * parameter.std() * torch.randn_like(parameter)
+        elif "vera_lambda" in name:
+            parameter.normal_(0, 1 if "vera_lambda_d" in name else strength / 2)
         elif "lora_embedding_A" in name:
             parameter.normal_(0, 1)
         elif "lora_embedding_B" in name:

@@ -7,6 +7,7 @@
              of rank r * r; where that is above min(in, out), the product itself and an identity
     LoKr     kron(w1, w2) = B A with B = kron(p1, p2), A = kron(q1, q2) for w1 = p1 q1, w2 = p2 q2. p, q are w_a, w_b,
              or the matrix and an identity: the least rank that is exact whatever the numbers
+    VeRA     A = lambda_d vera_A[:, :in], B = lambda_b vera_B[:out], row by row; all modules share vera_A and vera_B
 
 It is computed in float64 and rounded once to float32. A product of two numbers of the file is exact in float64, so each
 number of A and B is off by one rounding at most, as those of a trained LoRA are; in float32, the sums of w_a w_b would
@@ -84,6 +85,8 @@ def part_shapes(
             return dict(zip(("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), pair * 2, strict=True))
         case Kind.LOKR:
             return _lokr_shapes(helper, rank, in_features, out_features)
+        case Kind.VERA:
+            return {"vera_lambda_b": (out_features,), "vera_lambda_d": (rank,)}
 
 
 def _lokr_shapes(helper: PEFTHelper, rank: int, in_features: int, out_features: int) -> dict[str, tuple[int, ...]]:
@@ -151,7 +154,7 @@ def cost_of(helper: PEFTHelper, rank: int, in_features: int, out_features: int) 
             return ModuleCost(rank, 0)
         case Kind.IA3 | Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
             return ModuleCost(0, 0)
-        case Kind.ADALORA:
+        case Kind.ADALORA | Kind.VERA:
             served = rank
         case Kind.LOHA:
             served = min(rank * rank, in_features, out_features)
@@ -172,7 +175,7 @@ def converter_of(helper: PEFTHelper) -> Converter | None:
     """What makes a layer's fields of its tensors; None where these are the fields as they are, as of a plain LoRA."""
     if helper.kind is Kind.LORA:
         return _of_dora if helper.use_dora else None
-    return {Kind.ADALORA: _of_adalora, Kind.IA3: _of_ia3, Kind.LOHA: _of_loha, Kind.LOKR: _of_lokr}.get(helper.kind)
+    return _CONVERTERS.get(helper.kind)
 
 
 def _of_dora(parts: Tensors) -> dict[str, torch.Tensor]:
@@ -212,6 +215,24 @@ def _of_lokr(parts: Tensors) -> dict[str, torch.Tensor]:
     (p1, q1), (p2, q2) = (_factors(parts, name) for name in _WS)
     return {"lora_a": _kron(q1, q2), "lora_b": _kron(p1, p2)}
 
+
+def _of_vera(parts: Tensors) -> dict[str, torch.Tensor]:
+    """vera_a has the module's inputs already: nothing of its own says how many it has."""
+    lambda_b, lambda_d = (_float64(parts[name])[:, None] for name in ("lambda_b", "lambda_d"))
+    vera_a, vera_b = _numbers(parts["vera_a"]), _numbers(parts["vera_b"][: len(lambda_b)])
+    return {
+        "lora_a": _rounded(len(vera_a), vera_a.shape[1], lambda rows: vera_a[rows] * lambda_d[rows]),
+        "lora_b": _rounded(len(vera_b), vera_b.shape[1], lambda rows: vera_b[rows] * lambda_b[rows]),
+    }
+
+
+_CONVERTERS: dict[Kind, Converter] = {
+    Kind.ADALORA: _of_adalora,
+    Kind.IA3: _of_ia3,
+    Kind.LOHA: _of_loha,
+    Kind.LOKR: _of_lokr,
+    Kind.VERA: _of_vera,
+}
 
 # ------------------------------------------------------------------------------------------------- rows of tokens
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.adapters.kinds import PEFT_TYPES, Kind, TypeVerdict
+from loraplex.adapters.kinds import AS_LORA, PEFT_TYPES, Kind, TypeVerdict
 from loraplex.adapters.patterns import PatternError, check_patterns
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
@@ -161,6 +161,18 @@ TABLES: dict[Kind, FieldTable] = {
         _LYCORIS.honoured | {"decompose_both", "decompose_factor"},
         {**_LYCORIS.ignored, "rank_dropout_scale": "acts in training only"},
         _LYCORIS.refused,
+    ),
+    Kind.VERA: FieldTable(
+        frozenset({"peft_type", "target_modules", "modules_to_save", *_LAYERS, "r", "save_projection", "bias"})
+        | {"fan_in_fan_out"},
+        {
+            **IGNORED_OF_ALL,
+            "init_weights": _START,
+            "d_initial": _START,
+            "vera_dropout": "acts in training only",
+            "projection_prng_key": "made vera_A and vera_B, which are in the file",
+        },
+        {},
     ),
     Kind.LN_TUNING: FieldTable(frozenset(_TARGETS), IGNORED_OF_ALL, {}),
     Kind.TRAINABLE_TOKENS: FieldTable(
@@ -384,6 +396,16 @@ class ConfigReader:
             if odd:
                 self._refuse("feedforward_modules", f"feedforward_modules: {shown(odd[0])} is not in target_modules")
         return found
+
+    def is_projection_saved(self) -> None:
+        """peft makes vera_A and vera_B again from projection_prng_key, by a generator that may differ by machine."""
+        if self.fields.get("save_projection", True) is not True:
+            text = "without vera_A and vera_B in its file it is not exact"
+            self._refuse("save_projection", f"save_projection must be true: {text}; {AS_LORA}, or train with it")
+
+    def no_bias(self) -> None:
+        if self.fields.get("bias", "none") != "none":
+            self._refuse_value("bias", "'none' of a VeRA")
 
     def modules_to_save(self) -> tuple[str, ...]:
         """Plain names only: peft reads them as text here and as regular expressions there."""

@@ -5,6 +5,7 @@ rank(module), alpha(module): the value of the first key of rank_pattern, alpha_p
 lora_alpha (`alpha` in files of LoHa and LoKr)
 
 AdaLoRA:  scaling = lora_alpha / (init_r + 1e-5) in every module, whatever its rank_pattern left of init_r
+VeRA:     scaling = 1
 IA3, LN_TUNING, TRAINABLE_TOKENS:  no ranks, no scaling
 """
 
@@ -196,7 +197,7 @@ class PEFTHelper:
         ]
 
     def _scaling(self, alpha: float, rank: int) -> float:
-        if self.kind in (Kind.IA3, Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
+        if self.kind in (Kind.IA3, Kind.VERA, Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
             return 1.0
         if self.kind is Kind.ADALORA:
             return alpha / (self.r + ADALORA_SPARE)
@@ -376,6 +377,12 @@ def _of_lokr(read: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _of_vera(read: ConfigReader) -> dict[str, Any]:
+    read.is_projection_saved()
+    read.no_bias()
+    return {"r": read.number("r", RANK), **_targets(read), **_layers(read), "fan_in_fan_out": read.fan_in_fan_out()}
+
+
 def _of_ln_tuning(read: ConfigReader) -> dict[str, Any]:
     return {"r": 0, **_targets(read)}
 
@@ -402,6 +409,7 @@ _FIELDS_OF: dict[Kind, Callable[[ConfigReader], dict[str, Any]]] = {
     Kind.IA3: _of_ia3,
     Kind.LOHA: _of_loha,
     Kind.LOKR: _of_lokr,
+    Kind.VERA: _of_vera,
     Kind.LN_TUNING: _of_ln_tuning,
     Kind.TRAINABLE_TOKENS: _of_trainable_tokens,
 }

@@ -302,7 +302,7 @@ def _entries_of(module: str, names: dict[TensorName, TensorEntry], helper: PEFTH
 
 
 def _modules(names: dict[TensorName, TensorEntry]) -> tuple[str, ...]:
-    return tuple(sorted({name.module for name in names if name.part not in ("bias", *OWN_PARTS)}))
+    return tuple(sorted({name.module for name in names if name.module and name.part not in ("bias", *OWN_PARTS)}))
 
 
 @dataclass(frozen=True)

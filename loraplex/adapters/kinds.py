@@ -17,8 +17,8 @@ What an adapter of any kind may have of its own (own.py says what it means):
     <module>.token_adapter.trainable_tokens_delta                  part trainable_tokens_delta [tokens, hidden]
 
 Parts of other kinds are parameters, without `.weight`: lora_A, lora_B, lora_E (AdaLoRA), ia3_l (IA3), hada_w1_a ...
-(LoHa), lokr_w1 ... (LoKr), each with or without `.default`. The canonical name is `<module>.<part>`: the same adapter
-saved either way has the same digest.
+(LoHa), lokr_w1 ... (LoKr), vera_lambda_b ... (VeRA), each with or without `.default`. The canonical name is
+`<module>.<part>`: the same adapter saved either way has the same digest.
 
 A test holds PEFT_TYPES against the registry of the installed peft, and each remedy against what its layers can do.
 """
@@ -40,6 +40,7 @@ class Kind(enum.StrEnum):
     IA3 = "IA3"
     LOHA = "LOHA"
     LOKR = "LOKR"
+    VERA = "VERA"
     LN_TUNING = "LN_TUNING"
     TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
 
@@ -73,10 +74,6 @@ def _converted(mathematics: str) -> PeftType:
     return PeftType(TypeVerdict.CONVERTED, mathematics)
 
 
-def _not_yet(mathematics: str, remedy: str) -> PeftType:
-    return PeftType(TypeVerdict.NOT_YET, mathematics, remedy)
-
-
 def _refused(mathematics: str, remedy: str) -> PeftType:
     return PeftType(TypeVerdict.REFUSED, mathematics, remedy)
 
@@ -89,7 +86,7 @@ PEFT_TYPES: dict[str, PeftType] = {
     Kind.ADALORA: _converted("adds scaling * B diag(E) A; A and E become one matrix"),
     Kind.LOHA: _converted("adds scaling * (w1_a w1_b) o (w2_a w2_b), elementwise: a LoRA of rank r * r at most"),
     Kind.LOKR: _converted("adds scaling * kron(w1, w2): a LoRA of the product of the ranks of both"),
-    "VERA": _not_yet("scales one pair of random matrices that all modules share by trained vectors", AS_LORA),
+    Kind.VERA: _converted("scales one pair of random matrices that all modules share by trained vectors"),
     "XLORA": _refused("mixes LoRAs by a gate that reads the hidden states", BY_NAME),
     "POLY": _refused("mixes LoRAs by a router that reads the task", TRAIN),
     "LILY": _refused("mixes several B that layers share by a router that reads the input", TRAIN),
@@ -147,6 +144,7 @@ PARTS: dict[Kind, dict[str, str]] = {
     Kind.IA3: {"ia3_l": "ia3_l"},
     Kind.LOHA: {part: part for part in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
     Kind.LOKR: {part: part for part in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
+    Kind.VERA: {"lambda_b": "vera_lambda_b", "lambda_d": "vera_lambda_d", "vera_a": "vera_A", "vera_b": "vera_B"},
     Kind.LN_TUNING: {},
     Kind.TRAINABLE_TOKENS: {},
 }
@@ -154,6 +152,9 @@ PARTS: dict[Kind, dict[str, str]] = {
 
 WEIGHT, BASE_WEIGHT, COPY, TOKENS = "weight", "base_layer.weight", "modules_to_save.weight", "trainable_tokens_delta"
 OWN_PARTS = (WEIGHT, BASE_WEIGHT, COPY, TOKENS)
+
+SHARED = {f"base_model.{part}{end}": part for part in ("vera_A", "vera_B") for end in ("", ".default")}
+"""Names of tensors that all modules of an adapter share -> parts; their module is "" (VeRA)."""
 
 MAX_PARTS = 6
 """That one module has at a time: an embedding with LoRA and rows of its own."""
@@ -163,7 +164,9 @@ _MAGNITUDE = re.compile(r"(?P<module>.+)\.(?P<part>lora_magnitude_vector)(?:\.de
 _EMBEDDING = re.compile(r"(?P<module>.+)\.(?P<part>lora_embedding_[AB])(?:\.default)?")
 _PARAMETERS = {
     kind: re.compile(rf"(?P<module>.+)\.(?P<part>{'|'.join(part for part in parts if part != 'bias')})(?:\.default)?")
-    for kind, parts in ((kind, PARTS[kind].values()) for kind in (Kind.ADALORA, Kind.IA3, Kind.LOHA, Kind.LOKR))
+    for kind, parts in (
+        (kind, PARTS[kind].values()) for kind in (Kind.ADALORA, Kind.IA3, Kind.LOHA, Kind.LOKR, Kind.VERA)
+    )
 }
 _OWN_NAMES = (
     (".token_adapter.base_layer.weight", BASE_WEIGHT, None),
@@ -183,6 +186,7 @@ _NAMES = {
     Kind.IA3: "an IA3",
     Kind.LOHA: "a LoHa",
     Kind.LOKR: "a LoKr",
+    Kind.VERA: "a VeRA",
     Kind.LN_TUNING: "an LN tuning",
     Kind.TRAINABLE_TOKENS: "trained tokens",
 }
@@ -220,6 +224,8 @@ def parse_tensor_name(name: str, kind: Kind = Kind.LORA) -> TensorName | None:
             part = f"{match['part']}.{match['kind']}"
             return TensorName(match["module"], part) if part in PARTS[kind].values() else None
         match = _MAGNITUDE.fullmatch(bare) or _EMBEDDING.fullmatch(bare)
+    elif kind is Kind.VERA and bare in SHARED:
+        return TensorName("", SHARED[bare])
     elif kind in _PARAMETERS:
         match = _PARAMETERS[kind].fullmatch(bare)
     else:

@@ -55,7 +55,7 @@ _WIDTHS |= {"gate_proj": "intermediate size", "up_proj": "intermediate size", "l
 _WIDTHS |= dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), "hidden size")
 _WIDTHS_IN = {"o_proj": "attention width", "down_proj": "intermediate size", "embed_tokens": "vocabulary size"}
 _OF_INPUTS = ("lora_A.weight", "lora_A", "hada_w1_b", "hada_w2_b", "lora_embedding_A")
-_WITHOUT_WIDTH = ("lora_E", *PARTS[Kind.LOKR])
+_WITHOUT_WIDTH = ("lora_E", "vera_lambda_d", *PARTS[Kind.LOKR])
 """Parts with a column for each of the module's inputs, and parts that say nothing of its widths; the others have a row
 for each of its outputs."""
 WHY_CALLED = {"lora_magnitude_vector": ", which use_dora calls for", "lora_B.bias": ", which lora_bias calls for"}
@@ -162,23 +162,40 @@ class TensorCheck:
         self.inputs = helper.match_feedforward(sorted(matched))
         self._check_kept_ranks(matched)
         for module in sorted(matched):
-            self.costs[module] = cost_of(helper, numbers.ranks[module], *self._sizes(module))
+            self.costs[module] = cost_of(helper, numbers.ranks[module], *self.sizes_of(module))
             if module in self._modules_in_file:
                 self._check_module(module, numbers.ranks[module])
             else:
                 self._missing_module(module)
+        self._check_shared(matched)
         self._check_own(self.own)
         for name, entry in self.names.items():
             if name.part == "bias":
                 self._check_bias(name, entry, matched)
-            elif name.part not in OWN_PARTS and name.module not in matched:
+            elif name.module and name.part not in OWN_PARTS and name.module not in matched:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
-        if helper.kind in (Kind.LOHA, Kind.LOKR):
+        if helper.kind in (Kind.LOHA, Kind.LOKR, Kind.VERA):
             text = f"it is served as a LoRA of ranks up to {self.served_rank}, with {self.served_nbytes} bytes"
             self.warnings.append(f"peft_type is {helper.kind}; {text}")
 
-    def _sizes(self, module: str) -> tuple[int, int]:
+    def _check_shared(self, matched: frozenset[str]) -> None:
+        """VeRA's two matrices are as wide as the widest of the modules that share them."""
+        if self.helper.kind is not Kind.VERA:
+            return
+        most = [max(sizes, default=0) for sizes in zip(*map(self.sizes_of, matched), strict=True)] or [0, 0]
+        for part, shape, axis in (("vera_A", (self.helper.r, most[0]), 1), ("vera_B", (most[1], self.helper.r), 0)):
+            entry = self.names.get(TensorName("", part))
+            if entry is None:
+                self.reasons.append(f"the file has no {part}; train the adapter with save_projection=True")
+            elif entry.shape != shape:
+                text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(shape)}"
+                if len(entry.shape) == 2 and entry.shape[1 - axis] == self.helper.r and entry.shape[axis]:
+                    self._differs(f"width of {part}", entry.shape[axis], shape[axis], text)
+                else:
+                    self.reasons.append(text)
+
+    def sizes_of(self, module: str) -> tuple[int, int]:
         """(inputs, outputs), with the adapter's vocabulary."""
         base, vocab_size = self.base[module], self.own.vocab_size if self.own else 0
         if base.kind is ShardKind.EMBEDDING:
@@ -248,7 +265,7 @@ class TensorCheck:
     @cached_property
     def _modules_in_file(self) -> frozenset[str]:
         """Once for all tensors, as their number of layers: there may be thousands."""
-        return frozenset(name.module for name in self.names if name.part != "bias")
+        return frozenset(name.module for name in self.names if name.part != "bias" and name.module)
 
     @cached_property
     def _layers_in_file(self) -> int:
@@ -291,7 +308,7 @@ class TensorCheck:
             text = "a gain on inputs that other modules share is not supported; train it on the outputs"
             self.reasons.append(f"feedforward_modules names {module!r}: {text}")
         is_embedding = base.kind is ShardKind.EMBEDDING
-        wanted = part_shapes(self.helper, rank, *self._sizes(module), is_feedforward, is_embedding)
+        wanted = part_shapes(self.helper, rank, *self.sizes_of(module), is_feedforward, is_embedding)
         names = {part: TensorName(module, part) for part in PARTS[kind].values() if part != "bias"}
         found = {part: self.names[name] for part, name in names.items() if name in self.names}
         if kind is Kind.LOKR and self._fits_other_widths(module, rank, found):
@@ -309,7 +326,7 @@ class TensorCheck:
     def _fits_other_widths(self, module: str, rank: int, found: Mapping[str, TensorEntry]) -> bool:
         """Of LoKr, whose tensors say the widths of their module by products only: whether they fit another module."""
         shapes = {part: entry.shape for part, entry in found.items()}
-        ours, theirs = self._sizes(module), file_widths(Kind.LOKR, shapes)
+        ours, theirs = self.sizes_of(module), file_widths(Kind.LOKR, shapes)
         if theirs is None or part_shapes(self.helper, rank, *theirs) != shapes:
             return False
         for width, has, wants in zip(_widths_of(module.rpartition(".")[2]), theirs, ours, strict=True):

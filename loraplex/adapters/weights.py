@@ -27,7 +27,7 @@ import torch
 from loraplex.adapters.conversion import Converter, are_equal, converter_of, with_tokens
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import MAX_PARTS, PARTS, Kind, TensorName
+from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
@@ -96,16 +96,19 @@ class LoRALayerWeights:
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
     """One layer: without tensors, and by number which of the plan's are its own. parts: by short name (of a LoRA:
-    field); weight, tokens, token_ids: as OwnPart's."""
+    field); weight, tokens, token_ids: as OwnPart's; in_features: the module's, of a VeRA."""
 
     layer: LoRALayerWeights
     parts: Mapping[str, int]
     weight: int | None = None
     tokens: int | None = None
     token_ids: tuple[int, ...] = ()
+    in_features: int = 0
 
     def fields(self, tensors: Sequence[torch.Tensor], convert: Converter | None) -> dict[str, torch.Tensor]:
         parts = {short: tensors[index] for short, index in self.parts.items()}
+        if "vera_a" in parts:
+            parts["vera_a"] = parts["vera_a"][:, : self.in_features]
         bias = {short: part for short, part in parts.items() if short == "bias"}
         made = parts if convert is None or not parts.keys() - bias.keys() else {**convert(parts), **bias}
         weight = None if self.weight is None else tensors[self.weight]
@@ -350,11 +353,12 @@ def _merged_bytes(part: OwnPart, check: TensorCheck) -> int:
 def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[LayerPlan]:
     """Of each module with tensors; AdaLoRA may have left a module no rank, which then changes nothing."""
     helper = check.helper
-    modules = sorted({name.module for name in plan.names} | own.parts.keys())
+    modules = sorted({name.module for name in plan.names if name.module} | own.parts.keys())
     numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
     for module in modules:
         shorts = {**PARTS[helper.kind], "bias": "bias"}
         names = {short: TensorName(module, part) for short, part in shorts.items()}
+        names |= {short: TensorName("", part) for short, part in shorts.items() if part in SHARED.values()}
         parts = {_FIELDS.get(short, short): indices[name] for short, name in names.items() if name in indices}
         cost, part = check.costs.get(module), own.parts.get(module, OwnPart())
         if helper.kind is Kind.IA3 and "ia3_l" in parts:
@@ -366,7 +370,8 @@ def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[Layer
             scaling = numbers.scalings[module]
             layer = LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling)
             weight, tokens = (None if name is None else indices[name] for name in (part.weight, part.tokens))
-            yield LayerPlan(layer, parts, weight, tokens, part.token_ids)
+            in_features = check.sizes_of(module)[0] if helper.kind is Kind.VERA and cost is not None else 0
+            yield LayerPlan(layer, parts, weight, tokens, part.token_ids, in_features)
 
 
 def _check_converted(layers: Mapping[str, LoRALayerWeights], adapter: str) -> None:

@@ -70,6 +70,9 @@ CONVERTED: list[tuple[str, dict[str, Any]]] = [
         "LoKr",
         {"target_modules": ["v_proj", "gate_proj"], "r": 2, "decompose_factor": 5, "alpha_pattern": {"v_proj": 1}},
     ),
+    ("Vera", {"target_modules": ["q_proj"], "r": 5}),
+    ("Vera", {"target_modules": ["k_proj", "down_proj", "up_proj"], "r": 9, "layers_to_transform": [0, 2]}),
+    ("Vera", {"target_modules": "all-linear", "r": 2, "projection_prng_key": 7}),
     ("AdaLora", {"target_modules": ATTENTION, "init_r": 6, "lora_alpha": 9, "total_step": 10}),
     ("AdaLora", {"target_modules": ["q_proj"], "init_r": 1, "total_step": 10, "layers_to_transform": [1]}),
 ]

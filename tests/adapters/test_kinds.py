@@ -29,6 +29,7 @@ MINIMAL: dict[Kind, dict[str, Any]] = {
     Kind.IA3: {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     Kind.LOHA: {"peft_type": "LOHA", "r": 4, "alpha": 8, "target_modules": ["q_proj"]},
     Kind.LOKR: {"peft_type": "LOKR", "r": 4, "alpha": 8, "target_modules": ["q_proj"]},
+    Kind.VERA: {"peft_type": "VERA", "r": 4, "target_modules": ["q_proj"]},
     Kind.LN_TUNING: {"peft_type": "LN_TUNING", "target_modules": ["norm"]},
     Kind.TRAINABLE_TOKENS: {
         "peft_type": "TRAINABLE_TOKENS",
@@ -38,7 +39,7 @@ MINIMAL: dict[Kind, dict[str, Any]] = {
 }
 
 
-NOT_YET = ("VERA",)
+NOT_YET: tuple[str, ...] = ()
 
 
 def helper(kind: Kind, **fields: Any) -> PEFTHelper:
@@ -106,7 +107,7 @@ def test_a_type_that_is_not_served_is_refused_for_that_alone(name: str) -> None:
     fields = {field.name: {"any": "value"} for field in dataclasses.fields(config)}
     found = PEFTHelper.from_dict({**fields, "peft_type": name, "projection_prng_key": 5}, "sql")
     (reason,) = found.reasons(LIMITS)
-    kinds = "'LORA', 'ADALORA', 'IA3', 'LOHA', 'LOKR', 'LN_TUNING' or 'TRAINABLE_TOKENS'"
+    kinds = "'LORA', 'ADALORA', 'IA3', 'LOHA', 'LOKR', 'VERA', 'LN_TUNING' or 'TRAINABLE_TOKENS'"
     assert reason.startswith(f"peft_type must be {kinds}, got ")
     assert reason.endswith(f", which is not served{' yet' if name in NOT_YET else ''}: {PEFT_TYPES[name]}")
     assert found.is_other_method
