@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.adapters.kinds import AS_LORA, PEFT_TYPES, Kind, TypeVerdict
+from loraplex.adapters.kinds import AS_LORA, MERGE, PEFT_TYPES, Kind, TypeVerdict
 from loraplex.adapters.patterns import PatternError, check_patterns
 from loraplex.errors import MAX_SHOWN_CHARS, shown
 
@@ -466,8 +466,11 @@ class ConfigReader:
             if self.fields.get("lora_bias") is True:
                 self._refuse("lora_bias", f"lora_bias=True with {text}: peft does not load that; set it to true")
         elif isinstance(value, str) and value.lower().startswith(INIT_THAT_CHANGES_BASE):
-            remedy = "save it with save_pretrained(path_initial_model_for_weight_conversion=...)"
-            self._refuse("init_lora_weights", f"{text} changes the base weights; convert the adapter: {remedy}")
+            remedy = MERGE
+            if not value.lower().startswith("loftq"):
+                call = "model.save_pretrained(path, path_initial_model_for_weight_conversion=initial)"
+                remedy = f"convert it with {call}, where initial is the adapter as it was saved before training"
+            self._refuse("init_lora_weights", f"{text} changes the base weights; {remedy}")
         else:
             self._refuse("init_lora_weights", f"{text} is not known; set it to true if it keeps the base")
 

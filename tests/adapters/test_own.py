@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from loraplex.adapters.inspect import inspect_adapter
 from loraplex.adapters.weights import LoRAModel
@@ -357,3 +360,89 @@ def test_inspect_says_why_without_a_base(adapter: PeftAdapter) -> None:
     write_tensors(adapter.path, tensors)
     reasons = inspect_adapter(adapter.path).reasons
     assert any("has no lora_embedding_B" in reason for reason in reasons), reasons
+
+
+# -------------------------------------------------------------------------------------------------------------- mutants
+
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    [],
+    {},
+    "lm_head",
+    ["lm_head"],
+    ["embed_tokens"],
+    ["norm"],
+    ["q_proj"],
+    [3, 1],
+)
+VALUES += (
+    [8192],
+    [8193],
+    [[]],
+    {"lm_head": [1]},
+    {"embed_tokens": [9], "lm_head": [9]},
+    {"": [1]},
+    "LORA",
+    "LN_TUNING",
+)
+FIELDS = ("peft_type", "target_modules", "exclude_modules", "modules_to_save", "trainable_token_indices")
+FIELDS += ("token_indices", "ensure_weight_tying", "use_dora", "bias", "lora_bias", "r")
+PARTS_OF_ITS_OWN = ("weight", "base_layer.weight", "original_module.weight", "modules_to_save.weight", "bias")
+PARTS_OF_ITS_OWN += ("token_adapter.trainable_tokens_delta", "lora_embedding_A", "lora_embedding_B", "lora_A.weight")
+SHAPES = ((), (0,), (32,), (1, 32), (4, 8192), (32, 4), (8192, 32), (8193, 32), (9000, 32), (2, 2, 2), (0, 32))
+
+
+@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_mutant_is_an_adapter_or_refused(data: st.DataObject, zoo: ModelZoo) -> None:
+    """By `adapter inspect` as by a load; what is loaded is of the base's shapes, and rows are of the vocabulary."""
+    base = zoo.base("qwen2", options={**OPTIONS, "tie_word_embeddings": data.draw(st.booleans())})
+    targets = all_targets_of(zoo.oracle(base).model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(
+            shutil.copytree(zoo.own_adapter(base, data.draw(st.sampled_from(sorted(OWN_OPTIONS)))), f"{folder}/a")
+        )
+        edit_config(path, **data.draw(st.dictionaries(st.sampled_from(FIELDS), st.sampled_from(VALUES), max_size=2)))
+        tensors = read_tensors(path)
+        for name in data.draw(st.lists(st.sampled_from(sorted(tensors)), max_size=2, unique=True)):
+            tensor = tensors.pop(name)
+            how = data.draw(st.sampled_from(["drop", "rename", "reshape", "change"]))
+            if how == "rename":
+                module = data.draw(st.sampled_from((EMBED, HEAD, f"{EMBED[:-13]}.norm", name.rpartition(".")[0])))
+                tensors[f"{module}.{data.draw(st.sampled_from(PARTS_OF_ITS_OWN))}"] = tensor
+            elif how == "reshape":
+                tensors[name] = torch.ones(data.draw(st.sampled_from(SHAPES)))
+            elif how == "change":
+                tensors[name] = tensor + 1
+        write_tensors(path, tensors)
+        try:
+            adapter = load(path, targets)
+        except AdapterError:
+            assert not inspect_adapter(path, targets).is_honoured
+            return
+        assert inspect_adapter(path, targets).is_honoured
+        assert_fits(adapter, targets)
+
+
+def assert_fits(adapter: LoRAModel, targets: tuple[LoraTarget, ...]) -> None:
+    vocab_size = adapter.vocab_size or VOCAB_SIZE
+    assert 0 < vocab_size <= VOCAB_SIZE + LIMITS.lora_extra_vocab_size
+    sizes = {
+        part.module_name: (part.full_out_features, t.full_in_features, t.kind) for t in targets for part in t.slices
+    }
+    for layer in adapter:
+        out, width, kind = sizes[layer.module_name]
+        out, width = vocab_size if kind == "head" else out, vocab_size if kind == "embedding" else width
+        whole = {"norm": (out,), "embedding": (width, out)}.get(kind, (out, width))
+        expected = {"lora_a": (layer.rank, width), "lora_b": (out, layer.rank), "weight": whole, "input_gain": (width,)}
+        expected |= dict.fromkeys(("magnitude", "gain", "bias", "lora_bias"), (out,))
+        if layer.row_ids is not None:
+            ids = layer.row_ids.tolist()
+            assert ids == sorted(set(ids))
+            assert 0 <= ids[0] <= ids[-1] < vocab_size
+            expected |= {"row_ids": (len(ids),), "weight": (len(ids), whole[1])}
+        assert {field: tuple(tensor.shape) for field, tensor in layer.tensors.items()}.items() <= expected.items()
+        assert layer.tensors
