@@ -283,12 +283,19 @@ class Shard:
 
 
 class ShardKind(enum.StrEnum):
-    """How a linear is split: `column`: B's rows; `qkv`: by heads (k, v replicated when scarce); `row`: A's columns."""
+    """How a linear is split: `column`: B's rows; `qkv`: by heads (k, v replicated when scarce); `row`: A's columns.
+
+    The others are no linears between two layers: `embedding` (in_features is the vocabulary), `head` (out_features
+    is), `norm` (one vector).
+    """
 
     REPLICATED = "replicated"
     COLUMN = "column"
     QKV = "qkv"
     ROW = "row"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +318,7 @@ class LoraTarget:
 
     name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder
     layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
-    sliced.
+    sliced. is_tied: of a head, whether its weight is the embedding's.
     """
 
     name: str
@@ -321,6 +328,7 @@ class LoraTarget:
     slices: tuple[LoraSlice, ...]
     kind: ShardKind = ShardKind.REPLICATED
     shard: Shard = Shard()
+    is_tied: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------- adapters, weights

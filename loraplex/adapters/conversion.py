@@ -7,6 +7,7 @@
              of rank r * r; where that is above min(in, out), the product itself and an identity
     LoKr     kron(w1, w2) = B A with B = kron(p1, p2), A = kron(q1, q2) for w1 = p1 q1, w2 = p2 q2. p, q are w_a, w_b,
              or the matrix and an identity: the least rank that is exact whatever the numbers
+    VeRA     A = lambda_d vera_A[:, :in], B = lambda_b vera_B[:out], row by row; all modules share vera_A and vera_B
 
 It is computed in float64 and rounded once to float32. A product of two numbers of the file is exact in float64, so each
 number of A and B is off by one rounding at most, as those of a trained LoRA are; in float32, the sums of w_a w_b would
@@ -19,7 +20,7 @@ computes, in pieces: torch would start a pool of threads for each loader thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,10 +55,19 @@ class ModuleCost:
 
 
 def part_shapes(
-    helper: PEFTHelper, rank: int, in_features: int, out_features: int, is_feedforward: bool = False
+    helper: PEFTHelper,
+    rank: int,
+    in_features: int,
+    out_features: int,
+    is_feedforward: bool = False,
+    is_embedding: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """The parts that a module's tensors must be, and their shapes. rank: what the configuration says of the module."""
     match helper.kind:
+        case Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
+            return {}
+        case Kind.LORA if is_embedding:
+            return {"lora_embedding_A": (rank, in_features), "lora_embedding_B": (out_features, rank)}
         case Kind.LORA:
             shapes: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, in_features)}
             shapes["lora_B.weight"] = (out_features, rank)
@@ -75,6 +85,8 @@ def part_shapes(
             return dict(zip(("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), pair * 2, strict=True))
         case Kind.LOKR:
             return _lokr_shapes(helper, rank, in_features, out_features)
+        case Kind.VERA:
+            return {"vera_lambda_b": (out_features,), "vera_lambda_d": (rank,)}
 
 
 def _lokr_shapes(helper: PEFTHelper, rank: int, in_features: int, out_features: int) -> dict[str, tuple[int, ...]]:
@@ -115,7 +127,9 @@ def factor_pair(size: int, factor: int) -> tuple[int, int]:
 
 def file_widths(kind: Kind, shapes: Shapes) -> tuple[int, int] | None:
     """(in, out) of the module that these tensors are for; None when they do not say it. IA3 says one of the two."""
-    pairs = _WIDTH_PARTS.get(kind) or [(w, w) if w in shapes else (f"{w}_b", f"{w}_a") for w in _WS]
+    embedding = ("lora_embedding_A", "lora_embedding_B")
+    pairs = [embedding] if kind is Kind.LORA and not shapes.keys().isdisjoint(embedding) else _WIDTH_PARTS.get(kind)
+    pairs = pairs or [(w, w) if w in shapes else (f"{w}_b", f"{w}_a") for w in _WS]
     sides = [(shapes.get(columns, ()), shapes.get(rows, ())) for columns, rows in pairs]
     if any(len(shape) != 2 for side in sides for shape in side):
         return None
@@ -138,9 +152,9 @@ def cost_of(helper: PEFTHelper, rank: int, in_features: int, out_features: int) 
     match helper.kind:
         case Kind.LORA:
             return ModuleCost(rank, 0)
-        case Kind.IA3:
+        case Kind.IA3 | Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
             return ModuleCost(0, 0)
-        case Kind.ADALORA:
+        case Kind.ADALORA | Kind.VERA:
             served = rank
         case Kind.LOHA:
             served = min(rank * rank, in_features, out_features)
@@ -161,7 +175,7 @@ def converter_of(helper: PEFTHelper) -> Converter | None:
     """What makes a layer's fields of its tensors; None where these are the fields as they are, as of a plain LoRA."""
     if helper.kind is Kind.LORA:
         return _of_dora if helper.use_dora else None
-    return {Kind.ADALORA: _of_adalora, Kind.IA3: _of_ia3, Kind.LOHA: _of_loha, Kind.LOKR: _of_lokr}[helper.kind]
+    return _CONVERTERS.get(helper.kind)
 
 
 def _of_dora(parts: Tensors) -> dict[str, torch.Tensor]:
@@ -200,6 +214,56 @@ def _of_loha(parts: Tensors) -> dict[str, torch.Tensor]:
 def _of_lokr(parts: Tensors) -> dict[str, torch.Tensor]:
     (p1, q1), (p2, q2) = (_factors(parts, name) for name in _WS)
     return {"lora_a": _kron(q1, q2), "lora_b": _kron(p1, p2)}
+
+
+def _of_vera(parts: Tensors) -> dict[str, torch.Tensor]:
+    """vera_a has the module's inputs already: nothing of its own says how many it has."""
+    lambda_b, lambda_d = (_float64(parts[name])[:, None] for name in ("lambda_b", "lambda_d"))
+    vera_a, vera_b = _numbers(parts["vera_a"]), _numbers(parts["vera_b"][: len(lambda_b)])
+    return {
+        "lora_a": _rounded(len(vera_a), vera_a.shape[1], lambda rows: vera_a[rows] * lambda_d[rows]),
+        "lora_b": _rounded(len(vera_b), vera_b.shape[1], lambda rows: vera_b[rows] * lambda_b[rows]),
+    }
+
+
+_CONVERTERS: dict[Kind, Converter] = {
+    Kind.ADALORA: _of_adalora,
+    Kind.IA3: _of_ia3,
+    Kind.LOHA: _of_loha,
+    Kind.LOKR: _of_lokr,
+    Kind.VERA: _of_vera,
+}
+
+# ------------------------------------------------------------------------------------------------- rows of tokens
+
+
+def with_tokens(weight: torch.Tensor | None, tokens: torch.Tensor, token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """A weight with these rows in it, or the rows alone: weight and row_ids, ascending. Exact: float32 where the two
+    differ in dtype."""
+    order = np.argsort(np.array(token_ids, dtype=np.int64))
+    if weight is None:
+        rows = _bits(tokens)[order].copy()
+        ids = torch.from_numpy(np.array(token_ids, dtype=np.int64)[order])
+        return {"weight": torch.from_numpy(rows).view(tokens.dtype), "row_ids": ids}
+    if weight.dtype is not tokens.dtype:
+        weight, tokens = _float32(weight), _float32(tokens)
+    made = _bits(weight).copy()
+    made[np.array(token_ids, dtype=np.int64)] = _bits(tokens)
+    return {"weight": torch.from_numpy(made).view(tokens.dtype)}
+
+
+def are_equal(first: torch.Tensor, second: torch.Tensor, is_transposed: bool = False) -> bool:
+    """Bit for bit."""
+    if first.dtype is not second.dtype:
+        return False
+    bits = _bits(second)
+    return np.array_equal(_bits(first), bits.T if is_transposed else bits)
+
+
+def _bits(tensor: torch.Tensor) -> Array:
+    """As integers: numpy has no bfloat16, and -0 is not 0."""
+    bits: Array = tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).numpy()
+    return bits
 
 
 def _factors(parts: Tensors, name: str) -> tuple[Array, Array]:

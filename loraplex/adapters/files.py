@@ -48,6 +48,8 @@ SAFETENSORS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 BIN_NAME = "adapter_model.bin"
 WEIGHT_NAMES = (SAFETENSORS_NAME, INDEX_NAME, BIN_NAME)
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
+"""Where older vLLM looks for rows of added tokens: to serve without them would be another adapter."""
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 2**16
@@ -162,8 +164,15 @@ class AdapterFolder:
         return document
 
     def weight_name(self) -> str:
-        """The first of WEIGHT_NAMES that exists. Raises AdapterWeightsMissingError."""
+        """The first of WEIGHT_NAMES that exists. Raises AdapterWeightsMissingError.
+
+        Raises AdapterFileFormatError where a file of NEW_EMBEDDINGS lies beside it.
+        """
         self.check()
+        for name in NEW_EMBEDDINGS:
+            if os.path.lexists(self.path / name):
+                text = "is not read; save the adapter with save_embedding_layers=True, which needs no such file"
+                raise AdapterFileFormatError(f"{self.where(name)} {text}")
         for name in WEIGHT_NAMES:
             if os.path.lexists(self.path / name):
                 return name

@@ -19,6 +19,7 @@ from loraplex.adapters.files import (
     BIN_NAME,
     CONFIG_NAME,
     INDEX_NAME,
+    NEW_EMBEDDINGS,
     SAFETENSORS_NAME,
     WEIGHT_NAMES,
     AdapterFolder,
@@ -38,7 +39,7 @@ from loraplex.errors import (
 )
 
 HUB_PREFIX = "hf://"
-WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors")
+WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors", *NEW_EMBEDDINGS)
 REQUEST_TIMEOUT_S = 10.0
 CACHE_PREFIX = "models--"
 MAX_REFERENCE_BYTES = 1024

@@ -11,14 +11,40 @@ from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
 from loraplex.adapters.files import AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import PARTS, PEFT_TYPES, Kind, TensorName, TypeVerdict, unused_reasons
+from loraplex.adapters.kinds import (
+    BASE_WEIGHT,
+    COPY,
+    OWN_PARTS,
+    PARTS,
+    PEFT_TYPES,
+    TOKENS,
+    WEIGHT,
+    Kind,
+    TensorName,
+    TypeVerdict,
+    unused_reasons,
+)
 from loraplex.adapters.regular_file import check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, read_tensors
 from loraplex.adapters.validation import WHY_CALLED, TensorCheck, why_uncalled
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget
+from loraplex.core import LoraTarget, ShardKind
 from loraplex.errors import AdapterBaseMismatchError, AdapterError, AdapterValidationError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFact:
+    """What an adapter has beyond LoRA on linears: what it is, of how many modules, its bytes, and what a step reads."""
+
+    what: str
+    num_modules: int
+    nbytes: int
+    step: str
+
+    def __str__(self) -> str:
+        modules = "" if self.num_modules == 1 else f" of {self.num_modules} modules"
+        return f"{self.what}{modules}, {self.nbytes} bytes; a step reads {self.step}"
 
 
 @dataclass(frozen=True)
@@ -27,7 +53,8 @@ class AdapterReport:
 
     ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if
     unreadable. kind: its peft_type, and whether that is served, converted at load or refused. parts: (number, bytes) of
-    tensors by part. served_ranks, served_nbytes: what is made of a converted adapter, in float32.
+    tensors by part. own: what is beyond LoRA on linears; vocabulary: where the adapter's ends, if its file says it.
+    served_ranks, served_nbytes: what is made of a converted adapter, in float32.
     """
 
     path: str
@@ -41,6 +68,8 @@ class AdapterReport:
     scalings: dict[float, int] | None = None
     dtypes: dict[str, int] | None = None
     parts: dict[str, tuple[int, int]] | None = None
+    own: tuple[OwnFact, ...] = ()
+    vocabulary: str = ""
     served_ranks: dict[int, int] | None = None
     served_nbytes: int = 0
     nbytes: int = 0
@@ -83,6 +112,8 @@ class AdapterReport:
             ),
             ("dtype", counts(self.dtypes, "tensors")),
             *((f"part {part}", f"{count} tensors, {nbytes} bytes") for part, (count, nbytes) in parts),
+            *(("has", str(fact)) for fact in self.own),
+            ("vocabulary", self.vocabulary),
             ("rank", counts(self.ranks, "modules")),
             ("served as", served if self.served_ranks else ""),
             ("scaling", counts(self.scalings, "modules")),
@@ -127,6 +158,8 @@ def inspect_adapter(
         warnings=warnings,
         dtypes=dict(Counter(entry.dtype for entry in names.values())),
         parts=_parts(names),
+        own=_own_facts(names),
+        vocabulary=_vocabulary(names, targets),
         nbytes=file.nbytes,
         num_tensors=len(file.entries),
         weight_file=file.name,
@@ -165,6 +198,57 @@ def _parts(names: dict[TensorName, TensorEntry]) -> dict[str, tuple[int, int]]:
     return found
 
 
+_OF_EMBEDDING, _OF_HEAD = "embed_tokens", "lm_head"
+_SAMPLED = "for the rows that are sampled"
+_ENDS = {
+    (_OF_EMBEDDING, WEIGHT): ("an embedding of its own", "one row for each token"),
+    (_OF_EMBEDDING, BASE_WEIGHT): ("the embedding as it was saved", "one row for each token"),
+    (_OF_EMBEDDING, COPY): ("the embedding once more", "none of it"),
+    (_OF_EMBEDDING, TOKENS): ("trained tokens of the embedding", "a row for each token that is one of them"),
+    (_OF_EMBEDDING, "lora_embedding_A"): ("A of a LoRA of the embedding", "a column for each token"),
+    (_OF_EMBEDDING, "lora_embedding_B"): ("B of a LoRA of the embedding", "all of it"),
+    (_OF_HEAD, WEIGHT): ("an output layer of its own", f"all of it, {_SAMPLED}"),
+    (_OF_HEAD, BASE_WEIGHT): ("the output layer as it was saved", f"all of it, {_SAMPLED}"),
+    (_OF_HEAD, COPY): ("the output layer once more", "none of it"),
+    (_OF_HEAD, TOKENS): ("trained tokens of the output layer", f"all of them, {_SAMPLED}"),
+}
+"""By the end of a module's name and the part: what it is, and what a step reads of it."""
+
+
+def _own_facts(names: dict[TensorName, TensorEntry]) -> tuple[OwnFact, ...]:
+    found: dict[tuple[str, str], list[TensorName]] = {}
+    for name, entry in names.items():
+        leaf = name.module.rpartition(".")[2]
+        known = _ENDS.get((leaf, name.part))
+        if name.part == BASE_WEIGHT and TensorName(name.module, COPY) in names:
+            known = "a layer as it was before training", "none of it"
+        elif known is None and leaf == _OF_HEAD and name.part not in ("bias", *OWN_PARTS):
+            known = "an adapter of the output layer", f"all of it, {_SAMPLED}"
+        elif known is None and name.part in OWN_PARTS:
+            is_norm = len(entry.shape) == 1
+            known = ("own weights of norms", "all") if is_norm else ("own weights of linears", "all, beside the base's")
+        if known is not None:
+            found.setdefault(known, []).append(name)
+    return tuple(
+        OwnFact(what, len({name.module for name in of_it}), sum(names[name].nbytes for name in of_it), step)
+        for (what, step), of_it in sorted(found.items())
+    )
+
+
+def _vocabulary(names: dict[TensorName, TensorEntry], targets: Sequence[LoraTarget] | None) -> str:
+    """By the rows of whole weights of the embedding and the head."""
+    ends = (_OF_EMBEDDING, _OF_HEAD)
+    rows = [
+        entry.shape[0]
+        for name, entry in names.items()
+        if name.part in (WEIGHT, BASE_WEIGHT) and name.module.endswith(ends) and len(entry.shape) == 2
+    ]
+    if not rows:
+        return ""
+    bases = [target.full_in_features for target in targets or () if target.kind is ShardKind.EMBEDDING]
+    return f"{max(rows)} tokens" + (f", the base has {bases[0]}" if bases else "")
+
+
 def _digest(file: WeightFile, names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> tuple[str, list[str]]:
     try:
         _, digest, not_finite = read_tensors(file, ReadPlan.of(names), helper.canonical())
@@ -181,8 +265,8 @@ def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str
     except AdapterValidationError as error:
         return list(error.reasons)
     reasons = helper.unusable_scalings(numbers)
-    if not modules:
-        first = next(iter(PARTS[helper.kind].values()))
+    if not modules and not any(name.part in OWN_PARTS for name in names):
+        first = next(iter(PARTS[helper.kind].values()), WEIGHT)
         reasons.append(f"the file has no {first}: there is no {helper.kind} adapter in it")
     for module, rank in numbers.ranks.items():
         reasons += _odd_parts(module, rank, _entries_of(module, names, helper), helper, module in feedforward)
@@ -197,7 +281,7 @@ def _odd_parts(
     if widths is None and helper.kind is Kind.LOKR:
         yield f"{module}: the file has no lokr_w1 and lokr_w2, each whole or in two factors"
         return
-    wanted = part_shapes(helper, rank, *(widths or (0, 0)), is_feedforward)
+    wanted = part_shapes(helper, rank, *(widths or (0, 0)), is_feedforward, "lora_embedding_A" in found)
     rule = f"its rank should be {rank}"
     if helper.kind is Kind.IA3:
         rule = f"feedforward_modules calls for {'[1, in]' if is_feedforward else '[out, 1]'}"
@@ -218,7 +302,7 @@ def _entries_of(module: str, names: dict[TensorName, TensorEntry], helper: PEFTH
 
 
 def _modules(names: dict[TensorName, TensorEntry]) -> tuple[str, ...]:
-    return tuple(sorted({name.module for name in names if name.part != "bias"}))
+    return tuple(sorted({name.module for name in names if name.module and name.part not in ("bias", *OWN_PARTS)}))
 
 
 @dataclass(frozen=True)

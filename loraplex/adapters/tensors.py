@@ -2,12 +2,25 @@
 
 Then all are read, hashed and looked at for NaN and Inf in a few calls, none of which holds the interpreter's lock while
 it goes over the bytes.
+
+An adapter's identity is what it computes, whatever it is called and however it is filed:
+
+    adapter_digest = blake2b-256( "loraplex-adapter-1" | len(canonical) | canonical
+                                  | for each tensor, sorted by canonical name: len(line) | line | bytes )
+    line           = JSON [canonical name, dtype, shape]
+    bytes          = the tensor's elements, row-major, little-endian
+
+Lengths are 8 bytes, little-endian. `canonical` is PEFTHelper.canonical(): all of the configuration that changes what
+given tensors compute. Not in it: file names, shards, prefixes of tensor names, peft_version, the base's path,
+target_modules (the tensors say it).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -16,7 +29,6 @@ import numpy as np
 import torch
 
 from loraplex.adapters.bin_file import read_bin
-from loraplex.adapters.digest import adapter_digest, digest_line
 from loraplex.adapters.files import (
     BIN_NAME,
     MAX_TENSORS,
@@ -30,6 +42,7 @@ from loraplex.adapters.kinds import TensorName
 from loraplex.adapters.regular_file import RegularFile
 from loraplex.errors import AdapterTruncatedError
 
+TAG = b"loraplex-adapter-1"
 ALIGNMENT = 64
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 EXPONENTS = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
@@ -124,6 +137,24 @@ class ReadPlan:
             runs[-1].append(index)
             place = entry.shard, entry.offset + entry.nbytes
         return tuple(tuple(run) for run in runs)
+
+
+def digest_line(canonical_name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """What stands before a tensor's bytes."""
+    return _sized(json.dumps([canonical_name, dtype, shape], separators=(",", ":")).encode())
+
+
+def adapter_digest(canonical: bytes, tensors: Iterable[tuple[bytes, memoryview]]) -> str:
+    """(line, bytes) of each tensor, in the order of their canonical names."""
+    content = hashlib.blake2b(TAG + _sized(canonical), digest_size=32)
+    for line, data in tensors:
+        content.update(line)
+        content.update(data)  # releases the interpreter lock
+    return content.hexdigest()
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
 
 
 def read_tensors(file: WeightFile, plan: ReadPlan, canonical: bytes) -> tuple[torch.Tensor, str, list[str]]:

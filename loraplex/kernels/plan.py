@@ -190,6 +190,9 @@ class SliceWeights:
     lora_a [rank, in] and lora_b [out, rank] come together or not at all; bias [out] is additive and already scaled.
     gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too, so it is there in
     targets of one slice only.
+
+    weight is the adapter's own, in place of the base's: [out, in] of a linear, [hidden] of a norm, rows [n, hidden] of
+    an embedding or a head. row_ids int64 [n], ascending: which tokens these rows are of; None: of 0 to n - 1.
     """
 
     lora_a: torch.Tensor | None
@@ -198,6 +201,8 @@ class SliceWeights:
     scaling: float
     gain: torch.Tensor | None = None
     input_gain: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    row_ids: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -205,7 +210,7 @@ class SliceWeights:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        parts = (self.lora_a, self.lora_b, self.bias, self.gain, self.input_gain)
+        parts = (self.lora_a, self.lora_b, self.bias, self.gain, self.input_gain, self.weight, self.row_ids)
         return tuple(t for t in parts if t is not None)
 
 
@@ -221,6 +226,9 @@ class SliceLayout:
     dtype: torch.dtype
     gain_offset: int = ABSENT
     input_gain_offset: int = ABSENT
+    weight_offset: int = ABSENT
+    row_ids_offset: int = ABSENT
+    num_rows: int = 0
 
     @property
     def offsets(self) -> tuple[int, int, int, int, int]:

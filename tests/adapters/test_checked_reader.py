@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from loraplex.adapters import weights
-from loraplex.adapters.digest import digest_line
 from loraplex.adapters.format import PEFTHelper
+from loraplex.adapters.tensors import digest_line
 from loraplex.adapters.validation import TensorCheck
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.config import LoRAConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from tests.adapters.peft_oracle import (
     peft_reads,
     read_tensors,
     save_kind,
+    targets_of,
     tuned_layers,
 )
 
@@ -70,6 +72,9 @@ CONVERTED: list[tuple[str, dict[str, Any]]] = [
         "LoKr",
         {"target_modules": ["v_proj", "gate_proj"], "r": 2, "decompose_factor": 5, "alpha_pattern": {"v_proj": 1}},
     ),
+    ("Vera", {"target_modules": ["q_proj"], "r": 5}),
+    ("Vera", {"target_modules": ["k_proj", "down_proj", "up_proj"], "r": 9, "layers_to_transform": [0, 2]}),
+    ("Vera", {"target_modules": "all-linear", "r": 2, "projection_prng_key": 7}),
     ("AdaLora", {"target_modules": ATTENTION, "init_r": 6, "lora_alpha": 9, "total_step": 10}),
     ("AdaLora", {"target_modules": ["q_proj"], "init_r": 1, "total_step": 10, "layers_to_transform": [1]}),
 ]
@@ -319,3 +324,46 @@ def test_lora_dtype_converts_a_and_b_alone(lora_dtype: str, tmp_path: Path) -> N
         model = load(tmp_path / name, targets, LoRAConfig(lora_dtype=lora_dtype))
         assert {(field, tensor.dtype) for layer in model for field, tensor in layer.tensors.items()} == fields
         assert model.adapter_digest == load(tmp_path / name, targets).adapter_digest
+
+
+# ------------------------------------------------------------------------- initialisations that change the base weights
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+def test_the_call_that_a_refusal_names_makes_a_plain_lora(init: str, tmp_path: Path) -> None:
+    """Saved before training and after it, as the message says: the converted file is a delta to the base as it is."""
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=init, task_type="CAUSAL_LM")
+    base = new_base("llama")
+    weights = {name: parameter.detach().clone().double() for name, parameter in base.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config)
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(tmp_path / "initial")
+        model.peft_config["default"].init_lora_weights = init
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(tmp_path / "trained")
+        initial = str(tmp_path / "initial")
+        model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=initial)
+    (reason,) = PEFTHelper.from_local_dir(tmp_path / "trained").reasons(LoRAConfig())
+    assert "model.save_pretrained(path, path_initial_model_for_weight_conversion=initial)" in reason
+    adapter = load(tmp_path / "plain", targets_of(new_base("llama")))
+    merged = model.merge_and_unload()
+    assert len(adapter.layers) == 6
+    for layer in adapter:
+        ours = weights[f"{layer.module_name}.weight"] + delta(layer)
+        torch.testing.assert_close(
+            ours, merged.get_submodule(layer.module_name).weight.detach().double(), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_loftq_is_to_be_merged() -> None:
+    """Its base was quantised: no delta to the base as it is says that."""
+    (reason,) = PEFTHelper.from_dict(
+        {"r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "peft_type": "LORA", "init_lora_weights": "loftq"}
+    ).reasons(LoRAConfig())
+    assert "merge_and_unload()" in reason
+    assert "path_initial_model_for_weight_conversion" not in reason

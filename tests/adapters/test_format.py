@@ -240,7 +240,7 @@ def test_empty_target_modules_change_nothing_and_are_refused() -> None:
     assert "target_modules is empty" in reasons(target_modules=[])[0]
 
 
-@pytest.mark.parametrize("peft_type", ["VERA", "XLORA", "BOFT", "PROMPT_TUNING", "lora", "loha", 3])
+@pytest.mark.parametrize("peft_type", ["MISS", "XLORA", "BOFT", "PROMPT_TUNING", "lora", "loha", 3])
 def test_another_peft_type_is_refused(peft_type: Any) -> None:
     assert "peft_type must be 'LORA'" in reasons(peft_type=peft_type)[0]
 

@@ -48,6 +48,7 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "adalora": lambda: peft.AdaLoraConfig(init_r=4, target_modules=TARGETS, total_step=10),
     "loha": lambda: peft.LoHaConfig(r=3, target_modules=TARGETS),
     "lokr": lambda: peft.LoKrConfig(r=2, target_modules=TARGETS),
+    "vera": lambda: peft.VeraConfig(r=3, target_modules=TARGETS),
 }
 
 
@@ -121,6 +122,7 @@ DIGESTS = {
     "adalora": "c412d32451d53b5f92a40103021237044bd9b437a5f794b35a3f745635fb94af",
     "loha": "9b8e70925b7f07c8bfcae0516e94e04f5ed9596507d3518e9590fac1ece34393",
     "lokr": "9a321ced8786a794c2a586e714b40388a4349b5b9badd10180e173bca3a0bc10",
+    "vera": "251fe701fc7bd500ff1fa0dda0602f1a45175714949dcbcda37b9d4203e48d29",
 }
 """Of adapters whose numbers are all one half: they are written to disk."""
 
@@ -272,6 +274,15 @@ def put(name: str, value: torch.Tensor) -> Callable[[Tensors], None]:
         ("lokr", put(f"{Q}.lokr_w2_b", torch.full((2, 8), float("nan"))), ["lokr_w2_b", "NaN"]),
         ("lokr", put(Q.replace("q_proj", "k_proj.lokr_w1"), torch.ones(4, 4)), ["k_proj", "does not name"]),
         ("lokr", lambda tensors: tensors.clear(), ["no tensors for it"]),
+        ("vera", drop("base_model.vera_A"), ["the file has no vera_A", "save_projection=True"]),
+        ("vera", put("base_model.vera_B", torch.ones(32, 2)), ["'base_model.vera_B' has shape [32, 2]", "[32, 3]"]),
+        ("vera", put("base_model.vera_A", torch.ones(48, 3)), ["'base_model.vera_A' has shape [48, 3]", "[3, 48]"]),
+        ("vera", put("base_model.vera_A", torch.full((3, 48), float("nan"))), ["vera_A", "NaN"]),
+        ("vera", put("base_model.vera_A.default", torch.ones(3, 48)), ["the same part"]),
+        ("vera", put(f"{Q}.vera_A", torch.ones(3, 32)), ["the file has vera_A but"]),
+        ("vera", put(f"{Q}.vera_lambda_b", torch.ones(31)), ["[31]", "[32]"]),
+        ("vera", put(f"{Q}.vera_lambda_d", torch.ones(4)), ["[4]", "[3]"]),
+        ("vera", drop(f"{Q}.vera_lambda_d"), ["the file has no vera_lambda_d"]),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason(
@@ -297,6 +308,10 @@ KEPT = [True, False, True, True]
         ("ia3", {"feedforward_modules": []}, ["[1, 48]", "[32, 1]"]),
         ("ia3", {"layers_to_transform": [0]}, ["layers_to_transform", "not a known field"]),
         ("adalora", {"init_r": 3}, ["[4, 32]", "[3, 32]"]),
+        ("vera", {"r": 4}, ["has shape [3, 48], expected [4, 48]"]),
+        ("vera", {"save_projection": False}, ["save_projection must be true", "peft.save_as_lora(path, model, rank)"]),
+        ("vera", {"bias": "vera_only"}, ["bias must be 'none' of a VeRA"]),
+        ("vera", {"exclude_modules": ["k_proj"]}, ["exclude_modules", "not a known field"]),
         ("adalora", {"rank_pattern": {"model.layers.0.self_attn.q_proj.lora_E": KEPT}}, ["[4, 32]", "[3, 32]"]),
         ("adalora", {"rank_pattern": {"model.layers.0.x.lora_E": KEPT}}, ["'model.layers.0.x', which is no target"]),
         ("adalora", {"rank_pattern": {"model.layers.0.self_attn.q_proj.lora_E": KEPT[1:]}}, ["a list of 4 times"]),
@@ -623,11 +638,11 @@ def test_inspect_explains_the_kind_its_parts_and_what_they_cost(name: str, lines
 
 def test_inspect_says_why_a_type_is_not_served(saved: Saved) -> None:
     path = saved.copy("loha")
-    edit_config(path, peft_type="VERA")
+    edit_config(path, peft_type="MISS")
     for targets in (None, saved.targets):
         report = inspect_adapter(path, targets)
         (reason,) = report.reasons
-        assert "got 'VERA', which is not served yet: scales one pair of random matrices" in reason
+        assert "got 'MISS', which is not served: adds one small matrix, repeated" in reason
         assert "peft.save_as_lora" in reason
         assert "kind: of another method, refused" in report.describe()
     assert saved.refused(path) == report.reasons
