@@ -3,6 +3,8 @@
     base = zoo.base("qwen3")                   a directory in Hugging Face's format, with a tokenizer
     adapter = zoo.adapter(base, LoraConfig(r=8, target_modules=["q_proj"]))
                                                a directory as PEFT saves it, B not zero
+    adapter = zoo.own_adapter(base, "saved head")
+                                               one of OWN_OPTIONS: what is more than LoRA on linears
     oracle = zoo.oracle(base, adapter)         transformers + peft, merged where that is possible
     case = zoo.fit_case(base, adapter)         a prompt and the oracle's 64 greedy tokens
 
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import PeftConfig
 
 VOCAB_SIZE = 8192
 HIDDEN_SIZE = 64
@@ -90,6 +92,54 @@ KIND_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "LoKr of a full factor": ("LoKrConfig", {"r": 64, "alpha": 16, "target_modules": ["q_proj"]}),
 }
 """Class of the configuration and its arguments, for each kind of adapter beside plain LoRA."""
+
+_ON_Q = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+_SOME_TOKENS = list(range(8000, 3, -5))
+_SAVED = ["embed_tokens", "lm_head"]
+OWN_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
+    "LoRA of the embedding": ("LoraConfig", {**_ON_Q, "target_modules": ["embed_tokens", "q_proj"]}, None),
+    "LoRA of the head": ("LoraConfig", {**_ON_Q, "target_modules": ["lm_head", "v_proj"]}, None),
+    "LoRA of both": ("LoraConfig", {**_ON_Q, "use_rslora": True, "target_modules": ["embed_tokens", "lm_head"]}, None),
+    "LoRA of both, tied": ("LoraConfig", {**_ON_Q, "target_modules": _SAVED, "ensure_weight_tying": True}, None),
+    "AdaLoRA of the head": ("AdaLoraConfig", {"init_r": 16, "target_modules": ["lm_head"], "total_step": 9}, None),
+    "LoHa of the head": ("LoHaConfig", {"r": 8, "alpha": 4, "target_modules": ["lm_head", "k_proj"]}, None),
+    "saved embedding": ("LoraConfig", {**_ON_Q, "modules_to_save": ["embed_tokens"]}, None),
+    "saved head": ("LoraConfig", {**_ON_Q, "modules_to_save": ["lm_head"]}, None),
+    "saved embedding and head": ("LoraConfig", {**_ON_Q, "modules_to_save": _SAVED}, None),
+    "saved, tied": ("LoraConfig", {**_ON_Q, "modules_to_save": ["lm_head"], "ensure_weight_tying": True}, None),
+    "saved norms": ("LoraConfig", {**_ON_Q, "modules_to_save": ["norm"]}, None),
+    "saved linears": (
+        "LoraConfig",
+        {**_ON_Q, "target_modules": "all-linear", "modules_to_save": ["0.self_attn.q_proj", "k_proj", "down_proj"]},
+        None,
+    ),
+    "a saved MLP": ("LoraConfig", {**_ON_Q, "modules_to_save": ["layers.0.mlp"]}, None),
+    "IA3 with a saved head": (
+        "IA3Config",
+        {"target_modules": ["k_proj"], "feedforward_modules": [], "modules_to_save": ["lm_head"]},
+        None,
+    ),
+    "trained tokens": ("LoraConfig", {**_ON_Q, "trainable_token_indices": _SOME_TOKENS}, None),
+    "trained tokens apart": (
+        "LoraConfig",
+        {**_ON_Q, "trainable_token_indices": {"embed_tokens": _SOME_TOKENS, "lm_head": [5, *_SOME_TOKENS]}},
+        None,
+    ),
+    "trained tokens of the head": ("LoraConfig", {**_ON_Q, "trainable_token_indices": {"lm_head": _SOME_TOKENS}}, None),
+    "TrainableTokens": ("TrainableTokensConfig", {"token_indices": _SOME_TOKENS}, None),
+    "LN tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm", "post_attention_layernorm", "norm"]}, None),
+    "added tokens": ("LoraConfig", _ON_Q, VOCAB_SIZE + 200),
+    "added tokens, LoRA of both": ("LoraConfig", {**_ON_Q, "target_modules": _SAVED}, VOCAB_SIZE + 200),
+    "added tokens, saved": ("LoraConfig", {**_ON_Q, "modules_to_save": _SAVED}, VOCAB_SIZE + 200),
+    "added tokens, trained": (
+        "LoraConfig",
+        {**_ON_Q, "trainable_token_indices": [VOCAB_SIZE + 199, VOCAB_SIZE + 1, *_SOME_TOKENS]},
+        VOCAB_SIZE + 200,
+    ),
+    "fewer tokens": ("LoraConfig", {**_ON_Q, "modules_to_save": _SAVED}, VOCAB_SIZE - 100),
+}
+"""Class of the configuration, its arguments, and the vocabulary that the model is resized to before (None: is not), for
+what an adapter has beyond linears: LoRA of the embedding and the head, weights and rows of its own, added tokens."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
@@ -174,6 +224,7 @@ class ModelZoo:
         self._root = root
         self._bases: dict[str, Path] = {}
         self._adapters: dict[str, Path] = {}
+        self._vocab_sizes: dict[Path, int] = {}
         self._oracles: dict[tuple[Path, Path | None], Oracle] = {}
         self._fit_prompts: dict[tuple[Path, Path | None, int, int, int], list[GreedyCase]] = {}
 
@@ -196,22 +247,46 @@ class ModelZoo:
         return self._bases[key]
 
     def adapter(
-        self, base: Path, config: LoraConfig, *, seed: int = 1, strength: float = 0.5, dtype: str = "float32"
+        self,
+        base: Path,
+        config: PeftConfig,
+        *,
+        seed: int = 1,
+        strength: float = 0.5,
+        dtype: str = "float32",
+        vocab_size: int | None = None,
     ) -> Path:
-        """A random PEFT adapter for `base`; `strength` is the size of its update against the base's output."""
-        key = json.dumps([str(base), _plain(config.to_dict()), seed, strength, dtype], sort_keys=True)
+        """A random PEFT adapter for `base`; `strength` is the size of its update against the base's output.
+
+        vocab_size: what the model is resized to before.
+        """
+        key = json.dumps([str(base), _plain(config.to_dict()), seed, strength, dtype, vocab_size], sort_keys=True)
         if key not in self._adapters:
             path = self._root / f"adapter-{len(self._adapters)}"
             model = copy.deepcopy(self.oracle(base).model)
+            if vocab_size is not None:
+                resize(model, vocab_size, seed=seed)
+                self._vocab_sizes[path] = vocab_size
             write_adapter(path, model, copy.deepcopy(config), seed=seed, strength=strength, dtype=dtype)
             self._adapters[key] = path
         return self._adapters[key]
+
+    def own_adapter(self, base: Path, name: str, **options: Any) -> Path:
+        """The adapter of OWN_OPTIONS; options: those of `adapter`."""
+        import peft
+
+        config_class, arguments, vocab_size = OWN_OPTIONS[name]
+        config: PeftConfig = getattr(peft, config_class)(**copy.deepcopy(dict(arguments)))
+        return self.adapter(base, config, vocab_size=vocab_size, **options)
 
     def oracle(self, base: Path, adapter: Path | None = None) -> Oracle:
         """The base, or the base with the adapter merged into it (left unmerged where PEFT cannot merge it)."""
         key = (base, adapter)
         if key not in self._oracles:
-            self._oracles[key] = Oracle(_load_base(base) if adapter is None else _load_merged(base, adapter))
+            vocab_size = None if adapter is None else self._vocab_sizes.get(adapter)
+            self._oracles[key] = Oracle(
+                _load_base(base) if adapter is None else _load_merged(base, adapter, vocab_size)
+            )
         return self._oracles[key]
 
     def fit_case(
@@ -231,7 +306,8 @@ class ModelZoo:
     ) -> list[GreedyCase]:
         """`count` different prompts of `length` tokens on which the oracle is fit; the search is seeded by `seed`."""
         cases = self._fit_prompts.setdefault((base, adapter, length, num_tokens, seed), [])
-        batches = _prompt_batches(length, seed)
+        vocab_size = VOCAB_SIZE if adapter is None else self._vocab_sizes.get(adapter, VOCAB_SIZE)
+        batches = _prompt_batches(length, seed, vocab_size)
         while len(cases) < count:
             prompts = next(batches, None)
             assert prompts is not None, f"no fit prompts for {base.name} with {adapter}: found {len(cases)} of {count}"
@@ -242,11 +318,13 @@ class ModelZoo:
         return cases[:count]
 
 
-def _prompt_batches(length: int, seed: int, batch_size: int = 16, num_batches: int = 20) -> Iterator[list[list[int]]]:
+def _prompt_batches(
+    length: int, seed: int, vocab_size: int, batch_size: int = 16, num_batches: int = 20
+) -> Iterator[list[list[int]]]:
     """Random prompts, never a special token, the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_batches):
-        yield torch.randint(3, VOCAB_SIZE, (batch_size, length), generator=generator).tolist()
+        yield torch.randint(3, vocab_size, (batch_size, length), generator=generator).tolist()
 
 
 # -------------------------------------------------------------------------------------------------------- writing files
@@ -327,7 +405,7 @@ def _gain(name: str, depth: float) -> float:
 
 
 def write_adapter(
-    path: Path, model: torch.nn.Module, config: LoraConfig, *, seed: int, strength: float, dtype: str
+    path: Path, model: torch.nn.Module, config: PeftConfig, *, seed: int, strength: float, dtype: str
 ) -> None:
     """Wrap `model` (which is changed), draw every tensor that the adapter has, and save it as PEFT does."""
     import peft
@@ -340,19 +418,41 @@ def write_adapter(
         wrapped.to(getattr(torch, dtype)).save_pretrained(path)
 
 
+@torch.no_grad()
+def resize(model: Any, vocab_size: int, *, seed: int) -> None:
+    """Rows of new tokens are drawn as the base's are, so that they are said."""
+    old_size = model.config.vocab_size
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    torch.manual_seed(seed)
+    for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+        weight[old_size:].normal_(0, _gain("embed_tokens", 1) / math.sqrt(weight.shape[1]))
+
+
 _ADAPTER_PART = re.compile(r"\.(?:lora_|hada_|lokr_|ia3_)")
+_OWN_PART = re.compile(r"\.(?:modules_to_save|trainable_tokens_delta|ln_tuning_layers)\.")
 
 
 @torch.no_grad()
 def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
     """A ~ N(0, 1/in); B so that the update is `strength` of the base's output; biases (LoRA's or not) ~ N(0, 0.1^2).
 
-    Gains and magnitudes are within a third of what they begin with; factors of LoHa and LoKr as small as B is.
+    Gains, magnitudes and norms are within a third of what they begin with; factors of LoHa and LoKr as small as B is.
+    Other weights of its own differ from the base's by `strength`.
     """
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         layer: Any = modules.get(_ADAPTER_PART.split(name)[0])
-        if "lora_A" in name:
+        if _OWN_PART.search(name) and not name.endswith("bias"):
+            if parameter.dim() == 1:
+                parameter *= torch.empty_like(parameter).uniform_(1 - strength / 1.5, 1 + strength / 1.5)
+            else:
+                parameter += strength * parameter.std() * torch.randn_like(parameter)
+        elif "lora_embedding_A" in name:
+            parameter.normal_(0, 1)
+        elif "lora_embedding_B" in name:
+            spread = strength * layer.weight.std().item() / layer.scaling["default"]
+            parameter.normal_(0, spread / math.sqrt(parameter.shape[1]))
+        elif "lora_A" in name:
             parameter.normal_(0, 1 / math.sqrt(parameter.shape[1]))
         elif "lora_B" in name and not name.endswith("bias"):
             scaling = layer.scaling["default"] / float(getattr(layer, "ranknum", {}).get("default", 1))
@@ -365,6 +465,18 @@ def _draw_adapter(model: torch.nn.Module, strength: float) -> None:
             parameter.normal_(0, _factor_std(layer, strength))
         elif name.endswith("bias") and parameter.requires_grad:
             parameter.normal_(0, 0.1)
+    _tie_adapters(model)
+
+
+def _tie_adapters(model: Any) -> None:
+    """With ensure_weight_tying, the head's A and B are the embedding's, transposed."""
+    config = model.peft_config["default"]
+    if not getattr(config, "target_modules_to_tie", None):
+        return
+    base = model.get_base_model()
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    head.lora_A["default"].weight.copy_(embedding.lora_embedding_B["default"].T)
+    head.lora_B["default"].weight.copy_(embedding.lora_embedding_A["default"].T)
 
 
 def _factor_std(layer: Any, strength: float) -> float:
@@ -395,17 +507,26 @@ def _load_base(path: Path) -> torch.nn.Module:
     return model
 
 
-def _load_merged(base: Path, adapter: Path) -> torch.nn.Module:
+def _load_merged(base: Path, adapter: Path, vocab_size: int | None) -> torch.nn.Module:
     import peft
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = peft.PeftModel.from_pretrained(_load_base(base), adapter)
+        loaded: Any = _load_base(base)
+        if vocab_size is not None:
+            loaded.resize_token_embeddings(vocab_size, mean_resizing=False)
+        model: Any = peft.PeftModel.from_pretrained(loaded, adapter)
         merged: torch.nn.Module = model.merge_and_unload() if _can_merge(model) else model
     return merged
 
 
 def _can_merge(model: torch.nn.Module) -> bool:
-    """`lora_bias` on a layer without a bias has nowhere to be merged into."""
+    """`lora_bias` on a layer without a bias has nowhere to be merged into; a merge into tied weights changes both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    ends = (model.get_base_model().get_input_embeddings(), model.get_base_model().get_output_embeddings())
+    if any(isinstance(end, BaseTunerLayer | AuxiliaryTrainingWrapper) for end in ends):
+        return False
     layers = [m for m in model.modules() if getattr(m, "lora_bias", None)]
     return not any(any(m.lora_bias.values()) and m.get_base_layer().bias is None for m in layers)
