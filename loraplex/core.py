@@ -318,7 +318,7 @@ class LoraTarget:
 
     name: dotted name of the (fused) linear, e.g. `model.layers.0.self_attn.qkv_proj`; layer: index of the decoder
     layer; in_features: this shard's inputs (`full_in_features` the checkpoint's); shard and kind: how A and B are
-    sliced.
+    sliced. is_tied: of a head, whether its weight is the embedding's.
     """
 
     name: str
@@ -328,6 +328,7 @@ class LoraTarget:
     slices: tuple[LoraSlice, ...]
     kind: ShardKind = ShardKind.REPLICATED
     shard: Shard = Shard()
+    is_tied: bool = False
 
     @property
     def is_linear(self) -> bool:
