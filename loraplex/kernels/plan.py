@@ -255,6 +255,7 @@ class SlotTable:
         self.num_rows = sum(len(t.slices) for t in ordered if t.kind not in NOT_OF_KERNELS)
         self._allocate_columns()
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
+        self._taken: set[int] = set()
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
         """Per lora_slot: first row of a target -> what a backend made of that block, until it changes."""
         self.max_rank = 0
@@ -319,6 +320,7 @@ class SlotTable:
                 self._write(row, lora_slot, self._entry(block_offset, layout))
         self.expect(*_facts_of(layouts))
         self._mark(lora_slot)
+        self._taken.add(lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self._note(lora_slot, first_row, layouts)
         self.derived[lora_slot].pop(first_row, None)
@@ -384,6 +386,7 @@ class SlotTable:
             column[image.rows, lora_slot] = values
         self.expect(*image.facts)
         self._mark(lora_slot)
+        self._taken.add(lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
         for first_row, layouts in image.special_blocks:
             self._note(lora_slot, first_row, layouts)
@@ -407,6 +410,7 @@ class SlotTable:
         for column in self._host:
             column[:, lora_slot] = 0
         self._mark(lora_slot)
+        self._taken.discard(lora_slot)
         self._placed[lora_slot].clear()
         self.derived[lora_slot].clear()
         for slots in (self.own_layers, self.embedding_slots, self.head_slots, self.own_slots):
@@ -414,8 +418,9 @@ class SlotTable:
         self.vocab_sizes.pop(lora_slot, None)
 
     def is_clear(self, lora_slot: int) -> bool:
+        """Whether no adapter is there; one may be without any block, where it has nothing that the base has not."""
         self._check_slot(lora_slot)
-        return not self._placed[lora_slot]
+        return lora_slot not in self._taken
 
     def largest_rank(self, lora_slots: Sequence[int]) -> int:
         """Of the adapters in these slots; 0 for none."""

@@ -297,7 +297,9 @@ class ParallelLMHead:
         self._shared = tied_to if tied_to is not None and tied_to.is_head else None
         self._own: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
         slices = stack_slices([(name, vocab_size)], [_share(vocab_size, setup.shard)], False)
-        self.target = LoraTarget(name, layer, hidden_size, hidden_size, slices, ShardKind.HEAD, setup.shard)
+        self.target = LoraTarget(
+            name, layer, hidden_size, hidden_size, slices, ShardKind.HEAD, setup.shard, is_tied=tied_to is not None
+        )
 
     @property
     def weight(self) -> LinearWeight:
