@@ -51,13 +51,14 @@ WHOLE = Shard()
 
 
 class _Linears:
-    """The linears of a model in order, each wrapped for LoRA when the model serves adapters."""
+    """The linears and the norms of a model in order, each wrapped for LoRA when the model serves adapters."""
 
     def __init__(self, enable_lora: bool) -> None:
         self._enable_lora = enable_lora
         self.bare: list[ParallelLinear] = []
         self.norms: list[RMSNorm] = []
-        self.wrapped: list[BaseLayerWithLoRA | RMSNormWithLoRA] = []
+        self.wrapped: list[BaseLayerWithLoRA] = []
+        self.wrapped_norms: list[RMSNormWithLoRA] = []
 
     def add(self, linear: ParallelLinear) -> Linear:
         self.bare.append(linear)
@@ -72,7 +73,7 @@ class _Linears:
         if not self._enable_lora:
             return norm
         layer = RMSNormWithLoRA(norm)
-        self.wrapped.append(layer)
+        self.wrapped_norms.append(layer)
         return layer
 
 
@@ -293,7 +294,9 @@ class Decoder:
             raise ModelConfigError(
                 "the model was built without LoRA (enable_lora=False): no adapters can be bound to it"
             )
-        for layer in (*self._linears.wrapped, self._embedding, self._head):
+        for linear in self._linears.wrapped:
+            linear.set_lora_info(table, backend)
+        for layer in (*self._linears.wrapped_norms, self._embedding, self._head):
             layer.set_lora_info(table, backend)
         self._table = table
         self._run_layers = self._ops.captured(self._forward_layers)

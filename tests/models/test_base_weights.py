@@ -34,8 +34,9 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: 
 
 
 def modules_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
-    """Name of each module that an adapter may act on -> (inputs, outputs)."""
-    return {s.module_name: (t.in_features, s.out_features) for t in decoder.lora_targets() for s in t.slices}
+    """Name of each linear that an adapter may act on -> (inputs, outputs)."""
+    targets = [target for target in decoder.lora_targets() if target.is_linear]
+    return {s.module_name: (t.in_features, s.out_features) for t in targets for s in t.slices}
 
 
 def draw(in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
