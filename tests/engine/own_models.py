@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from loraplex.adapters.weights import LoRALayerWeights, LoRAModel
-from loraplex.core import Request, SamplingParams
+from loraplex.core import AdapterId, Request, SamplingParams, TokenLogprobs, TokenOutput
 from loraplex.engine.engine import EngineCore
 from tests.fixtures import VOCAB_SIZE, Oracle
 
@@ -139,23 +139,56 @@ KINDS: Mapping[str, Callable[[Any, Draw], Sequence[LoRALayerWeights]]] = {
 }
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a request drew, and with what log probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...] = ()
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
+
+
 def ask(
     engine: EngineCore, cases: Sequence[tuple[OwnModel | None, Sequence[int]]], max_tokens: int, **params: Any
-) -> list[tuple[int, ...]]:
-    """Greedy tokens of prompts, all in one batch as far as there is room. Errors are raised as assertions."""
-    said: dict[str, list[int]] = {}
+) -> list[Said]:
+    """All in one batch as far as there is room; greedy unless `params` say otherwise. No request may fail."""
+    outputs: dict[str, list[TokenOutput]] = {}
     options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params}
     for index, (own, prompt) in enumerate(cases):
-        request_id = f"r{index}"
-        said[request_id] = []
-        adapter_id, digest = (None, "") if own is None else (own.model.adapter_id, own.model.adapter_digest)
-        sampling = SamplingParams(**options)
-        outputs = engine.add_request(
-            Request(request_id, tuple(prompt), sampling, max_tokens, 7, adapter_id=adapter_id, adapter_digest=digest)
-        )
-        assert not outputs, outputs
+        request = request_of(f"r{index}", own, prompt, SamplingParams(**options), max_tokens)
+        outputs[request.request_id] = []
+        assert engine.add_request(request) == []
     while engine.has_unfinished:
         for output in engine.step():
             assert output.error is None, output.error
-            said[output.request_id] += output.token_ids
-    return [tuple(tokens) for tokens in said.values()]
+            outputs[output.request_id].append(output)
+        if engine.is_stalled and engine.has_unfinished:
+            engine.adapters.wait_for_change(0.05)
+    return [_said(each) for each in outputs.values()]
+
+
+def request_of(
+    request_id: str, own: OwnModel | None, prompt: Sequence[int], params: SamplingParams, max_tokens: int = 1
+) -> Request:
+    adapter_id, digest = (None, "") if own is None else (own.model.adapter_id, own.model.adapter_digest)
+    return Request(
+        request_id,
+        tuple(prompt),
+        params,
+        max_tokens,
+        7,
+        adapter_id=adapter_id and AdapterId(adapter_id),
+        adapter_digest=digest,
+    )
+
+
+def _said(outputs: Sequence[TokenOutput]) -> Said:
+    return Said(
+        tuple(token for each in outputs for token in each.token_ids),
+        tuple(_floats(entry) for each in outputs for entry in each.logprobs or ()),
+        tuple(_floats(entry) for each in outputs for entry in each.prompt_logprobs or ()),
+    )
+
+
+def _floats(entries: TokenLogprobs) -> dict[int, float]:
+    return {token_id: entry.logprob for token_id, entry in entries.items()}
