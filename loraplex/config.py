@@ -119,7 +119,9 @@ class LoRAConfig:
         True, "support for adapters with `bias` or `lora_bias`; off: such adapters are refused"
     )
     fully_sharded_loras: bool = setting(False, "vLLM's option; on is refused until there is tensor parallelism")
-    lora_extra_vocab_size: int = setting(0, "vLLM's option; only 0: adapters with added tokens are not supported yet")
+    lora_extra_vocab_size: int = setting(
+        256, "most tokens that an adapter may add to the base model's vocabulary (vLLM's name); 0: none"
+    )
     disk_memory_bytes: int = setting(
         DEFAULT_DISK_BYTES,
         "disk bytes for packed adapters, which load faster than from their source; 0: none",
@@ -191,9 +193,8 @@ class LoRAConfig:
         _require(self.num_loader_threads >= 1, f"num_loader_threads must be >= 1, got {self.num_loader_threads}")
         _require(not self.fully_sharded_loras, "fully_sharded_loras=True is not supported yet; remove it")
         _require(
-            self.lora_extra_vocab_size == 0,
-            f"lora_extra_vocab_size={self.lora_extra_vocab_size} is not supported; adapters with added tokens are "
-            "refused",
+            self.lora_extra_vocab_size >= 0,
+            f"lora_extra_vocab_size must be >= 0, got {self.lora_extra_vocab_size}",
         )
 
     def effective_dtype(self, adapter_dtype: str) -> str:

@@ -122,7 +122,7 @@ OWN_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any], int | None]] = {
     "trained tokens": ("LoraConfig", {**_ON_Q, "trainable_token_indices": _SOME_TOKENS}, None),
     "trained tokens apart": (
         "LoraConfig",
-        {**_ON_Q, "trainable_token_indices": {"embed_tokens": _SOME_TOKENS, "lm_head": [5, *_SOME_TOKENS]}},
+        {**_ON_Q, "trainable_token_indices": {"embed_tokens": _SOME_TOKENS, "lm_head": [6, *_SOME_TOKENS]}},
         None,
     ),
     "trained tokens of the head": ("LoraConfig", {**_ON_Q, "trainable_token_indices": {"lm_head": _SOME_TOKENS}}, None),

@@ -19,7 +19,7 @@ computes, in pieces: torch would start a pool of threads for each loader thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,10 +54,19 @@ class ModuleCost:
 
 
 def part_shapes(
-    helper: PEFTHelper, rank: int, in_features: int, out_features: int, is_feedforward: bool = False
+    helper: PEFTHelper,
+    rank: int,
+    in_features: int,
+    out_features: int,
+    is_feedforward: bool = False,
+    is_embedding: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """The parts that a module's tensors must be, and their shapes. rank: what the configuration says of the module."""
     match helper.kind:
+        case Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
+            return {}
+        case Kind.LORA if is_embedding:
+            return {"lora_embedding_A": (rank, in_features), "lora_embedding_B": (out_features, rank)}
         case Kind.LORA:
             shapes: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, in_features)}
             shapes["lora_B.weight"] = (out_features, rank)
@@ -138,7 +147,7 @@ def cost_of(helper: PEFTHelper, rank: int, in_features: int, out_features: int) 
     match helper.kind:
         case Kind.LORA:
             return ModuleCost(rank, 0)
-        case Kind.IA3:
+        case Kind.IA3 | Kind.LN_TUNING | Kind.TRAINABLE_TOKENS:
             return ModuleCost(0, 0)
         case Kind.ADALORA:
             served = rank
@@ -161,7 +170,7 @@ def converter_of(helper: PEFTHelper) -> Converter | None:
     """What makes a layer's fields of its tensors; None where these are the fields as they are, as of a plain LoRA."""
     if helper.kind is Kind.LORA:
         return _of_dora if helper.use_dora else None
-    return {Kind.ADALORA: _of_adalora, Kind.IA3: _of_ia3, Kind.LOHA: _of_loha, Kind.LOKR: _of_lokr}[helper.kind]
+    return {Kind.ADALORA: _of_adalora, Kind.IA3: _of_ia3, Kind.LOHA: _of_loha, Kind.LOKR: _of_lokr}.get(helper.kind)
 
 
 def _of_dora(parts: Tensors) -> dict[str, torch.Tensor]:
@@ -200,6 +209,38 @@ def _of_loha(parts: Tensors) -> dict[str, torch.Tensor]:
 def _of_lokr(parts: Tensors) -> dict[str, torch.Tensor]:
     (p1, q1), (p2, q2) = (_factors(parts, name) for name in _WS)
     return {"lora_a": _kron(q1, q2), "lora_b": _kron(p1, p2)}
+
+
+# ------------------------------------------------------------------------------------------------- rows of tokens
+
+
+def with_tokens(weight: torch.Tensor | None, tokens: torch.Tensor, token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+    """A weight with these rows in it, or the rows alone: weight and row_ids, ascending. Exact: float32 where the two
+    differ in dtype."""
+    order = np.argsort(np.array(token_ids, dtype=np.int64))
+    if weight is None:
+        rows = _bits(tokens)[order].copy()
+        ids = torch.from_numpy(np.array(token_ids, dtype=np.int64)[order])
+        return {"weight": torch.from_numpy(rows).view(tokens.dtype), "row_ids": ids}
+    if weight.dtype is not tokens.dtype:
+        weight, tokens = _float32(weight), _float32(tokens)
+    made = _bits(weight).copy()
+    made[np.array(token_ids, dtype=np.int64)] = _bits(tokens)
+    return {"weight": torch.from_numpy(made).view(tokens.dtype)}
+
+
+def are_equal(first: torch.Tensor, second: torch.Tensor, is_transposed: bool = False) -> bool:
+    """Bit for bit."""
+    if first.dtype is not second.dtype:
+        return False
+    bits = _bits(second)
+    return np.array_equal(_bits(first), bits.T if is_transposed else bits)
+
+
+def _bits(tensor: torch.Tensor) -> Array:
+    """As integers: numpy has no bfloat16, and -0 is not 0."""
+    bits: Array = tensor.contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.int16).numpy()
+    return bits
 
 
 def _factors(parts: Tensors, name: str) -> tuple[Array, Array]:

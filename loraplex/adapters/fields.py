@@ -28,6 +28,10 @@ MAX_RANK = 2**16
 MAX_FACTOR = 2**31
 """Of decompose_factor: beyond any linear, too."""
 
+MAX_TOKEN_ID = 2**31
+"""Beyond any vocabulary; ids are kept as int64."""
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
 _MASK_KEY = re.compile(r"(?P<module>.+)\.lora_E(?:\.default)?")
 """Keys of AdaLoRA's rank_pattern."""
 
@@ -51,6 +55,7 @@ class FieldVerdict:
 HONOURED = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
 HONOURED |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 HONOURED |= {"fan_in_fan_out", "bias", "lora_bias", "use_dora"}
+HONOURED |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying"}
 
 IGNORED_OF_ALL = {
     "task_type": "names the training task",
@@ -72,21 +77,13 @@ IGNORED = {
     "corda_config": "peft ignores it unless init_lora_weights is 'corda'",
     "lora_ga_config": "configures an initialisation; init_lora_weights 'lora_ga' is refused",
     "qalora_group_size": "counts only with use_qalora, which is refused",
-    "ensure_weight_tying": "ties adapters of embeddings, which are refused",
     "merge_weights": "peft 0.1 merged for speed; the result is the same",
 }
 
 _PLAIN = "train a plain LoRA"
 _CONTEXT = "context extension by adapter is not supported; use an adapter of the base's context"
-_WITHOUT = "train without them"
-
-REFUSED_OF_ALL = {
-    "modules_to_save": f"fully trained modules are not supported yet; {_WITHOUT}, or merge them into the base model",
-}
 
 REFUSED = {
-    **REFUSED_OF_ALL,
-    "trainable_token_indices": f"trained token embeddings are not supported yet; {_WITHOUT}",
     "alora_invocation_tokens": f"activated LoRA is not supported yet; {_PLAIN}",
     "target_parameters": "adapters on nn.Parameter (experts) are not supported yet; use target_modules",
     "layer_replication": f"a base model with repeated layers is another model; {_PLAIN} on the base as it is",
@@ -103,7 +100,8 @@ REFUSED = {
     "vllm_long_context_scaling_factor": _CONTEXT,
     "vllm_long_context_scaling_factors": _CONTEXT,
     "context_length": _CONTEXT,
-    "added_tokens_config": f"added tokens are not supported yet; {_WITHOUT}",
+    "added_tokens_config": "tokens are added by the tokenizer's files and by rows of embed_tokens and lm_head in the "
+    "adapter's weights; save it with save_embedding_layers=True",
 }
 
 
@@ -116,7 +114,7 @@ class FieldTable:
     refused: Mapping[str, str]
 
 
-_TARGETS = {"peft_type", "target_modules", "exclude_modules"}
+_TARGETS = {"peft_type", "target_modules", "exclude_modules", "modules_to_save"}
 _LAYERS = {"layers_to_transform", "layers_pattern"}
 _START = "says where training began"
 _ALLOCATION = "allots ranks in training"
@@ -130,13 +128,14 @@ _LYCORIS = FieldTable(
         "module_dropout": "acts in training only",
         "use_effective_conv2d": "is about convolutions; the base's layers are nn.Linear",
     },
-    REFUSED_OF_ALL,
+    {},
 )
 
 TABLES: dict[Kind, FieldTable] = {
     Kind.LORA: FieldTable(frozenset(HONOURED), IGNORED, REFUSED),
     Kind.ADALORA: FieldTable(
-        frozenset({*_TARGETS, *_LAYERS, "init_r", "lora_alpha", "rank_pattern", "fan_in_fan_out", "bias"}),
+        frozenset({*_TARGETS, *_LAYERS, "init_r", "lora_alpha", "rank_pattern", "fan_in_fan_out", "bias"})
+        | {"ensure_weight_tying"},
         {
             **{name: reason for name, reason in IGNORED.items() if name != "loftq_config"},
             **dict.fromkeys(("target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step"), _ALLOCATION),
@@ -147,6 +146,7 @@ TABLES: dict[Kind, FieldTable] = {
         },
         {
             **REFUSED,
+            "trainable_token_indices": "trained tokens are served of LoRA and TRAINABLE_TOKENS; train one of them",
             "use_dora": "peft has no AdaLoRA with DoRA; set it to false",
             "loftq_config": "peft has no AdaLoRA with LoftQ; set it to null",
         },
@@ -154,13 +154,17 @@ TABLES: dict[Kind, FieldTable] = {
     Kind.IA3: FieldTable(
         frozenset({*_TARGETS, "feedforward_modules", "fan_in_fan_out"}),
         {**IGNORED_OF_ALL, "init_ia3_weights": _START},
-        REFUSED_OF_ALL,
+        {},
     ),
     Kind.LOHA: _LYCORIS,
     Kind.LOKR: FieldTable(
         _LYCORIS.honoured | {"decompose_both", "decompose_factor"},
         {**_LYCORIS.ignored, "rank_dropout_scale": "acts in training only"},
         _LYCORIS.refused,
+    ),
+    Kind.LN_TUNING: FieldTable(frozenset(_TARGETS), IGNORED_OF_ALL, {}),
+    Kind.TRAINABLE_TOKENS: FieldTable(
+        frozenset({"peft_type", "target_modules", "token_indices"}), {**IGNORED_OF_ALL, "init_weights": _START}, {}
     ),
 }
 
@@ -380,6 +384,42 @@ class ConfigReader:
             if odd:
                 self._refuse("feedforward_modules", f"feedforward_modules: {shown(odd[0])} is not in target_modules")
         return found
+
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Plain names only: peft reads them as text here and as regular expressions there."""
+        value = self.fields.get("modules_to_save")
+        if not is_set(value):
+            return ()
+        if isinstance(value, list) and all(isinstance(each, str) and _PLAIN_NAME.fullmatch(each) for each in value):
+            return tuple(sorted(set(value)))
+        self._refuse_value("modules_to_save", "a list of names, of letters, digits, '_' and '.'")
+        return ()
+
+    def trainable_token_indices(self) -> dict[str, tuple[int, ...]]:
+        """By the end of a module's name; a list is for the embedding."""
+        value = self.fields.get("trainable_token_indices")
+        if not is_set(value):
+            return {}
+        by_name = value if isinstance(value, Mapping) else {"embed_tokens": value}
+        if not all(map(_PLAIN_NAME.fullmatch, by_name)):
+            self._refuse_value("trainable_token_indices", "a list of token ids, or a map of modules to lists")
+            return {}
+        return {name: self._token_ids("trainable_token_indices", ids) for name, ids in by_name.items()}
+
+    def token_indices(self) -> dict[str, tuple[int, ...]]:
+        """Of every target."""
+        return {"": self._token_ids("token_indices", self.fields.get("token_indices"))}
+
+    def _token_ids(self, name: str, ids: Any) -> tuple[int, ...]:
+        is_list = isinstance(ids, list) and bool(ids)
+        if (
+            is_list
+            and all(type(each) is int and 0 <= each < MAX_TOKEN_ID for each in ids)
+            and len(set(ids)) == len(ids)
+        ):
+            return tuple(ids)
+        self._refuse(name, f"{name} must list token ids, each once and none below 0, got {shown(ids)}")
+        return ()
 
     def decompose_factor(self) -> int:
         value = self.fields.get("decompose_factor", -1)

@@ -5,17 +5,17 @@ rank(module), alpha(module): the value of the first key of rank_pattern, alpha_p
 lora_alpha (`alpha` in files of LoHa and LoKr)
 
 AdaLoRA:  scaling = lora_alpha / (init_r + 1e-5) in every module, whatever its rank_pattern left of init_r
-IA3:      no ranks, no scaling
+IA3, LN_TUNING, TRAINABLE_TOKENS:  no ranks, no scaling
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,8 @@ class PEFTHelper:
 
     A value that cannot be used is replaced by its default and named there, so that all else can still be checked. r,
     lora_alpha: of AdaLoRA init_r, of LoHa and LoKr `alpha`, of IA3 0 and 1. kept_ranks: what AdaLoRA's rank_pattern
-    leaves of init_r, by module. is_other_method: its peft_type is not served, and nothing else of it was read.
+    leaves of init_r, by module. token_indices: trained tokens by the end of a module's name, "" for every target.
+    is_other_method: its peft_type is not served, and nothing else of it was read.
     """
 
     adapter: str
@@ -83,6 +84,9 @@ class PEFTHelper:
     feedforward_modules: tuple[str, ...] | str = ()
     decompose_both: bool = False
     decompose_factor: int = -1
+    modules_to_save: tuple[str, ...] = ()
+    token_indices: Mapping[str, tuple[int, ...]] | None = None
+    ensure_weight_tying: bool = False
     is_other_method: bool = False
     verdicts: tuple[FieldVerdict, ...] = ()
     problems: tuple[str, ...] = ()
@@ -145,7 +149,7 @@ class PEFTHelper:
     def has_bias(self) -> bool:
         return self.bias != "none" or self.lora_bias
 
-    @cached_property
+    @functools.cached_property
     def max_rank(self) -> int:
         return max((self.r, *(self.rank_pattern or {}).values()))
 
@@ -192,7 +196,7 @@ class PEFTHelper:
         ]
 
     def _scaling(self, alpha: float, rank: int) -> float:
-        if self.kind is Kind.IA3:
+        if self.kind in (Kind.IA3, Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
             return 1.0
         if self.kind is Kind.ADALORA:
             return alpha / (self.r + ADALORA_SPARE)
@@ -213,7 +217,20 @@ class PEFTHelper:
         Raises AdapterValidationError for a pattern that cannot be matched.
         """
         with self._refusing_bad_patterns():
-            return frozenset(self._targeted(module_names)) - self._excluded(module_names)
+            excluded = (
+                self._excluded(module_names)
+                | _named_by_ends(frozenset(self.modules_to_save), module_names, _spans).keys()
+            )
+            return frozenset(self._targeted(module_names)) - excluded
+
+    def match_saved(self, module_names: Sequence[str]) -> dict[str, frozenset[str]]:
+        """Module -> the entries of modules_to_save that peft copies it for: the end of its name, or of a parent's,
+        without regard to dots."""
+        return _named_by_ends(frozenset(self.modules_to_save), module_names, _endings_of_parents)
+
+    def match_trained_tokens(self, module_names: Sequence[str]) -> dict[str, frozenset[str]]:
+        """Module -> the keys of token_indices that name it: the end of its name, without regard to dots."""
+        return _named_by_ends(frozenset(self.token_indices or ()), module_names, _endings)
 
     def match_feedforward(self, module_names: Sequence[str]) -> frozenset[str]:
         """The modules whose inputs IA3 multiplies: peft takes the end of a name, without regard to dots.
@@ -227,8 +244,7 @@ class PEFTHelper:
             with self._refusing_bad_patterns():
                 return frozenset(fullmatches(entries, module_names))
         known = frozenset(entries)
-        ends = ((name, {name[start:] for start in range(len(name))}) for name in module_names)
-        return frozenset(name for name, endings in ends if not known.isdisjoint(endings))
+        return frozenset(_named_by_ends(known, module_names, _endings))
 
     def unmatched_targets(self, module_names: Sequence[str]) -> tuple[str, ...]:
         """Entries of a target_modules list that name none of these modules, whatever the layers or exclusions."""
@@ -272,7 +288,7 @@ class PEFTHelper:
     def canonical(self) -> bytes:
         """The fields that change the mathematics of given tensors, as JSON; keys sorted, patterns in their order.
 
-        peft_type and use_dora are there when they are not those of a plain LoRA, whose digests are older than they.
+        What plain LoRA does not have is there when it is set: the digests of plain LoRA are older.
         """
         fields: dict[str, Any] = {
             "r": self.r,
@@ -287,6 +303,12 @@ class PEFTHelper:
             fields["peft_type"] = self.kind.value
         if self.use_dora:
             fields["use_dora"] = True
+        if self.token_indices:
+            fields["token_indices"] = {name: list(ids) for name, ids in self.token_indices.items()}
+        if self.modules_to_save:
+            fields["modules_to_save"] = self.modules_to_save
+        if self.ensure_weight_tying and (self.token_indices or self.modules_to_save):
+            fields["ensure_weight_tying"] = True
         return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -307,6 +329,8 @@ def _of_lora(read: ConfigReader) -> dict[str, Any]:
         "lora_bias": read.flag("lora_bias"),
         "fan_in_fan_out": read.fan_in_fan_out(),
         "use_dora": read.use_dora(),
+        "token_indices": read.trainable_token_indices(),
+        "ensure_weight_tying": read.flag("ensure_weight_tying"),
     }
 
 
@@ -318,6 +342,7 @@ def _of_adalora(read: ConfigReader) -> dict[str, Any]:
         **_targets(read),
         **_layers(read),
         "kept_ranks": read.rank_masks(init_r),
+        "ensure_weight_tying": read.flag("ensure_weight_tying"),
         "bias": read.bias(),
         "fan_in_fan_out": read.fan_in_fan_out(),
     }
@@ -351,8 +376,20 @@ def _of_lokr(read: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _of_ln_tuning(read: ConfigReader) -> dict[str, Any]:
+    return {"r": 0, **_targets(read)}
+
+
+def _of_trainable_tokens(read: ConfigReader) -> dict[str, Any]:
+    return {"r": 0, "target_modules": read.target_modules(), "token_indices": read.token_indices()}
+
+
 def _targets(read: ConfigReader) -> dict[str, Any]:
-    return {"target_modules": read.target_modules(), "exclude_modules": read.names_or_regex("exclude_modules")}
+    return {
+        "target_modules": read.target_modules(),
+        "exclude_modules": read.names_or_regex("exclude_modules"),
+        "modules_to_save": read.modules_to_save(),
+    }
 
 
 def _layers(read: ConfigReader) -> dict[str, Any]:
@@ -365,7 +402,37 @@ _FIELDS_OF: dict[Kind, Callable[[ConfigReader], dict[str, Any]]] = {
     Kind.IA3: _of_ia3,
     Kind.LOHA: _of_loha,
     Kind.LOKR: _of_lokr,
+    Kind.LN_TUNING: _of_ln_tuning,
+    Kind.TRAINABLE_TOKENS: _of_trainable_tokens,
 }
+
+
+def _named_by_ends(
+    entries: frozenset[str], names: Sequence[str], sayable: Callable[[str], frozenset[str]]
+) -> dict[str, frozenset[str]]:
+    """name -> the entries among what may be said of it; in one look-up each, however many entries there are."""
+    if not entries:
+        return {}
+    found = {name: entries & sayable(name) for name in names}
+    return {name: hits for name, hits in found.items() if hits}
+
+
+def _endings(name: str) -> frozenset[str]:
+    return frozenset(name[start:] for start in range(len(name)))
+
+
+def _endings_of_parents(name: str) -> frozenset[str]:
+    """Every end of a module's name and of its parents'."""
+    stops = [len(name), *(index for index, char in enumerate(name) if char == ".")]
+    return frozenset(name[start:stop] for stop in stops for start in range(stop))
+
+
+def _spans(name: str) -> frozenset[str]:
+    """Every run of whole components of a name: peft targets nothing that is inside a module that it copies."""
+    parts = name.split(".")
+    return frozenset(
+        ".".join(parts[start:stop]) for start in range(len(parts)) for stop in range(start + 1, len(parts) + 1)
+    )
 
 
 def _ambiguous(field: str, values: Mapping[str, Sequence[float]]) -> list[str]:

@@ -6,6 +6,15 @@
     [base_model.model.]<module>.lora_magnitude_vector[.default]    part lora_magnitude_vector  [out]  (use_dora)
     [base_model.model.]<module>[.base_layer].bias                  part bias                   [out]  (bias: all or
                                                                                                lora_only)
+    [base_model.model.]<module>.lora_embedding_A[.default]         part lora_embedding_A       [rank, vocabulary]
+    [base_model.model.]<module>.lora_embedding_B[.default]         part lora_embedding_B       [hidden, rank]
+
+What an adapter of any kind may have of its own (own.py says what it means):
+
+    <module>.weight                                                part weight                 as the module's
+    <module>.base_layer.weight, .original_module.weight            part base_layer.weight      [vocabulary, hidden]
+    <module>.modules_to_save.weight                                part modules_to_save.weight [vocabulary, hidden]
+    <module>.token_adapter.trainable_tokens_delta                  part trainable_tokens_delta [tokens, hidden]
 
 Parts of other kinds are parameters, without `.weight`: lora_A, lora_B, lora_E (AdaLoRA), ia3_l (IA3), hada_w1_a ...
 (LoHa), lokr_w1 ... (LoKr), each with or without `.default`. The canonical name is `<module>.<part>`: the same adapter
@@ -31,6 +40,8 @@ class Kind(enum.StrEnum):
     IA3 = "IA3"
     LOHA = "LOHA"
     LOKR = "LOKR"
+    LN_TUNING = "LN_TUNING"
+    TRAINABLE_TOKENS = "TRAINABLE_TOKENS"
 
 
 class TypeVerdict(enum.StrEnum):
@@ -73,12 +84,12 @@ def _refused(mathematics: str, remedy: str) -> PeftType:
 PEFT_TYPES: dict[str, PeftType] = {
     Kind.LORA: PeftType(TypeVerdict.SERVED, "adds scaling * B A; with use_dora, rows are brought to trained norms"),
     Kind.IA3: PeftType(TypeVerdict.SERVED, "multiplies a module's outputs, or its inputs, by a trained vector"),
+    Kind.LN_TUNING: PeftType(TypeVerdict.SERVED, "trains the weights of the norms"),
+    Kind.TRAINABLE_TOKENS: PeftType(TypeVerdict.SERVED, "trains rows of the token embeddings"),
     Kind.ADALORA: _converted("adds scaling * B diag(E) A; A and E become one matrix"),
     Kind.LOHA: _converted("adds scaling * (w1_a w1_b) o (w2_a w2_b), elementwise: a LoRA of rank r * r at most"),
     Kind.LOKR: _converted("adds scaling * kron(w1, w2): a LoRA of the product of the ranks of both"),
     "VERA": _not_yet("scales one pair of random matrices that all modules share by trained vectors", AS_LORA),
-    "LN_TUNING": _not_yet("trains the weights of the norms", MERGE),
-    "TRAINABLE_TOKENS": _not_yet("trains rows of the token embeddings", MERGE),
     "XLORA": _refused("mixes LoRAs by a gate that reads the hidden states", BY_NAME),
     "POLY": _refused("mixes LoRAs by a router that reads the task", TRAIN),
     "LILY": _refused("mixes several B that layers share by a router that reads the input", TRAIN),
@@ -129,29 +140,57 @@ PARTS: dict[Kind, dict[str, str]] = {
         "lora_bias": "lora_B.bias",
         "bias": "bias",
         "magnitude": "lora_magnitude_vector",
+        "embedding_a": "lora_embedding_A",
+        "embedding_b": "lora_embedding_B",
     },
     Kind.ADALORA: {"lora_a": "lora_A", "lora_b": "lora_B", "lora_e": "lora_E", "bias": "bias"},
     Kind.IA3: {"ia3_l": "ia3_l"},
     Kind.LOHA: {part: part for part in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
     Kind.LOKR: {part: part for part in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
+    Kind.LN_TUNING: {},
+    Kind.TRAINABLE_TOKENS: {},
 }
-"""Short names -> parts of a module. Of a LoRA, the short names are the fields of a layer."""
+"""Short names -> parts of a module. Of a LoRA, the short names are the fields of a layer, but for embeddings."""
 
-MAX_PARTS = 4
-"""That one module has at a time."""
+WEIGHT, BASE_WEIGHT, COPY, TOKENS = "weight", "base_layer.weight", "modules_to_save.weight", "trainable_tokens_delta"
+OWN_PARTS = (WEIGHT, BASE_WEIGHT, COPY, TOKENS)
+
+MAX_PARTS = 6
+"""That one module has at a time: an embedding with LoRA and rows of its own."""
 
 _LORA = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(?:\.default)?\.(?P<kind>weight|bias)")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.(?P<part>lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
+_EMBEDDING = re.compile(r"(?P<module>.+)\.(?P<part>lora_embedding_[AB])(?:\.default)?")
 _PARAMETERS = {
     kind: re.compile(rf"(?P<module>.+)\.(?P<part>{'|'.join(part for part in parts if part != 'bias')})(?:\.default)?")
-    for kind, parts in ((kind, PARTS[kind].values()) for kind in Kind if kind is not Kind.LORA)
+    for kind, parts in ((kind, PARTS[kind].values()) for kind in (Kind.ADALORA, Kind.IA3, Kind.LOHA, Kind.LOKR))
 }
-_NAMES = {Kind.LORA: "a LoRA", Kind.ADALORA: "an AdaLoRA", Kind.IA3: "an IA3", Kind.LOHA: "a LoHa", Kind.LOKR: "a LoKr"}
+_OWN_NAMES = (
+    (".token_adapter.base_layer.weight", BASE_WEIGHT, None),
+    (".base_layer.weight", BASE_WEIGHT, None),
+    (".original_module.weight", BASE_WEIGHT, None),
+    (".modules_to_save.weight", COPY, None),
+    (".token_adapter.trainable_tokens_delta", TOKENS, None),
+    (".trainable_tokens_delta", TOKENS, Kind.TRAINABLE_TOKENS),
+    (".ln_tuning_layers.weight", WEIGHT, Kind.LN_TUNING),
+    (".ln_tuning_layers.bias", "bias", Kind.LN_TUNING),
+    (".weight", WEIGHT, None),
+)
+"""Ends of names, the longer before those that they end in; parts; the kind that alone has them."""
+_NAMES = {
+    Kind.LORA: "a LoRA",
+    Kind.ADALORA: "an AdaLoRA",
+    Kind.IA3: "an IA3",
+    Kind.LOHA: "a LoHa",
+    Kind.LOKR: "a LoKr",
+    Kind.LN_TUNING: "an LN tuning",
+    Kind.TRAINABLE_TOKENS: "trained tokens",
+}
 _EMBEDDINGS = "adapters on embeddings are not supported yet; train without embed_tokens and lm_head in target_modules"
 _REFUSED = (
     ("lora_embedding_", _EMBEDDINGS),
-    ("modules_to_save", "fully trained modules are not supported yet; train without modules_to_save"),
-    ("trainable_tokens", "trained token embeddings are not supported yet; train without trainable_token_indices"),
+    ("modules_to_save", "modules_to_save does not name it, or the base model does not have it"),
+    ("trainable_tokens", "trainable_token_indices does not name it, or the base model does not have it"),
     ("lora_velora", "VeLoRA's training buffers are not wanted at inference; drop them"),
     ("lora_diag", "KaSA is not supported; train a plain LoRA"),
     ("hada_t", "convolutions are not supported; train on linears"),
@@ -180,21 +219,33 @@ def parse_tensor_name(name: str, kind: Kind = Kind.LORA) -> TensorName | None:
         if match is not None:
             part = f"{match['part']}.{match['kind']}"
             return TensorName(match["module"], part) if part in PARTS[kind].values() else None
-        match = _MAGNITUDE.fullmatch(bare)
-    else:
+        match = _MAGNITUDE.fullmatch(bare) or _EMBEDDING.fullmatch(bare)
+    elif kind in _PARAMETERS:
         match = _PARAMETERS[kind].fullmatch(bare)
+    else:
+        match = None
     if match is not None:
         return TensorName(match["module"], match["part"])
-    if "bias" in PARTS[kind] and bare.endswith(".bias") and ".lora_" not in bare:
+    return None if ".lora_" in bare else _own_name(bare, kind)
+
+
+def _own_name(bare: str, kind: Kind) -> TensorName | None:
+    for end, part, only in _OWN_NAMES:
+        if only in (None, kind) and len(bare) > len(end) and bare.endswith(end):
+            return TensorName(bare.removesuffix(end), part)
+    if bare.endswith(".bias"):
         return TensorName(bare.removesuffix(".bias").removesuffix(".base_layer"), "bias")
     return None
 
 
 def why_unknown(name: str, kind: Kind = Kind.LORA) -> str:
     """What to say about a name that `parse_tensor_name` does not know."""
-    parts = ", ".join(PARTS[kind].values())
-    unknown = f"it is no part of {_NAMES[kind]} ({parts}); is this a PEFT adapter?"
-    return next((reason for part, reason in _REFUSED if part in name), unknown)
+    return next((reason for part, reason in _REFUSED if part in name), no_part(kind))
+
+
+def no_part(kind: Kind) -> str:
+    parts = ", ".join(part for part in PARTS[kind].values() if not part.startswith("lora_embedding"))
+    return f"it is no part of {_NAMES[kind]}{f' ({parts})' if parts else ''}; is this a PEFT adapter?"
 
 
 def unused_reasons(names: Iterable[str], kind: Kind = Kind.LORA) -> list[str]:

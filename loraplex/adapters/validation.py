@@ -3,7 +3,8 @@
     wanted: lora_A.weight [rank, in], lora_B.weight [out, rank] of each module that the configuration names and the base
             has, and with lora_bias their lora_B.bias [out], with use_dora their lora_magnitude_vector [out],
             the tensors of its kind where it is no LoRA (conversion.part_shapes),
-            bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all")
+            bias [out] of the modules with a bias: those named (bias "lora_only") or all (bias "all"),
+            what the adapter has of its own (own.py)
 
 Every difference is a reason. When all differences are those between two base models (widths, number of layers), the
 adapter is made for another base, which is an error of its own.
@@ -20,10 +21,21 @@ from functools import cached_property, lru_cache
 from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
 from loraplex.adapters.files import TensorEntry
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.kinds import PARTS, Kind, TensorName, parse_tensor_name, unused_reasons, why_unknown
+from loraplex.adapters.kinds import (
+    OWN_PARTS,
+    PARTS,
+    TOKENS,
+    Kind,
+    TensorName,
+    no_part,
+    parse_tensor_name,
+    unused_reasons,
+    why_unknown,
+)
+from loraplex.adapters.own import BaseModule, OwnParts
 from loraplex.adapters.tensors import DTYPES
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraTarget
+from loraplex.core import LoraTarget, ShardKind
 from loraplex.errors import AdapterBaseMismatchError, AdapterValidationError, shown
 
 UNSUPPORTED_BASE_MODULES = ("model.embed_tokens", "lm_head")
@@ -36,12 +48,13 @@ become 32): a file of a megabyte that took gigabytes would push out all other ad
 LAYERS = "number of layers"
 
 _LAYER = re.compile(r".*?\blayers\.(?P<layer>\d+)\..")
-_HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_HIDDEN_OUT = ("o_proj", "down_proj")
+_HIDDEN_IN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+_HIDDEN_OUT = ("o_proj", "down_proj", "embed_tokens")
 _WIDTHS = {"q_proj": "attention width", "k_proj": "key/value width", "v_proj": "key/value width"}
-_WIDTHS |= {"gate_proj": "intermediate size", "up_proj": "intermediate size"}
-_WIDTHS_IN = {"o_proj": "attention width", "down_proj": "intermediate size"}
-_OF_INPUTS = ("lora_A.weight", "lora_A", "hada_w1_b", "hada_w2_b")
+_WIDTHS |= {"gate_proj": "intermediate size", "up_proj": "intermediate size", "lm_head": "vocabulary size"}
+_WIDTHS |= dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), "hidden size")
+_WIDTHS_IN = {"o_proj": "attention width", "down_proj": "intermediate size", "embed_tokens": "vocabulary size"}
+_OF_INPUTS = ("lora_A.weight", "lora_A", "hada_w1_b", "hada_w2_b", "lora_embedding_A")
 _WITHOUT_WIDTH = ("lora_E", *PARTS[Kind.LOKR])
 """Parts with a column for each of the module's inputs, and parts that say nothing of its widths; the others have a row
 for each of its outputs."""
@@ -52,28 +65,9 @@ _UNCALLED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class BaseModule:
-    """One linear of the base model under its checkpoint name; sizes are the whole checkpoint's.
-
-    is_fused: others read the same inputs in one product (q, k and v; gate and up).
-    """
-
-    in_features: int
-    out_features: int
-    has_bias: bool
-    is_fused: bool = False
-
-
 def base_modules(targets: Iterable[LoraTarget]) -> dict[str, BaseModule]:
     """module name -> its sizes, over all slices of all targets."""
-    return {
-        part.module_name: BaseModule(
-            target.full_in_features, part.full_out_features, part.has_bias, len(target.slices) > 1
-        )
-        for target in targets
-        for part in target.slices
-    }
+    return {name: module for target in targets for name, module in BaseModule.all_of(target)}
 
 
 @dataclass
@@ -82,11 +76,13 @@ class TensorCheck:
 
     reasons: faults of the adapter itself; differences: those that another base model would explain; widths: what these
     say, width -> {(the file's, the base's)}; agreed: widths that a tensor of the file has as the base has them. costs:
-    what each module that the configuration names is served as; inputs: those whose inputs IA3 multiplies.
+    what each module that the configuration names is served as; inputs: those whose inputs IA3 multiplies; own: what is
+    in place of the base's; extra_vocab_size: the most tokens that may be added.
     """
 
     helper: PEFTHelper
     base: Mapping[str, BaseModule]
+    extra_vocab_size: int = 0
     names: dict[TensorName, TensorEntry] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -96,6 +92,7 @@ class TensorCheck:
     agreed: set[str] = field(default_factory=set)
     costs: dict[str, ModuleCost] = field(default_factory=dict)
     inputs: frozenset[str] = frozenset()
+    own: OwnParts | None = None
 
     def raise_if_refused(self, more_reasons: Sequence[str] = ()) -> None:
         """AdapterBaseMismatchError when another base explains all, else AdapterValidationError with all reasons."""
@@ -147,31 +144,77 @@ class TensorCheck:
             self.reasons.extend(error.reasons)
 
     def _check(self) -> None:
-        modules = tuple(self.base)
-        matched = self.helper.match_modules((*modules, *UNSUPPORTED_BASE_MODULES))
-        self._check_targets(matched)
-        matched &= self.base.keys()
-        numbers = self.helper.numbers(sorted(matched))
+        helper = self.helper
+        adaptable = tuple(module for module, base in self.base.items() if base.kind is not ShardKind.NORM)
+        unsupported = tuple(module for module in UNSUPPORTED_BASE_MODULES if module not in self.base)
+        if helper.kind in (Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
+            matched: frozenset[str] = frozenset()
+            self._check_targets(helper.match_modules((*self.base, *unsupported)), tuple(self.base), unsupported)
+        else:
+            matched = helper.match_modules((*adaptable, *unsupported))
+            self._check_targets(matched, adaptable, unsupported)
+        self.own = OwnParts(helper, self.base, self.names, matched & self.base.keys())
+        matched = self.own.targeted
+        self.reasons.extend(self.own.reasons)
+        numbers = helper.numbers(sorted(matched))
         self.warnings.extend(numbers.warnings)
-        self.reasons.extend(self.helper.unusable_scalings(numbers))
-        self.inputs = self.helper.match_feedforward(sorted(matched))
+        self.reasons.extend(helper.unusable_scalings(numbers))
+        self.inputs = helper.match_feedforward(sorted(matched))
         self._check_kept_ranks(matched)
         for module in sorted(matched):
-            base = self.base[module]
-            self.costs[module] = cost_of(self.helper, numbers.ranks[module], base.in_features, base.out_features)
+            self.costs[module] = cost_of(helper, numbers.ranks[module], *self._sizes(module))
             if module in self._modules_in_file:
                 self._check_module(module, numbers.ranks[module])
             else:
                 self._missing_module(module)
+        self._check_own(self.own)
         for name, entry in self.names.items():
             if name.part == "bias":
                 self._check_bias(name, entry, matched)
-            elif name.module not in matched:
+            elif name.part not in OWN_PARTS and name.module not in matched:
                 self._unwanted(name, entry)
         self._check_missing_biases(matched)
-        if self.helper.kind in (Kind.LOHA, Kind.LOKR):
+        if helper.kind in (Kind.LOHA, Kind.LOKR):
             text = f"it is served as a LoRA of ranks up to {self.served_rank}, with {self.served_nbytes} bytes"
-            self.warnings.append(f"peft_type is {self.helper.kind}; {text}")
+            self.warnings.append(f"peft_type is {helper.kind}; {text}")
+
+    def _sizes(self, module: str) -> tuple[int, int]:
+        """(inputs, outputs), with the adapter's vocabulary."""
+        base, vocab_size = self.base[module], self.own.vocab_size if self.own else 0
+        if base.kind is ShardKind.EMBEDDING:
+            return vocab_size, base.out_features
+        return base.in_features, vocab_size if base.kind is ShardKind.HEAD else base.out_features
+
+    def _check_own(self, own: OwnParts) -> None:
+        for name, shape in own.shapes.items():
+            entry = self.names[name]
+            if entry.shape != shape:
+                self._check_own_shape(name, entry, shape)
+        for name in own.unused():
+            if name.module in self.base:
+                self._unused(
+                    self.names[name], f"adapter_config.json calls for no {name.part}: {no_part(self.helper.kind)}"
+                )
+            else:
+                self._unwanted(name, self.names[name])
+        most = own.base_vocab_size + self.extra_vocab_size
+        if own.vocab_size > most:
+            text = f"it is for a vocabulary of {own.vocab_size} tokens, the base has {own.base_vocab_size}"
+            text = f"{text} and lora_extra_vocab_size allows {self.extra_vocab_size} more"
+            self._differs("vocabulary size", own.vocab_size, own.base_vocab_size, text)
+
+    def _check_own_shape(self, name: TensorName, entry: TensorEntry, wanted: tuple[int, ...]) -> None:
+        """Every axis of a whole weight may be another base's."""
+        text = f"tensor {entry.name!r} has shape {list(entry.shape)}, expected {list(wanted)}"
+        if len(entry.shape) != len(wanted) or 0 in entry.shape or name.part == TOKENS:
+            self.reasons.append(text)
+            return
+        inputs, outputs = _widths_of(name.module.rpartition(".")[2])
+        is_embedding = self.base[name.module].kind is ShardKind.EMBEDDING
+        widths = (inputs, outputs) if is_embedding else (outputs, inputs)
+        for width, has, wants in zip(widths, entry.shape, wanted, strict=False):
+            if has != wants:
+                self._differs(width, has, wants, text)
 
     @property
     def served_rank(self) -> int:
@@ -184,9 +227,14 @@ class TensorCheck:
 
     def over_limits(self, lora_config: LoRAConfig) -> list[str]:
         """Reasons: the rank and the bytes of a converted adapter. Those of a LoRA are in its configuration and file."""
+        reasons: list[str] = []
+        if not lora_config.bias_enabled and any(
+            map(self._is_saved, {n.module for n in self.names if n.part == "bias"})
+        ):
+            reasons.append("modules_to_save has biases: bias_enabled is off on this server; train without them")
         if self.helper.kind is Kind.LORA:
-            return []
-        reasons, limit, budget = [], lora_config.max_lora_rank, lora_config.host_memory_bytes
+            return reasons
+        limit, budget = lora_config.max_lora_rank, lora_config.host_memory_bytes
         if limit is not None and self.served_rank > limit:
             text = f"as a LoRA it has rank {self.served_rank}, which is above max_lora_rank {limit}"
             reasons.append(f"{text}; raise the limit or train with a lower rank")
@@ -213,20 +261,21 @@ class TensorCheck:
     def _is_foreign(self) -> bool:
         """Whether the base has none of the file's modules, not even in another number of layers."""
         modules = self._modules_in_file
+        if self.helper.kind in (Kind.LN_TUNING, Kind.TRAINABLE_TOKENS):
+            return False
         known = {_layer_like(module, 0) for module in self.base} | set(UNSUPPORTED_BASE_MODULES)
         if not modules or any(_layer_like(module, 0) in known for module in modules):
             return False
         self.differences.append(f"none of its {len(modules)} modules is there, not {min(modules)!r}")
         return True
 
-    def _check_targets(self, matched: frozenset[str]) -> None:
+    def _check_targets(self, matched: frozenset[str], adaptable: tuple[str, ...], unsupported: tuple[str, ...]) -> None:
         if not matched:
             self.reasons.append(f"target_modules={shown(self.helper.target_modules)} names no module of the base model")
-        for entry in self.helper.unmatched_targets((*self.base, *UNSUPPORTED_BASE_MODULES)):
+        for entry in self.helper.unmatched_targets((*adaptable, *unsupported)):
             self.reasons.append(f"target_modules: {shown(entry)} names no module of the base model; remove it")
         text = "adapters on embeddings and the output layer are not supported yet"
-        unsupported = [module for module in UNSUPPORTED_BASE_MODULES if module in matched]
-        self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported)
+        self.reasons.extend(f"target_modules names {module!r}: {text}" for module in unsupported if module in matched)
 
     def _check_kept_ranks(self, matched: frozenset[str]) -> None:
         """Of modules that the file has and the base has not, their tensors say it."""
@@ -241,7 +290,8 @@ class TensorCheck:
         if is_feedforward and base.is_fused:
             text = "a gain on inputs that other modules share is not supported; train it on the outputs"
             self.reasons.append(f"feedforward_modules names {module!r}: {text}")
-        wanted = part_shapes(self.helper, rank, base.in_features, base.out_features, is_feedforward)
+        is_embedding = base.kind is ShardKind.EMBEDDING
+        wanted = part_shapes(self.helper, rank, *self._sizes(module), is_feedforward, is_embedding)
         names = {part: TensorName(module, part) for part in PARTS[kind].values() if part != "bias"}
         found = {part: self.names[name] for part, name in names.items() if name in self.names}
         if kind is Kind.LOKR and self._fits_other_widths(module, rank, found):
@@ -258,8 +308,8 @@ class TensorCheck:
 
     def _fits_other_widths(self, module: str, rank: int, found: Mapping[str, TensorEntry]) -> bool:
         """Of LoKr, whose tensors say the widths of their module by products only: whether they fit another module."""
-        base, shapes = self.base[module], {part: entry.shape for part, entry in found.items()}
-        ours, theirs = (base.in_features, base.out_features), file_widths(Kind.LOKR, shapes)
+        shapes = {part: entry.shape for part, entry in found.items()}
+        ours, theirs = self._sizes(module), file_widths(Kind.LOKR, shapes)
         if theirs is None or part_shapes(self.helper, rank, *theirs) != shapes:
             return False
         for width, has, wants in zip(_widths_of(module.rpartition(".")[2]), theirs, ours, strict=True):
@@ -316,7 +366,11 @@ class TensorCheck:
 
     def _check_bias(self, name: TensorName, entry: TensorEntry, matched: frozenset[str]) -> None:
         base = self.base.get(name.module)
-        if self.helper.bias == "none":
+        if self._is_saved(name.module) and base is not None and base.has_bias:
+            self._check_shape(name, entry, (base.out_features,))
+        elif "bias" not in PARTS[self.helper.kind]:
+            self._unused(entry, no_part(self.helper.kind))
+        elif self.helper.bias == "none":
             self._unused(entry, "bias is 'none' in adapter_config.json")
         elif base is None:
             self._unwanted(name, entry)
@@ -332,8 +386,17 @@ class TensorCheck:
         text = f"bias is {bias!r}, but the file has no bias for it; set bias to 'none' if it was not trained"
         for module, base in self.base.items():
             is_wanted = base.has_bias and (bias == "all" or (bias == "lora_only" and module in matched))
-            if is_wanted and TensorName(module, "bias") not in self.names:
+            if TensorName(module, "bias") in self.names:
+                continue
+            if is_wanted:
                 self.reasons.append(f"{module}: {text}")
+            elif base.has_bias and self._is_saved(module):
+                self.reasons.append(
+                    f"{module}: the file has its own weight, but not its own bias; save the adapter again"
+                )
+
+    def _is_saved(self, module: str) -> bool:
+        return self.own is not None and module in self.own.saved
 
     def _differs(self, width: str, theirs: int, ours: int, text: str) -> None:
         self.differences.append(text)

@@ -2,7 +2,8 @@
 
 lora_a [rank, in], lora_b [out, rank] as PEFT stores them; `scaling` is kept apart. lora_bias [out] is added, scaled:
 `y += scaling * (x A^T B^T + lora_bias)`. bias [out] replaces the base's bias of the module. Other kinds than LoRA are
-made into these, a magnitude or gains (conversion.py), in float32 whatever the file has.
+made into these, a magnitude or gains (conversion.py), in float32 whatever the file has. weight and row_ids are what an
+adapter has of its own (own.py).
 
 What was found good of a configuration and a header is remembered by both, since those of a thousand adapters of one
 recipe are equal (`Blueprint`, docs/adr/0014). Read and checked each time: the file's identity, bytes, NaN, the digest.
@@ -10,6 +11,7 @@ recipe are equal (`Blueprint`, docs/adr/0014). Read and checked each time: the f
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -22,10 +24,11 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.conversion import Converter, converter_of
+from loraplex.adapters.conversion import Converter, are_equal, converter_of, with_tokens
 from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, Kind, TensorName
+from loraplex.adapters.own import Equal, OwnPart, OwnParts
 from loraplex.adapters.regular_file import Roots, check_size
 from loraplex.adapters.tensors import DTYPES, ReadPlan, WeightFile, is_finite, read_tensors
 from loraplex.adapters.validation import TensorCheck, base_modules
@@ -44,6 +47,8 @@ MAX_KNOWN_HEADER_BYTES = 2**20
 FLOAT32_FIELDS = ("magnitude", "gain", "input_gain")
 LAYER_FIELDS = ("lora_a", "lora_b", "lora_bias", "bias", *FLOAT32_FIELDS, "weight", "row_ids")
 """The tensors of a layer; those of FLOAT32_FIELDS are float32, whatever lora_dtype is, and row_ids int64."""
+
+_FIELDS = {"embedding_a": "lora_a", "embedding_b": "lora_b"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,27 +93,61 @@ class LoRALayerWeights:
         return replace(self, **fields)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer: without tensors, and by number which of the plan's are its own. parts: by short name (of a LoRA:
+    field); weight, tokens, token_ids: as OwnPart's."""
+
+    layer: LoRALayerWeights
+    parts: Mapping[str, int]
+    weight: int | None = None
+    tokens: int | None = None
+    token_ids: tuple[int, ...] = ()
+
+    def fields(self, tensors: Sequence[torch.Tensor], convert: Converter | None) -> dict[str, torch.Tensor]:
+        parts = {short: tensors[index] for short, index in self.parts.items()}
+        bias = {short: part for short, part in parts.items() if short == "bias"}
+        made = parts if convert is None or not parts.keys() - bias.keys() else {**convert(parts), **bias}
+        weight = None if self.weight is None else tensors[self.weight]
+        if self.tokens is not None:
+            return {**made, **with_tokens(weight, tensors[self.tokens], self.token_ids)}
+        return made if weight is None else {**made, "weight": weight}
+
+
 @dataclass(frozen=True, eq=False)
 class Blueprint:
     """An adapter without its numbers, found good: one object for a recipe. warnings: of the tensors alone.
 
-    layers: each without tensors, and by short name (of a LoRA: field) which of the plan's tensors are its own. convert:
-    what makes fields of these, None where they are the fields. made_bytes: of what it makes.
+    convert: what makes fields of a layer's parts, None where they are the fields. made_bytes: of what is made of the
+    file's tensors. equal: names of tensors that are one in peft. vocab_size: as LoRAModel's.
     """
 
     plan: ReadPlan
-    layers: tuple[tuple[LoRALayerWeights, dict[str, int]], ...]
+    layers: tuple[LayerPlan, ...]
     warnings: tuple[str, ...]
     convert: Converter | None = None
     made_bytes: int = 0
+    equal: tuple[Equal, ...] = ()
+    vocab_size: int | None = None
 
     def layers_of(self, block: torch.Tensor) -> dict[str, LoRALayerWeights]:
         """Those of a block that was read by the plan."""
-        tensors, convert = self.plan.tensors(block), self.convert or dict
+        tensors = self.plan.tensors(block)
         return {
-            layer.module_name: layer.with_tensors(convert({name: tensors[index] for name, index in parts.items()}))
-            for layer, parts in self.layers
+            plan.layer.module_name: plan.layer.with_tensors(plan.fields(tensors, self.convert)) for plan in self.layers
         }
+
+    def unequal(self, block: torch.Tensor) -> list[str]:
+        """Reasons: tensors that are one in peft and differ in the file, so that one of them would be lost there."""
+        if not self.equal:
+            return []
+        tensors = dict(zip(self.plan.names, self.plan.tensors(block), strict=True))
+        text = "peft has one tensor for both; save the adapter again"
+        return [
+            f"{each.first.canonical} and {each.second.canonical} differ: {text}"
+            for each in self.equal
+            if not are_equal(tensors[each.first], tensors[each.second], each.is_transposed)
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,7 +268,7 @@ class CheckedReader:
         if sum(shard.size for shard in file.shards) > file_bytes:
             text = "grew while it was read; load it again when it is complete"
             raise AdapterLoadError(f"adapter {helper.adapter!r} {text}")
-        check = TensorCheck(helper, self._base)
+        check = TensorCheck(helper, self._base, self.lora_config.lora_extra_vocab_size)
         key = _key(file, helper)
         blueprint, reasons = self._get(key), helper.reasons(self.lora_config)
         if blueprint is None:
@@ -243,7 +282,7 @@ class CheckedReader:
         block, digest, not_finite = read_tensors(file, blueprint.plan, helper.canonical())
         remedy = "train again or take an earlier checkpoint"
         check.reasons.extend(f"tensor {name!r} has NaN or Inf; {remedy}" for name in not_finite)
-        check.raise_if_refused(reasons)
+        check.raise_if_refused([*reasons, *blueprint.unequal(block)])
         self._put(key, blueprint)
         layers = blueprint.layers_of(block)
         if blueprint.made_bytes:
@@ -251,7 +290,7 @@ class CheckedReader:
         layers = _convert(layers, self.lora_config, helper.adapter)
         warnings = (*helper.warnings, *blueprint.warnings)
         rank = max((layer.rank for layer in layers.values()), default=0)
-        return LoRAModel(digest, rank, layers, 0, warnings, blueprint)
+        return LoRAModel(digest, rank, layers, 0, warnings, blueprint, blueprint.vocab_size)
 
     def _get(self, key: Hashable) -> Blueprint | None:
         with self._lock:
@@ -292,27 +331,42 @@ def _blueprint(file: WeightFile, check: TensorCheck) -> Blueprint:
     plan = ReadPlan.of({name: entry for name, entry in check.names.items() if entry.dtype in DTYPES})
     if check.reasons or check.differences:
         return Blueprint(plan, (), tuple(check.warnings))
-    layers = tuple(_layers(plan, check))
-    return Blueprint(plan, layers, tuple(check.warnings), converter_of(check.helper), check.served_nbytes)
+    own = check.own
+    assert own is not None, "a check without findings looked at what the adapter has of its own"
+    made_bytes = check.served_nbytes + sum(_merged_bytes(part, check) for part in own.parts.values())
+    vocab_size = None if own.vocab_size == own.base_vocab_size else own.vocab_size
+    layers, warnings = tuple(_layers(plan, check, own)), tuple(check.warnings)
+    return Blueprint(plan, layers, warnings, converter_of(check.helper), made_bytes, tuple(own.equal), vocab_size)
 
 
-def _layers(plan: ReadPlan, check: TensorCheck) -> Iterator[tuple[LoRALayerWeights, dict[str, int]]]:
+def _merged_bytes(part: OwnPart, check: TensorCheck) -> int:
+    """Of a weight that trained tokens are put into: a copy, float32 where the two differ in dtype."""
+    if part.weight is None or part.tokens is None:
+        return 0
+    weight, tokens = check.names[part.weight], check.names[part.tokens]
+    return weight.nbytes if weight.dtype == tokens.dtype else math.prod(weight.shape) * torch.float32.itemsize
+
+
+def _layers(plan: ReadPlan, check: TensorCheck, own: OwnParts) -> Iterator[LayerPlan]:
     """Of each module with tensors; AdaLoRA may have left a module no rank, which then changes nothing."""
     helper = check.helper
-    modules = sorted({name.module for name in plan.names})
+    modules = sorted({name.module for name in plan.names} | own.parts.keys())
     numbers, indices = helper.numbers(modules), {name: index for index, name in enumerate(plan.names)}
     for module in modules:
-        names = {short: TensorName(module, part) for short, part in PARTS[helper.kind].items()}
-        parts = {short: indices[name] for short, name in names.items() if name in indices}
-        cost = check.costs.get(module)
-        if helper.kind is Kind.IA3:
-            parts = {"input_gain" if module in check.inputs else "gain": parts["ia3_l"]}
+        shorts = {**PARTS[helper.kind], "bias": "bias"}
+        names = {short: TensorName(module, part) for short, part in shorts.items()}
+        parts = {_FIELDS.get(short, short): indices[name] for short, name in names.items() if name in indices}
+        cost, part = check.costs.get(module), own.parts.get(module, OwnPart())
+        if helper.kind is Kind.IA3 and "ia3_l" in parts:
+            parts["input_gain" if module in check.inputs else "gain"] = parts.pop("ia3_l")
         elif cost is None or cost.rank == 0:
             parts = {short: index for short, index in parts.items() if short == "bias"}
-        if parts:
+        if parts or part.weight or part.tokens:
             rank = 0 if cost is None else cost.rank
             scaling = numbers.scalings[module]
-            yield LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling), parts
+            layer = LoRALayerWeights(module, rank, numbers.alphas[module], None, None, scaling=scaling)
+            weight, tokens = (None if name is None else indices[name] for name in (part.weight, part.tokens))
+            yield LayerPlan(layer, parts, weight, tokens, part.token_ids)
 
 
 def _check_converted(layers: Mapping[str, LoRALayerWeights], adapter: str) -> None:
@@ -330,7 +384,10 @@ def _convert(layers: dict[str, LoRALayerWeights], lora_config: LoRAConfig, adapt
     dtype: torch.dtype = getattr(torch, lora_config.lora_dtype)
     converted = {
         name: layer.with_tensors(
-            {field: tensor if field in FLOAT32_FIELDS else tensor.to(dtype) for field, tensor in layer.tensors.items()}
+            {
+                field: tensor if field in (*FLOAT32_FIELDS, "row_ids") else tensor.to(dtype)
+                for field, tensor in layer.tensors.items()
+            }
         )
         for name, layer in layers.items()
     }
@@ -344,7 +401,7 @@ def _check_finite(layers: Mapping[str, LoRALayerWeights], adapter: str, place: s
         f"{name}: {field} does not fit in {place}"
         for name, layer in layers.items()
         for field, tensor in layer.tensors.items()
-        if not is_finite(tensor)
+        if field != "row_ids" and not is_finite(tensor)
     ]
     if reasons:
         raise AdapterValidationError.from_reasons(adapter, reasons)

@@ -6,7 +6,7 @@ import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.tensors import WeightFile
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
-from loraplex.core import LoraSlice, LoraTarget
+from loraplex.core import LoraSlice, LoraTarget, ShardKind
 from loraplex.errors import AdapterValidationError
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -67,6 +67,26 @@ def targets_of(model: torch.nn.Module, fused: bool = True) -> tuple[LoraTarget, 
                 parts = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up_proj")}.get(name, (name,))
                 targets.append(_target(model, layer, f"model.layers.{layer}.{block}", name, parts))
     return tuple(targets)
+
+
+def all_targets_of(model: torch.nn.Module) -> tuple[LoraTarget, ...]:
+    """The embedding, the norms and the head, too."""
+    config = model.config
+    vocab, hidden, depth = config.vocab_size, config.hidden_size, config.num_hidden_layers
+    norms = [
+        _whole(name, int(name.split(".")[2]) if ".layers." in name else depth, *module.weight.shape * 2, ShardKind.NORM)
+        for name, module in model.named_modules()
+        if name.endswith("norm")
+    ]
+    embedding = _whole("model.embed_tokens", -1, vocab, hidden, ShardKind.EMBEDDING)
+    is_tied = bool(config.tie_word_embeddings)
+    head = replace(_whole("lm_head", depth, hidden, vocab, ShardKind.HEAD), is_tied=is_tied)
+    return (embedding, *targets_of(model), *norms, head)
+
+
+def _whole(name: str, layer: int, in_features: int, out_features: int, kind: ShardKind) -> LoraTarget:
+    slices = (LoraSlice(name, 0, out_features, out_features),)
+    return LoraTarget(name, layer, in_features, in_features, slices, kind)
 
 
 def _target(model: torch.nn.Module, layer: int, where: str, name: str, parts: tuple[str, ...]) -> LoraTarget:

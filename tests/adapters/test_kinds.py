@@ -29,10 +29,16 @@ MINIMAL: dict[Kind, dict[str, Any]] = {
     Kind.IA3: {"peft_type": "IA3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     Kind.LOHA: {"peft_type": "LOHA", "r": 4, "alpha": 8, "target_modules": ["q_proj"]},
     Kind.LOKR: {"peft_type": "LOKR", "r": 4, "alpha": 8, "target_modules": ["q_proj"]},
+    Kind.LN_TUNING: {"peft_type": "LN_TUNING", "target_modules": ["norm"]},
+    Kind.TRAINABLE_TOKENS: {
+        "peft_type": "TRAINABLE_TOKENS",
+        "target_modules": "model.embed_tokens",
+        "token_indices": [5],
+    },
 }
 
 
-NOT_YET = ("VERA", "LN_TUNING", "TRAINABLE_TOKENS")
+NOT_YET = ("VERA",)
 
 
 def helper(kind: Kind, **fields: Any) -> PEFTHelper:
@@ -100,7 +106,8 @@ def test_a_type_that_is_not_served_is_refused_for_that_alone(name: str) -> None:
     fields = {field.name: {"any": "value"} for field in dataclasses.fields(config)}
     found = PEFTHelper.from_dict({**fields, "peft_type": name, "projection_prng_key": 5}, "sql")
     (reason,) = found.reasons(LIMITS)
-    assert reason.startswith("peft_type must be 'LORA', 'ADALORA', 'IA3', 'LOHA' or 'LOKR', got ")
+    kinds = "'LORA', 'ADALORA', 'IA3', 'LOHA', 'LOKR', 'LN_TUNING' or 'TRAINABLE_TOKENS'"
+    assert reason.startswith(f"peft_type must be {kinds}, got ")
     assert reason.endswith(f", which is not served{' yet' if name in NOT_YET else ''}: {PEFT_TYPES[name]}")
     assert found.is_other_method
     assert found.warnings == ()
@@ -162,6 +169,7 @@ def test_the_default_config_of_peft_is_accepted_without_a_word(kind: Kind, tmp_p
     given: dict[str, Any] = {"target_modules": ["down_proj"]}
     given |= {"total_step": 10} if kind is Kind.ADALORA else {}
     given |= {"feedforward_modules": ["down_proj"]} if kind is Kind.IA3 else {}
+    given |= {"token_indices": [3]} if kind is Kind.TRAINABLE_TOKENS else {}
     PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**given).save_pretrained(tmp_path)
     found = PEFTHelper.from_local_dir(tmp_path)
     found.validate_legal(LIMITS)
