@@ -149,13 +149,13 @@ class Said:
 
 
 def ask(
-    engine: EngineCore, cases: Sequence[tuple[OwnModel | None, Sequence[int]]], max_tokens: int, **params: Any
+    engine: EngineCore, cases: Sequence[tuple[LoRAModel | None, Sequence[int]]], max_tokens: int, **params: Any
 ) -> list[Said]:
     """All in one batch as far as there is room; greedy unless `params` say otherwise. No request may fail."""
     outputs: dict[str, list[TokenOutput]] = {}
     options = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params}
-    for index, (own, prompt) in enumerate(cases):
-        request = request_of(f"r{index}", own, prompt, SamplingParams(**options), max_tokens)
+    for index, (model, prompt) in enumerate(cases):
+        request = request_of(f"r{index}", model, prompt, SamplingParams(**options), max_tokens)
         outputs[request.request_id] = []
         assert engine.add_request(request) == []
     while engine.has_unfinished:
@@ -168,9 +168,9 @@ def ask(
 
 
 def request_of(
-    request_id: str, own: OwnModel | None, prompt: Sequence[int], params: SamplingParams, max_tokens: int = 1
+    request_id: str, model: LoRAModel | None, prompt: Sequence[int], params: SamplingParams, max_tokens: int = 1
 ) -> Request:
-    adapter_id, digest = (None, "") if own is None else (own.model.adapter_id, own.model.adapter_digest)
+    adapter_id, digest = (None, "") if model is None else (model.adapter_id, model.adapter_digest)
     return Request(
         request_id,
         tuple(prompt),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from loraplex import LLM, SamplingParams
+from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterId
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import InvalidRequestError
@@ -43,7 +44,7 @@ RECIPES: Mapping[str, tuple[tuple[str, ...], int | None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    own: OwnModel | None
+    own: LoRAModel | None
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
 
@@ -67,12 +68,12 @@ def family(request: pytest.FixtureRequest, zoo: ModelZoo) -> Family:
 def make_family(zoo: ModelZoo, name: str) -> Family:
     base = zoo.base(name, options={"tie_word_embeddings": FAMILIES[name]})
     maker = Maker(zoo.oracle(base).model)
-    cases = {}
+    cases, oracles = {}, {}
     for index, (recipe, (layers, vocab_size)) in enumerate(RECIPES.items()):
         own = maker.make(*layers, vocab_size=vocab_size)
+        oracles[recipe] = own.oracle
         cases[recipe] = _fit(own, own.oracle, own.vocab_size, 5 + 7 * (index % 5))
     cases["base"] = _fit(None, zoo.oracle(base), VOCAB_SIZE, 12)
-    oracles = {recipe: case.own.oracle for recipe, case in cases.items() if case.own is not None}
     return Family(base, cases, {**oracles, "base": zoo.oracle(base)})
 
 
@@ -84,7 +85,7 @@ def _fit(own: OwnModel | None, oracle: Any, vocab_size: int, length: int) -> Cas
         prompt[1:3] = torch.randint(vocab_size - 50, vocab_size, (2,), generator=generator)
         case = oracle.greedy(prompt.tolist(), NUM_TOKENS)
         if case.min_gap >= MIN_GAP:
-            return Case(own, case.prompt_token_ids, case.output_token_ids)
+            return Case(None if own is None else own.model, case.prompt_token_ids, case.output_token_ids)
     raise AssertionError("no fit prompt")
 
 
@@ -165,7 +166,7 @@ def test_eviction_to_disk_and_back(llama: Family, tmp_path: Path, compression: s
     with started(llama, **settings, aging_steps=8, disk_cache_dir=str(tmp_path / "disk")) as llm:
         for case in llama.cases.values():  # what was packed by the process before is used by this one
             if case.own is not None:
-                llm.engine.adapters.promote_adapter(AdapterId(case.own.model.adapter_id))
+                llm.engine.adapters.promote_adapter(AdapterId(case.own.adapter_id))
         check(llm.engine, llama)
 
 
@@ -182,8 +183,8 @@ def test_rows_of_a_whole_weight_that_are_the_bases_cost_nothing(llama: Family) -
         assert added is not None
         assert fewer is not None
         row = 4 * HIDDEN_SIZE
-        assert nbytes[added.model.adapter_id] < 2 * (ADDED + 16) * (row + 8) + 32 * row
-        assert nbytes[fewer.model.adapter_id] == 0
+        assert nbytes[added.adapter_id] < 2 * (ADDED + 16) * (row + 8) + 32 * row
+        assert nbytes[fewer.adapter_id] == 0
 
 
 def test_adapters_that_move_are_found(llama: Family) -> None:
@@ -193,7 +194,7 @@ def test_adapters_that_move_are_found(llama: Family) -> None:
         for name in ("linear", "norms", "head"):
             own = llama.cases[name].own
             assert own is not None
-            while engine.adapters.evict_adapter(AdapterId(own.model.adapter_id)):
+            while engine.adapters.evict_adapter(AdapterId(own.adapter_id)):
                 pass
         engine.adapters.compact(1 << 30, math.inf)
         check(engine, llama)
@@ -278,7 +279,7 @@ def test_a_token_of_an_adapter_that_is_to_be_loaded_is_checked_then(llama: Famil
     assert own is not None
     with LLM(str(llama.base), max_model_len=MAX_MODEL_LEN) as llm:
         manager = llm.engine.adapters
-        spec, opener = manager._spec_of(own.model)
+        spec, opener = manager._spec_of(own)
         with manager._residency.held():
             manager._residency.attach_locked(spec, opener).is_attached = True
         assert manager.vocab_size(spec.adapter_id) is None
