@@ -220,7 +220,8 @@ class DecodeGraphs:
             return "batch_size"
         if slots and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
-        if self._table is not None and not slots.isdisjoint(self._table.uncaptured_slots):
+        table = self._table
+        if table is not None and slots & (table.own_layers | table.embedding_slots | table.head_slots):
             return "own_weights"
         return None
 

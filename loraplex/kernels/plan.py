@@ -186,6 +186,10 @@ def _facts_of(layouts: Iterable[SliceLayout | None]) -> _Facts:
     )
 
 
+Blocks = Sequence[tuple[str, Sequence[SliceLayout | None]]]
+"""(target's name, layouts of its slices)"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """A packed block in the buffer."""
@@ -197,7 +201,6 @@ class _Placed:
 @dataclass(frozen=True)
 class SlotImage:
     """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
-
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
     n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
     block. special_blocks: (first row, layouts) of those with own weights, of embeddings and of heads.
@@ -273,8 +276,7 @@ class SlotTable:
         """Slots of adapters that change the embedding. head_slots: the head, or where the vocabulary ends."""
         self.head_slots: set[int] = set()
         self.own_slots: set[int] = set()
-        """Slots of adapters with any weight of their own or a vocabulary of their own, which a share of them has no
-        meaning for."""
+        """Slots of adapters with any weight or vocabulary of their own: a mix with a share of one has no meaning."""
         self.vocab_sizes: dict[int, int] = {}
         """Slot -> where the adapter's vocabulary ends, if not where the base's does."""
 
@@ -315,11 +317,11 @@ class SlotTable:
         if block_offset < 0 or block_offset + last_part >= self.buffer.numel():
             raise ValueError(f"a block at {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
         self._check_slot(lora_slot)
-        for row, layout in enumerate(layouts, first_row):
-            if row < self.num_rows:
+        if first_row < self.num_rows:
+            for row, layout in enumerate(layouts, first_row):
                 self._write(row, lora_slot, self._entry(block_offset, layout))
-        self.expect(*_facts_of(layouts))
-        self._mark(lora_slot)
+            self.expect(*_facts_of(layouts))
+            self._mark(lora_slot)
         self._taken.add(lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
         self._note(lora_slot, first_row, layouts)
@@ -339,9 +341,7 @@ class SlotTable:
         elif has_weight:
             self.own_layers.add(lora_slot)
 
-    def image(
-        self, blocks: Sequence[tuple[str, Sequence[SliceLayout | None]]], vocab_size: int | None = None
-    ) -> SlotImage:
+    def image(self, blocks: Blocks, vocab_size: int | None = None) -> SlotImage:
         """The image of an adapter with these blocks: (target's name, layouts of slices). KeyError: unknown target."""
         first_rows = tuple(self._first_rows[name] for name, _ in blocks)
         found = [
@@ -368,7 +368,7 @@ class SlotTable:
         )
 
     def _special_blocks(
-        self, first_rows: Sequence[int], blocks: Sequence[tuple[str, Sequence[SliceLayout | None]]]
+        self, first_rows: Sequence[int], blocks: Blocks
     ) -> Iterator[tuple[int, tuple[SliceLayout | None, ...]]]:
         for first_row, (_, layouts) in zip(first_rows, blocks, strict=True):
             is_end = self._by_first_row[first_row].kind in (ShardKind.EMBEDDING, ShardKind.HEAD)
@@ -392,11 +392,6 @@ class SlotTable:
             self._note(lora_slot, first_row, layouts)
         if image.vocab_size is not None:
             self.set_vocab_size(lora_slot, image.vocab_size)
-
-    @property
-    def uncaptured_slots(self) -> set[int]:
-        """Of adapters that a captured step has nothing of."""
-        return self.own_layers | self.embedding_slots | self.head_slots
 
     def set_vocab_size(self, lora_slot: int, vocab_size: int) -> None:
         """The vocabulary of the adapter in `lora_slot` ends there, and not where the base's does."""

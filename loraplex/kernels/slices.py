@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from loraplex.core import LoraTarget, ShardKind
+
 ALIGNMENT = 64
 """Bytes to which packed blocks and their parts are aligned: a cache line, and the widest vector."""
 
@@ -103,3 +105,13 @@ class SliceView(NamedTuple):
     scale: float
     gain: torch.Tensor | None
     input_gain: torch.Tensor | None
+
+
+def own_weight_shape(target: LoraTarget, slice_index: int, num_rows: int) -> tuple[int, ...]:
+    """Of the adapter's own weight of one slice."""
+    out_features = target.slices[slice_index].out_features
+    if target.kind is ShardKind.NORM:
+        return (out_features,)
+    if target.kind is ShardKind.EMBEDDING:
+        return num_rows, out_features
+    return num_rows, target.in_features

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from loraplex.core import LoraTarget
-from loraplex.kernels.own_weights import OwnParts, own_segments
 from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import LayerOps
 from loraplex.layers.common import RMSNorm
 from loraplex.layers.linear import ParallelLMHead, VocabParallelEmbedding
+from loraplex.layers.own_weights import OwnParts, own_segments
 
 
 class _EndWithLoRA:
@@ -44,7 +44,7 @@ class VocabParallelEmbeddingWithLoRA(_EndWithLoRA):
     def forward(self, token_ids: Tensor, plan: LoraPlan | None = None) -> Tensor:
         """token_ids int64 [T] -> [T, hidden]. Tokens beyond the base's vocabulary are in segments of adapters alone
         that have rows for them."""
-        if plan is None or self._bound is None:
+        if plan is None or self._bound is None or not self._bound[0].embedding_slots:
             return self.base_layer.forward(token_ids)
         table, ops, first_row = self._bound
         found = tuple(own_segments(plan, table, ops, first_row, table.embedding_slots))

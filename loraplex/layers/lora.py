@@ -24,9 +24,9 @@ from typing import ClassVar, Protocol
 import torch
 
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.kernels.own_weights import own_segments
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.protocols import LayerOps
+from loraplex.layers.own_weights import own_segments
 
 
 class LinearBase(Protocol):

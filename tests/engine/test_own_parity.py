@@ -54,8 +54,11 @@ def family(request: pytest.FixtureRequest, zoo: ModelZoo) -> OwnFamily:
 class Server:
     """An engine with all adapters of a family, read from their files."""
 
-    def __init__(self, family: OwnFamily, **settings: Any) -> None:
+    def __init__(self, family: OwnFamily, *, is_poisoned: bool = False, **settings: Any) -> None:
         self.llm = LLM(str(family.base), max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, **settings)
+        if is_poisoned:
+            self.llm.engine._runner._kv.fill_(math.nan)
+            self.llm.engine.adapters._residency.tiers.host.pool.poison()
         reader = CheckedReader(self.llm.engine.info.targets, LoRAConfig())
         self._models: dict[str, LoRAModel] = {}
         for number, case in enumerate(family.cases):
@@ -106,6 +109,7 @@ def test_everything_at_once(family: OwnFamily) -> None:
     room = max(sizes) + 256 * 1024
     with Server(
         family,
+        is_poisoned=True,
         kv_cache_memory_bytes=22 * block_bytes,
         max_num_batched_tokens=24,
         max_num_seqs=10,
@@ -113,8 +117,6 @@ def test_everything_at_once(family: OwnFamily) -> None:
         host_memory_bytes=room + 64 * 1024,
         aging_steps=8,
     ) as server:
-        server.llm.engine._runner._kv.fill_(math.nan)
-        server.llm.engine.adapters._residency.tiers.host.pool.poison()
         server.check(family.cases)
         server.check(tuple(reversed(family.cases)))
         stats = server.llm.stats()

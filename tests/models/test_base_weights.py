@@ -24,7 +24,7 @@ from loraplex.memory.weights.packing import Packer
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
-from tests.fixtures import TARGET_MODULES, ModelZoo
+from tests.fixtures import HIDDEN_SIZE, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 from tests.kernels.cases import BACKENDS
 from tests.memory.gains import applied
 from tests.models.paged_runner import CPU, PagedRunner, load_decoder
@@ -65,8 +65,13 @@ def test_row_norms_are_those_of_the_checkpoints_weights(
         assert got.dtype == torch.float32
         want = norms_of(weights[f"{name}.weight"].to(dtype), a.to(dtype), b.to(dtype))
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
-    with pytest.raises(KeyError, match="lm_head"):
-        decoder.row_norms("lm_head", a, b, SCALING)
+    with pytest.raises(KeyError, match="embed_tokens"):
+        decoder.row_norms("model.embed_tokens", a, b, SCALING)
+    a, b = draw(HIDDEN_SIZE, VOCAB_SIZE)  # of the head, which is tied here
+    want = norms_of(weights["model.embed_tokens.weight"].to(dtype), a.to(dtype), b.to(dtype))
+    torch.testing.assert_close(
+        decoder.row_norms("lm_head", a.to(dtype), b.to(dtype), SCALING).double(), want, rtol=1e-5, atol=0
+    )
 
 
 @each_backend

@@ -16,10 +16,9 @@ from dataclasses import replace
 import torch
 
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.kernels.own_weights import own_weight_shape
 from loraplex.kernels.plan import NOT_OF_KERNELS
 from loraplex.kernels.protocols import AdapterPacking
-from loraplex.kernels.slices import ABSENT, SliceLayout, SliceWeights, align
+from loraplex.kernels.slices import ABSENT, SliceLayout, SliceWeights, align, own_weight_shape
 
 Slices = Sequence[SliceWeights | None]
 Layouts = tuple[SliceLayout | None, ...]

@@ -228,7 +228,7 @@ class Packer:
         last_layer: int | None = None
         for target in self._targets:
             slices = slices_of(target)
-            nbytes = self._own.nbytes(target, slices)
+            nbytes = 0 if not any(slices) else self._own.nbytes(target, slices)
             if nbytes == 0:
                 continue
             if target.layer != last_layer:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.core import LoraTarget, ShardKind
-from loraplex.kernels.plan import ABSENT, LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.plan import ABSENT, NOT_OF_KERNELS, LoraPlan, LoraSegment, SlotTable
 from loraplex.kernels.protocols import LayerOps, LinearWeight
-from loraplex.kernels.slices import SliceLayout
+from loraplex.kernels.slices import SliceLayout, own_weight_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,6 @@ def own_segments(
                 yield segment, parts
 
 
-def own_weight_shape(target: LoraTarget, slice_index: int, num_rows: int) -> tuple[int, ...]:
-    """Of the adapter's own weight of one slice."""
-    out_features = target.slices[slice_index].out_features
-    if target.kind is ShardKind.NORM:
-        return (out_features,)
-    if target.kind is ShardKind.EMBEDDING:
-        return num_rows, out_features
-    return num_rows, target.in_features
-
-
-def stored_shape(target: LoraTarget, slice_index: int, num_rows: int, ops: LayerOps) -> tuple[int, ...]:
-    """Of the memory that holds it."""
-    shape = own_weight_shape(target, slice_index, num_rows)
-    return shape if target.kind in (ShardKind.NORM, ShardKind.EMBEDDING) else ops.own_shape(*shape)
-
-
 def _make_parts(table: SlotTable, ops: LayerOps, first_row: int, lora_slot: int) -> Iterator[OwnParts]:
     placed = table.placed(first_row, lora_slot)
     if placed is None:
@@ -89,11 +73,12 @@ def _parts_of(
 ) -> OwnParts:
     weight: LinearWeight | None = None
     if layout.weight_dtype is not None:
-        shape = stored_shape(target, index, layout.num_rows, ops)
-        weight = table.part(start, layout.weight_offset, layout.weight_dtype, *shape)
-        if target.kind not in (ShardKind.NORM, ShardKind.EMBEDDING):
-            assert weight is not None
-            weight = ops.own_weight(weight, layout.num_rows, target.in_features)
+        shape = own_weight_shape(target, index, layout.num_rows)
+        is_of_kernels = target.kind not in NOT_OF_KERNELS
+        stored_shape = ops.own_shape(*shape) if is_of_kernels else shape
+        stored = table.part(start, layout.weight_offset, layout.weight_dtype, *stored_shape)
+        assert stored is not None
+        weight = ops.own_weight(stored, *shape) if is_of_kernels else stored
     row_ids = table.part(start, layout.row_ids_offset, torch.int64, layout.num_rows)
     vocab_size = target.in_features if target.kind is ShardKind.EMBEDDING else target.slices[index].out_features
     num_shared = min(layout.num_rows, vocab_size)
