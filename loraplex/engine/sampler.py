@@ -171,7 +171,10 @@ class Sampler:
         for size in np.unique(sizes).tolist():
             places = np.flatnonzero(sizes == size)
             sampler = self if size == self.vocab_size else Sampler(size, self.ops)
-            parts.append((places, sampler.launch(_take(logits, places)[:, :size], [rows[i] for i in places.tolist()])))
+            taken = _take(logits, places)
+            if size < logits.shape[1]:
+                taken = taken[:, :size].clone(memory_format=torch.contiguous_format)
+            parts.append((places, sampler.launch(taken, [rows[i] for i in places.tolist()])))
         order = np.argsort(np.concatenate([places for places, _ in parts]))
         token_ids = _take(torch.cat([drawn.token_ids for _, drawn in parts]), order)
         return DrawnTokens(token_ids, lambda: SamplerOutput.merged(parts, len(rows)))

@@ -26,7 +26,8 @@ from loraplex.kernels.slices import SliceLayout, own_weight_shape
 class OwnParts:
     """Of one slice; None for what the adapter does not have. lora_a is A^T and scale its factor, of embeddings alone.
 
-    num_shared: of `row_ids`, how many are tokens of the base's vocabulary; they come first.
+    num_shared: of `row_ids`, how many are tokens of the base's vocabulary; they come first, and each token behind it has
+    its row.
     """
 
     slice_index: int
@@ -65,11 +66,11 @@ def _make_parts(table: SlotTable, ops: LayerOps, first_row: int, lora_slot: int)
     target, (start, layouts) = table.target_at(first_row), placed
     for index, layout in enumerate(layouts):
         if layout is not None and (layout.has_weight or (target.kind is ShardKind.EMBEDDING and layout.rank)):
-            yield _parts_of(table, ops, target, index, start, layout)
+            yield _parts_of(table, ops, target, lora_slot, index, start, layout)
 
 
 def _parts_of(
-    table: SlotTable, ops: LayerOps, target: LoraTarget, index: int, start: int, layout: SliceLayout
+    table: SlotTable, ops: LayerOps, target: LoraTarget, lora_slot: int, index: int, start: int, layout: SliceLayout
 ) -> OwnParts:
     weight: LinearWeight | None = None
     if layout.weight_dtype is not None:
@@ -82,8 +83,8 @@ def _parts_of(
     row_ids = table.part(start, layout.row_ids_offset, torch.int64, layout.num_rows)
     vocab_size = target.in_features if target.kind is ShardKind.EMBEDDING else target.slices[index].out_features
     num_shared = min(layout.num_rows, vocab_size)
-    if row_ids is not None:
-        num_shared = int((row_ids < vocab_size).sum())
+    if row_ids is not None:  # which are not read here: a device would be waited for
+        num_shared = layout.num_rows - max(0, table.vocab_sizes.get(lora_slot, 0) - vocab_size)
     lora_a = lora_b = None
     if target.kind is ShardKind.EMBEDDING and layout.a_offset != ABSENT:
         hidden_size = target.slices[index].out_features
