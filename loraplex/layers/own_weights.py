@@ -26,8 +26,8 @@ from loraplex.kernels.slices import SliceLayout, own_weight_shape
 class OwnParts:
     """Of one slice; None for what the adapter does not have. lora_a is A^T and scale its factor, of embeddings alone.
 
-    num_shared: of `row_ids`, how many are tokens of the base's vocabulary; they come first, and each token behind it has
-    its row.
+    num_shared: of `row_ids`, how many are tokens of the base's vocabulary; they come first, and each token behind it
+    has its row.
     """
 
     slice_index: int

@@ -344,6 +344,7 @@ def test_weights_of_an_adapters_own_wait_for_nothing(bench: Bench, zoo: ModelZoo
             check_waits(gpu)
         assert driver.stats.eager_steps["own_weights"] > 0
         replayed = driver.stats.graph_steps.get("lora", 0)
-        run(driver, gpu)
+        driver.submit(list(range(5, 25)), NAMES[0], max_tokens=NUM_TOKENS)
+        driver.finish()
         assert driver.stats.graph_steps["lora"] > replayed
         driver.close()

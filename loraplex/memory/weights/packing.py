@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
-from loraplex.core import LoraTarget
+from loraplex.core import LoraTarget, ShardKind
 from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b, shard_weight
 from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
 from loraplex.kernels.protocols import AdapterPacking
@@ -253,6 +253,8 @@ class Packer:
         if layer.lora_a is not None and layer.lora_b is not None:
             lora_a = shard_lora_a(target, index, layer.lora_a)
             lora_b = shard_lora_b(target, index, layer.lora_b)
+            for part in (lora_a, lora_b) if target.kind is ShardKind.EMBEDDING else ():
+                _check_finite(layer.module_name, part, self._compute_dtype)
         if layer.magnitude is not None:
             if weight is not None:
                 raise UnfitWeightsError(f"{layer.module_name}: DoRA beside a weight of its own is not supported")
@@ -302,7 +304,8 @@ def _unit_norms(_name: str, _lora_a: torch.Tensor, lora_b: torch.Tensor, _scalin
 
 def _check_finite(module_name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
     """Raises UnfitWeightsError for a weight that overflows in the dtype in which it may be kept."""
-    if weight.dtype.itemsize > dtype.itemsize and not bool(weight.to(dtype).isfinite().all()):
+    can_overflow = torch.finfo(weight.dtype).max > torch.finfo(dtype).max
+    if can_overflow and not bool(weight.to(dtype).isfinite().all()):
         raise UnfitWeightsError(f"{module_name}: its weight does not fit in {dtype}")
 
 
