@@ -236,7 +236,7 @@ def test_in_other_dtypes_base_rows_stay_too(llama: Family, backend: str, dtype: 
                 llm.engine.adapters.add_adapter(case.own)
         said = ask(llm.engine, [*base, *others], NUM_TOKENS, logprobs=2)
         llm.check_integrity()
-    if backend != "torch":  # stock torch promises no bits in a batch of another size
+    if backend == "auto":  # native kernels; stock torch promises no bits in a batch of another size
         assert said[:1] == expected
     assert len({each.logprobs for each in map(_hashable, said)}) == len(said)
 

@@ -115,7 +115,9 @@ class Packer:
         model = self._fit(model)
         layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
         if layout is None:
-            layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms), model.vocab_size)
+            is_the_bases = self._ends is not None and model.vocab_size == self._ends.vocab_size
+            vocab_size = None if is_the_bases else model.vocab_size
+            layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms), vocab_size)
             if model.blueprint is not None:
                 self._layouts[model.blueprint] = layout
         return layout
