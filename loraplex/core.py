@@ -330,6 +330,11 @@ class LoraTarget:
     shard: Shard = Shard()
     is_tied: bool = False
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a linear of a decoder layer, and neither norm nor an end of the vocabulary."""
+        return self.kind not in (ShardKind.EMBEDDING, ShardKind.HEAD, ShardKind.NORM)
+
 
 # ---------------------------------------------------------------------------------------------------- adapters, weights
 
@@ -438,10 +443,14 @@ class WaitsFor(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AcquireResult:
-    """`lora_slot` when a reference was taken, else what the adapter waits for (no reference is held then)."""
+    """`lora_slot` when a reference was taken, else what the adapter waits for (no reference is held then).
+
+    vocab_size: where the adapter's vocabulary ends; None where the residency cannot know.
+    """
 
     lora_slot: int | None
     waits_for: WaitsFor | None = None
+    vocab_size: int | None = None
 
 
 class ResidencyView(Protocol):

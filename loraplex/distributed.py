@@ -78,6 +78,22 @@ def shard_input_gain(target: LoraTarget, slice_index: int, input_gain: torch.Ten
     return shard_rows(input_gain, target.in_features, target.shard)
 
 
+def shard_weight(target: LoraTarget, slice_index: int, weight: torch.Tensor) -> torch.Tensor:
+    """This shard's part of an adapter's own weight: [out, in] of a linear, rows [n, hidden] of an embedding or a head,
+    [size] of a norm."""
+    s = target.slices[slice_index]
+    if target.kind is ShardKind.NORM:
+        _expect(target, slice_index, "the weight", weight.size(0), s.full_out_features)
+        return weight
+    if not target.is_linear:
+        hidden_size = s.full_out_features if target.kind is ShardKind.EMBEDDING else target.full_in_features
+        _expect(target, slice_index, "the weight", weight.size(1), hidden_size)
+        return weight
+    _expect(target, slice_index, "the weight", weight.size(0), s.full_out_features)
+    _expect(target, slice_index, "the weight", weight.size(1), target.full_in_features)
+    return shard_columns(shard_rows(weight, s.out_features, target.shard), target.in_features, target.shard)
+
+
 def _expect(target: LoraTarget, slice_index: int, what: str, got: int, full: int) -> None:
     if got != full:
         module = target.slices[slice_index].module_name

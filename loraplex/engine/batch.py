@@ -75,6 +75,11 @@ class LoRAMapping:
         return [LoraSegment(start, end, slot) for start, end, slot in runs if slot != BASE_SLOT]
 
 
+def logit_segments(states: Sequence[RequestState]) -> list[LoraSegment]:
+    """Of rows of logits, one a request."""
+    return LoRAMapping.from_prompts([_slot_of(state) for state in states], [1] * len(states)).to_segments()
+
+
 @dataclass(frozen=True, slots=True)
 class PromptLogitRows:
     """Logits rows [start, start + len(next_ids)) of a step are for prompt positions, to predict `next_ids`."""

@@ -13,6 +13,7 @@ Everything else runs kernel by kernel, and is counted by reason:
     prefill        some sequence has several tokens, or is not sampled
     batch_size     more sequences than the largest graph has rows
     adapters       adapters are there that the backend's captured kernels do not cover
+    own_weights    an adapter of the step changes the embedding or the head, or has weights of its own
     not_captured   there is no graph: its capture failed
 
 A profile of steps changes none of this: backends that can be captured time no operators.
@@ -203,7 +204,7 @@ class DecodeGraphs:
     def padded_size(self, plan: SchedulePlan) -> int | None:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
         slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
-        reason = self._reason_against(plan, bool(slots))
+        reason = self._reason_against(plan, slots)
         if reason is None:
             size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
             if self._is_there(_Key(size, bool(slots)), slots):
@@ -212,13 +213,16 @@ class DecodeGraphs:
         self._eager_steps[reason] += 1
         return None
 
-    def _reason_against(self, plan: SchedulePlan, has_adapters: bool) -> str | None:
+    def _reason_against(self, plan: SchedulePlan, slots: set[int]) -> str | None:
         if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
             return "prefill"
         if len(plan.sequences) > self._sizes[-1]:
             return "batch_size"
-        if has_adapters and (self._table is None or not self._backend.may_replay(self._table)):
+        if slots and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
+        table = self._table
+        if table is not None and slots & (table.own_layers | table.embedding_slots | table.head_slots):
+            return "own_weights"
         return None
 
     def _is_there(self, key: _Key, slots: set[int]) -> bool:

@@ -28,6 +28,9 @@ from loraplex.performance.steps import StepProfile, StepRecorder, StepRow
 
 logger = logging.getLogger(__name__)
 
+MAX_VOCABULARY = 1 << 29
+"""Token ids are less, whatever adapter they are for."""
+
 MAX_VACATED_CHUNKS = 8
 """Of a step: KV chunks that are emptied, by copying, for adapters that wait for memory."""
 
@@ -59,7 +62,7 @@ class EngineCore:
         self._adapters = adapters
         self._max_waiting_requests = max_waiting_requests
         self._num_steps = 0
-        self._checked_prompt: Sequence[int] = ()
+        self._checked_prompt: tuple[Sequence[int], int | None] = (), None
         self._profiler = profiler
         self._events = events
         self._caretaker = caretaker
@@ -120,11 +123,13 @@ class EngineCore:
         Raises InvalidRequestError for one that no front would send: kernels read what it says without another look.
         """
         request.check(self.info.max_model_len)
-        if request.prompt_token_ids is not self._checked_prompt:
-            request.check_prompt(self.info.vocab_size)
-            self._checked_prompt = request.prompt_token_ids
         if request.adapter_id is not None and self._adapters is None:
             raise LoraDisabledError("LoRA is off in this engine")
+        vocab_size = self._vocab_size_of(request.adapter_id)
+        checked = request.prompt_token_ids, vocab_size
+        if checked[0] is not self._checked_prompt[0] or vocab_size != self._checked_prompt[1]:
+            request.check_prompt(vocab_size or MAX_VOCABULARY)
+            self._checked_prompt = checked
         if self._scheduler.has(request.request_id):
             raise InvalidRequestError(f"request {request.request_id[:40]!r} is known already")
         if self._scheduler.num_waiting >= self._max_waiting_requests:
@@ -134,8 +139,14 @@ class EngineCore:
         if refusal is not None:
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=refusal.to_payload())]
         self._caretaker.arrived(request)
-        self._scheduler.add(request)
+        self._scheduler.add(request, is_prompt_checked=vocab_size is not None)
         return []
+
+    def _vocab_size_of(self, adapter_id: int | None) -> int | None:
+        """None: the adapter is to be loaded first."""
+        if adapter_id is None or self._adapters is None:
+            return self.info.vocab_size
+        return self._adapters.vocab_size(adapter_id)
 
     def abort(self, request_ids: Iterable[str]) -> list[TokenOutput]:
         """End requests; unknown ids are passed over."""

@@ -11,13 +11,13 @@ import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
 from loraplex.cpu import CpuMeter, CpuUse
-from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows
+from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
-from loraplex.kernels.plan import StepBatch
+from loraplex.kernels.plan import LoraSegment, StepBatch
 from loraplex.kernels.profiled import PART_OF
 from loraplex.memory.weights.copies import StepGate
 from loraplex.metrics import KernelSpeedup
@@ -245,10 +245,24 @@ class ModelRunner:
             return None, self.graphs.replay(step)
         hidden = self._model.forward(_gated(step.batch, arriving), self._kv)
         hidden = hidden[step.batch.logits_indices]
+        if not step.sampled:
+            return hidden if step.prompt_rows else None, None
         if not step.prompt_rows:
-            return None, self._model.compute_logits(hidden) if step.sampled else None
+            return None, self._logits(hidden, step.sampled)
         sampled = upload(np.array(step.sampled_rows, np.int64), hidden.device)
-        return hidden, self._model.compute_logits(hidden[sampled]) if step.sampled else None
+        return hidden, self._logits(hidden[sampled], step.sampled)
+
+    def _logits(self, hidden: torch.Tensor, sampled: Sequence[ScheduledSequence]) -> torch.Tensor:
+        """Of the rows of sampled sequences."""
+        segments = logit_segments([each.state for each in sampled]) if self._model.has_own_heads else ()
+        return self._model.compute_logits(hidden, segments)
+
+    def _logits_of(self, hidden: torch.Tensor, lora_slot: int | None) -> torch.Tensor:
+        """Of rows that go through one adapter, up to the end of its vocabulary."""
+        if lora_slot is None or not self._model.has_own_heads:
+            return self._model.compute_logits(hidden)
+        logits = self._model.compute_logits(hidden, [LoraSegment(0, len(hidden), lora_slot)])
+        return logits[:, : self._model.vocab_size_of(lora_slot)]
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
@@ -257,7 +271,7 @@ class ModelRunner:
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))
         batch = _gated(self._builder.build(plan).batch, self._prepare(plan))
-        logits = self._model.compute_logits(self._model.forward(batch, self._kv))
+        logits = self._logits_of(self._model.forward(batch, self._kv), state.lora_slot)
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
     @torch.inference_mode()
@@ -285,12 +299,19 @@ class ModelRunner:
     ) -> StepHandle:
         drawn: DrawnTokens | None = None
         if logits is not None:
-            drawn = self._sampler.launch(logits, [_sampling_row(sequence) for sequence in step.sampled])
+            drawn = self._draw(logits, step.sampled)
             self._last = _LastTokens(drawn.token_ids, {each.state: row for row, each in enumerate(step.sampled)})
         scored = [] if hidden is None else [self._score_prompt(rows, hidden) for rows in step.prompt_rows]
         ended = self._timed_event()
         device_time = None if began is None or ended is None else _DeviceTime(began, ended, self._profiler)
         return StepHandle(step.sampled, drawn, scored, arriving, device_time)
+
+    def _draw(self, logits: torch.Tensor, sampled: Sequence[ScheduledSequence]) -> DrawnTokens:
+        rows = [_sampling_row(sequence) for sequence in sampled]
+        if logits.shape[1] == self._sampler.vocab_size:
+            return self._sampler.launch(logits, rows)
+        slots = [BASE_SLOT if each.state.lora_slot is None else each.state.lora_slot for each in sampled]
+        return self._sampler.launch_by_vocabulary(logits, rows, [self._model.vocab_size_of(slot) for slot in slots])
 
     @torch.inference_mode()
     def measure_kernels(self, dtype_name: str) -> tuple[KernelSpeedup, ...]:
@@ -307,7 +328,7 @@ class ModelRunner:
         parts = []
         for begin in range(0, len(rows.next_ids), self._sampler.rows_at_once):
             next_ids = rows.next_ids[begin : begin + self._sampler.rows_at_once]
-            logits = self._model.compute_logits(hidden[rows.start + begin :][: len(next_ids)])
+            logits = self._logits_of(hidden[rows.start + begin :][: len(next_ids)], rows.state.lora_slot)
             parts.append(self._sampler.launch_prompt_logprobs(logits, next_ids, count))
         return _PromptLogprobs(rows.state, len(rows.state.prompt_logprobs), parts)
 

@@ -101,6 +101,22 @@ class SamplerOutput:
         barred = tuple(i for i in without_token if top[i] < 0 and batch.rows[i].is_below_min_tokens)
         return cls(token_ids, tuple(logprobs), tuple(i for i in without_token if i not in barred), barred)
 
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Int64s, DrawnTokens]], num_rows: int) -> Self:
+        """Of the places of rows, and what was drawn for them."""
+        token_ids = np.zeros(num_rows, np.int64)
+        logprobs: list[TokenLogprobs | None] = [None] * num_rows
+        failed: list[int] = []
+        barred: list[int] = []
+        for places, drawn in parts:
+            output = drawn.result()
+            token_ids[places] = output.token_ids
+            for place, entries in zip(places.tolist(), output.logprobs, strict=True):
+                logprobs[place] = entries
+            failed += places[list(output.failed_rows)].tolist()
+            barred += places[list(output.barred_rows)].tolist()
+        return cls(token_ids, tuple(logprobs), tuple(sorted(failed)), tuple(sorted(barred)))
+
 
 class DrawnTokens:
     """What a call draws, on its way to the host. `token_ids`: int64 [n] on the device of the logits, for the next step
@@ -143,6 +159,25 @@ class Sampler:
             logits = logits.float().contiguous()
             draw = self._draw_beside_host if device_ranking.runs_beside_host(logits) else self._draw_and_wait
             return draw(logits, batch)
+
+    def launch_by_vocabulary(
+        self, logits: Tensor, rows: Sequence[SamplingRow], vocab_sizes: Sequence[int]
+    ) -> DrawnTokens:
+        """`launch` of rows [n, V] whose vocabularies end at different tokens, each in a call with those of its own
+        size: what it draws is what it would draw alone. A smaller vocabulary than the base's has -inf behind it.
+        """
+        sizes = np.maximum(np.array(vocab_sizes, np.int64), self.vocab_size)
+        parts: list[tuple[Int64s, DrawnTokens]] = []
+        for size in np.unique(sizes).tolist():
+            places = np.flatnonzero(sizes == size)
+            sampler = self if size == self.vocab_size else Sampler(size, self.ops)
+            taken = _take(logits, places)
+            if size < logits.shape[1]:
+                taken = taken[:, :size].clone(memory_format=torch.contiguous_format)
+            parts.append((places, sampler.launch(taken, [rows[i] for i in places.tolist()])))
+        order = np.argsort(np.concatenate([places for places, _ in parts]))
+        token_ids = _take(torch.cat([drawn.token_ids for _, drawn in parts]), order)
+        return DrawnTokens(token_ids, lambda: SamplerOutput.merged(parts, len(rows)))
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:
         """logits [p, vocab_size] at prompt positions, next_ids [p] the prompt's next tokens; and the k best."""

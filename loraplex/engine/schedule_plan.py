@@ -32,7 +32,8 @@ class RequestState:
     num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
     num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
     known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
-    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter.
+    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
+    its token ids are of the vocabulary of its adapter, or of the base's.
     """
 
     request: Request
@@ -55,6 +56,7 @@ class RequestState:
     preempted_at_step: int = -1
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sampling_state: TokenCounts | None = None
+    is_prompt_checked: bool = True
 
     def append(self, token_id: int) -> None:
         if isinstance(self.token_ids, tuple):

@@ -32,7 +32,7 @@ from loraplex.engine.schedule_plan import (
     SchedulePlan,
     token_output,
 )
-from loraplex.errors import AdapterError, LoraplexError
+from loraplex.errors import AdapterError, InvalidRequestError, LoraplexError
 
 MAX_STEPS_IN_FLIGHT = 2
 """Plans that are not committed: one, and the next while it is launched."""
@@ -75,9 +75,11 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------- requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, is_prompt_checked: bool = True) -> None:
+        """is_prompt_checked: False where its adapter's vocabulary is not known before it is loaded."""
         assert request.request_id not in self._states, f"request {request.request_id} is known already"
         state = RequestState(request, self._num_arrivals, request.prompt_token_ids, arrival_step=self._turns.step_id)
+        state.is_prompt_checked = is_prompt_checked
         self._num_arrivals += 1
         self._states[request.request_id] = state
         self._waiting.append(state)
@@ -241,7 +243,7 @@ class Scheduler:
                 continue  # one of this name ended, and its KV is in use until the next commit
             try:
                 is_ready = self._acquire_adapter(state, blocked)
-            except AdapterError as error:
+            except (AdapterError, InvalidRequestError) as error:
                 failed.append(self._finish(state, FinishReason.ERROR, error=error))
                 continue
             if is_ready:
@@ -266,12 +268,24 @@ class Scheduler:
             result = self._residency.try_acquire(adapter_id)
             if result.waits_for is None:
                 state.lora_slot = result.lora_slot
+                self._check_prompt(state, result.vocab_size)
                 return True
             blocked[adapter_id] = result.waits_for
         state.waits_for = blocked[adapter_id]
         if state.waits_since_step is None:
             state.waits_since_step = self._turns.step_id
         return False
+
+    def _check_prompt(self, state: RequestState, vocab_size: int | None) -> None:
+        """Once its adapter is loaded; raises InvalidRequestError, without the adapter."""
+        if state.is_prompt_checked or vocab_size is None:
+            return
+        try:
+            state.request.check_prompt(vocab_size)
+        except InvalidRequestError:
+            self._release_adapter(state)
+            raise
+        state.is_prompt_checked = True
 
     def _admit(self, state: RequestState, budget: int, scheduled: list[ScheduledSequence]) -> int:
         """Move a request to the running ones with KV for all its tokens; returns how many run, 0 when KV is short."""

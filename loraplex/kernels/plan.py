@@ -7,37 +7,23 @@ promoting, evicting or moving an adapter is a write to the table, and a plan mad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.core import BASE_SLOT, LoraTarget
+from loraplex.core import BASE_SLOT, LoraTarget, ShardKind
+from loraplex.kernels.slices import ABSENT as ABSENT
+from loraplex.kernels.slices import ALIGNMENT as ALIGNMENT
+from loraplex.kernels.slices import DTYPE_CODES as DTYPE_CODES
+from loraplex.kernels.slices import SliceLayout as SliceLayout
+from loraplex.kernels.slices import SliceView as SliceView
+from loraplex.kernels.slices import SliceWeights as SliceWeights
+from loraplex.kernels.slices import align as align
 from loraplex.kernels.tiles import NO_TILES, TILE_FIELDS, TileBuffer, Tiles, cut_tiles, tile_room
-
-ALIGNMENT = 64
-"""Bytes to which packed blocks and their parts are aligned: a cache line, and the widest vector."""
-
-ABSENT = -1
-"""Offset of a part that a packed block does not have."""
-
-DTYPE_CODES: dict[torch.dtype, int] = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.bfloat16: 2,
-    torch.float64: 3,
-    torch.int8: 4,
-}
-"""How the slot table writes the dtype of a packed block."""
-
-
-def align(nbytes: int) -> int:
-    """`nbytes` rounded up to ALIGNMENT."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
 
 # ------------------------------------------------------------------------------------------------ the step's segments
 
@@ -183,82 +169,25 @@ def _check_segment(segment: LoraSegment, num_tokens: int) -> None:
 # ---------------------------------------------------------------------------------------------- an adapter's weights
 
 
-@dataclass(frozen=True, slots=True)
-class SliceWeights:
-    """What one adapter brings to one slice: `y <- gain (y + scaling (x A^T) B^T) + bias`, after x <- input_gain x.
-
-    lora_a [rank, in] and lora_b [out, rank] come together or not at all; bias [out] is additive and already scaled.
-    gain [out] and input_gain [in] are float32; None is 1. input_gain acts on the base's product, too, so it is there in
-    targets of one slice only.
-
-    weight is the adapter's own, in place of the base's: [out, in] of a linear, [hidden] of a norm, rows [n, hidden] of
-    an embedding or a head. row_ids int64 [n], ascending: which tokens these rows are of; None: of 0 to n - 1.
-    """
-
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-    bias: torch.Tensor | None
-    scaling: float
-    gain: torch.Tensor | None = None
-    input_gain: torch.Tensor | None = None
-    weight: torch.Tensor | None = None
-    row_ids: torch.Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.lora_a is None else self.lora_a.shape[0]
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        parts = (self.lora_a, self.lora_b, self.bias, self.gain, self.input_gain, self.weight, self.row_ids)
-        return tuple(t for t in parts if t is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class SliceLayout:
-    """Where a backend put one slice inside its packed block: byte offsets from the block's start, or ABSENT."""
-
-    a_offset: int
-    b_offset: int
-    bias_offset: int
-    rank: int
-    scale: float
-    dtype: torch.dtype
-    gain_offset: int = ABSENT
-    input_gain_offset: int = ABSENT
-    weight_offset: int = ABSENT
-    row_ids_offset: int = ABSENT
-    num_rows: int = 0
-
-    @property
-    def offsets(self) -> tuple[int, int, int, int, int]:
-        """Of A, B, bias, gain and input gain: the order of the slot table's addresses."""
-        return self.a_offset, self.b_offset, self.bias_offset, self.gain_offset, self.input_gain_offset
-
-
-class SliceView(NamedTuple):
-    """The parts of one slice as tensors over the arena's memory (stock row-major layout)."""
-
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-    bias: torch.Tensor | None
-    scale: float
-    gain: torch.Tensor | None
-    input_gain: torch.Tensor | None
-
-
 _Facts = tuple[int, frozenset[torch.dtype], bool, bool]
 """Of blocks, what `SlotTable.expect` is told: largest rank, dtypes, whether there are gains, and input gains."""
 
+NOT_OF_KERNELS = frozenset((ShardKind.EMBEDDING, ShardKind.NORM))
+"""Kinds of targets that `add_lora` has nothing to do with: the slot table has no addresses of theirs."""
+
 
 def _facts_of(layouts: Iterable[SliceLayout | None]) -> _Facts:
-    present = [layout for layout in layouts if layout is not None]
+    present = [layout for layout in layouts if layout is not None and layout.has_delta]
     return (
         max((layout.rank for layout in present), default=0),
         frozenset(layout.dtype for layout in present),
         any(layout.gain_offset != ABSENT for layout in present),
         any(layout.input_gain_offset != ABSENT for layout in present),
     )
+
+
+Blocks = Sequence[tuple[str, Sequence[SliceLayout | None]]]
+"""(target's name, layouts of its slices)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +201,10 @@ class _Placed:
 @dataclass(frozen=True)
 class SlotImage:
     """What the rows of an adapter hold but for where it lies: once for all that are packed alike (`SlotTable.image`).
-
     One entry for each slice that the adapter has: rows [n] of the table, blocks [n] (index of its block), offsets [5,
     n] of its parts inside the block (`SliceLayout.offsets`), and rank, scale, dtype [n]. first_rows, layouts: one per
-    block.
+    block. special_blocks: (first row, layouts) of those with own weights, of embeddings and of heads.
+    vocab_size: as in `SlotTable.vocab_sizes`.
     """
 
     rows: NDArray[np.int64]
@@ -285,6 +214,8 @@ class SlotImage:
     first_rows: tuple[int, ...]
     layouts: tuple[tuple[SliceLayout | None, ...], ...]
     facts: _Facts
+    special_blocks: tuple[tuple[int, tuple[SliceLayout | None, ...]], ...] = ()
+    vocab_size: int | None = None
 
 
 _NUM_ADDRESSES, _NUM_VALUES = 5, 3
@@ -294,7 +225,8 @@ _NUM_ADDRESSES, _NUM_VALUES = 5, 3
 class SlotTable:
     """Addresses of every resident adapter's packed blocks: all that a LoRA kernel reads of adapters.
 
-    One row per (target, slice), in the order of `targets`; one column per lora_slot. Tensors of shape [rows, capacity]:
+    One row per (target, slice), in the order of `targets`, those of NOT_OF_KERNELS apart: theirs are numbers behind
+    the others without addresses. One column per lora_slot. Tensors of shape [rows, capacity]:
     a_addr, b_addr, bias_addr, gain_addr, input_gain_addr int64 (0: no such part), rank int32 (0: no A and B), scale
     float32, dtype int32 (DTYPE_CODES). They are allocated once and never move. Address = buffer.data_ptr() + byte
     offset.
@@ -317,13 +249,16 @@ class SlotTable:
         self.buffer = buffer
         self.is_mirrored = buffer.device.type != "cpu" if is_mirrored is None else is_mirrored
         self._base_addr = buffer.data_ptr()
-        self._first_rows = dict(zip((t.name for t in self.targets), _row_starts(self.targets), strict=True))
+        ordered = sorted(self.targets, key=lambda t: t.kind in NOT_OF_KERNELS)
+        self._first_rows = dict(zip((t.name for t in ordered), _row_starts(ordered), strict=True))
         if len(self._first_rows) != len(self.targets):
             raise ValueError("two LoraTargets have the same name")
-        self._by_first_row = {self._first_rows[t.name]: t for t in self.targets}
-        self._rows = tuple((self._first_rows[t.name], i) for t in self.targets for i in range(len(t.slices)))
+        self._by_first_row = {self._first_rows[t.name]: t for t in ordered}
+        self._rows = tuple((self._first_rows[t.name], i) for t in ordered for i in range(len(t.slices)))
+        self.num_rows = sum(len(t.slices) for t in ordered if t.kind not in NOT_OF_KERNELS)
         self._allocate_columns()
         self._placed: tuple[dict[int, _Placed], ...] = tuple({} for _ in range(capacity))
+        self._taken: set[int] = set()
         self.derived: tuple[dict[int, Any], ...] = tuple({} for _ in range(capacity))
         """Per lora_slot: first row of a target -> what a backend made of that block, until it changes."""
         self.max_rank = 0
@@ -335,6 +270,15 @@ class SlotTable:
         self.has_input_gains = False
         self.scratch: dict[int, Any] = {}
         """First row of a target -> what a backend derives from the place of its rows, which never changes."""
+        self.own_layers: set[int] = set()
+        """Slots of adapters with norms or linears of their own."""
+        self.embedding_slots: set[int] = set()
+        """Slots of adapters that change the embedding. head_slots: the head, or where the vocabulary ends."""
+        self.head_slots: set[int] = set()
+        self.own_slots: set[int] = set()
+        """Slots of adapters with any weight or vocabulary of their own: a mix with a share of one has no meaning."""
+        self.vocab_sizes: dict[int, int] = {}
+        """Slot -> where the adapter's vocabulary ends, if not where the base's does."""
 
     def _allocate_columns(self) -> None:
         addresses = torch.zeros((_NUM_ADDRESSES, self.num_rows, self.capacity), dtype=torch.int64)
@@ -349,10 +293,6 @@ class SlotTable:
         self.rank, self.dtype = values[0], values[2]
         self.scale = values[1].view(torch.float32)
         self._changed: set[int] = set()
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
 
     def first_row(self, target_name: str) -> int:
         """Row of the target's first slice; its other slices follow. KeyError when there is no such target."""
@@ -377,21 +317,38 @@ class SlotTable:
         if block_offset < 0 or block_offset + last_part >= self.buffer.numel():
             raise ValueError(f"a block at {block_offset} is outside the buffer of {self.buffer.numel()} bytes")
         self._check_slot(lora_slot)
-        for row, layout in enumerate(layouts, first_row):
-            self._write(row, lora_slot, self._entry(block_offset, layout))
-        self.expect(*_facts_of(layouts))
-        self._mark(lora_slot)
+        if first_row < self.num_rows:
+            for row, layout in enumerate(layouts, first_row):
+                self._write(row, lora_slot, self._entry(block_offset, layout))
+            self.expect(*_facts_of(layouts))
+            self._mark(lora_slot)
+        self._taken.add(lora_slot)
         self._placed[lora_slot][first_row] = _Placed(block_offset, tuple(layouts))
+        self._note(lora_slot, first_row, layouts)
         self.derived[lora_slot].pop(first_row, None)
+        self.derived[lora_slot].pop(~first_row, None)
 
-    def image(self, blocks: Sequence[tuple[str, Sequence[SliceLayout | None]]]) -> SlotImage:
+    def _note(self, lora_slot: int, first_row: int, layouts: Sequence[SliceLayout | None]) -> None:
+        """In the sets of slots, what this block means for a step."""
+        kind = self._by_first_row[first_row].kind
+        has_weight = any(layout is not None and layout.has_weight for layout in layouts)
+        if has_weight:
+            self.own_slots.add(lora_slot)
+        if kind is ShardKind.EMBEDDING:
+            self.embedding_slots.add(lora_slot)
+        elif kind is ShardKind.HEAD:
+            self.head_slots.add(lora_slot)
+        elif has_weight:
+            self.own_layers.add(lora_slot)
+
+    def image(self, blocks: Blocks, vocab_size: int | None = None) -> SlotImage:
         """The image of an adapter with these blocks: (target's name, layouts of slices). KeyError: unknown target."""
         first_rows = tuple(self._first_rows[name] for name, _ in blocks)
         found = [
             (row, index, layout)
             for index, (first_row, (_, layouts)) in enumerate(zip(first_rows, blocks, strict=True))
             for row, layout in enumerate(layouts, first_row)
-            if layout is not None
+            if layout is not None and row < self.num_rows
         ]
         parts = [layout.offsets for _, _, layout in found]
         return SlotImage(
@@ -406,7 +363,17 @@ class SlotTable:
             first_rows=first_rows,
             layouts=tuple(tuple(layouts) for _, layouts in blocks),
             facts=_facts_of(layout for _, _, layout in found),
+            special_blocks=tuple(self._special_blocks(first_rows, blocks)),
+            vocab_size=vocab_size,
         )
+
+    def _special_blocks(
+        self, first_rows: Sequence[int], blocks: Blocks
+    ) -> Iterator[tuple[int, tuple[SliceLayout | None, ...]]]:
+        for first_row, (_, layouts) in zip(first_rows, blocks, strict=True):
+            is_end = self._by_first_row[first_row].kind in (ShardKind.EMBEDDING, ShardKind.HEAD)
+            if is_end or any(layout is not None and layout.has_weight for layout in layouts):
+                yield first_row, tuple(layouts)
 
     def set_image(self, lora_slot: int, image: SlotImage, block_offsets: Sequence[int]) -> None:
         """`set_block` for all blocks of an adapter at once, block i at byte `block_offsets[i]`; the slot was clear."""
@@ -419,7 +386,18 @@ class SlotTable:
             column[image.rows, lora_slot] = values
         self.expect(*image.facts)
         self._mark(lora_slot)
+        self._taken.add(lora_slot)
         self._placed[lora_slot].update(zip(image.first_rows, map(_Placed, block_offsets, image.layouts), strict=True))
+        for first_row, layouts in image.special_blocks:
+            self._note(lora_slot, first_row, layouts)
+        if image.vocab_size is not None:
+            self.set_vocab_size(lora_slot, image.vocab_size)
+
+    def set_vocab_size(self, lora_slot: int, vocab_size: int) -> None:
+        """The vocabulary of the adapter in `lora_slot` ends there, and not where the base's does."""
+        self.vocab_sizes[lora_slot] = vocab_size
+        self.head_slots.add(lora_slot)
+        self.own_slots.add(lora_slot)
 
     def clear_slot(self, lora_slot: int) -> None:
         """Forget the adapter in `lora_slot`: every row of the column is zero again."""
@@ -427,12 +405,17 @@ class SlotTable:
         for column in self._host:
             column[:, lora_slot] = 0
         self._mark(lora_slot)
+        self._taken.discard(lora_slot)
         self._placed[lora_slot].clear()
         self.derived[lora_slot].clear()
+        for slots in (self.own_layers, self.embedding_slots, self.head_slots, self.own_slots):
+            slots.discard(lora_slot)
+        self.vocab_sizes.pop(lora_slot, None)
 
     def is_clear(self, lora_slot: int) -> bool:
+        """Whether no adapter is there; one may be without any block, where it has nothing that the base has not."""
         self._check_slot(lora_slot)
-        return not self._placed[lora_slot]
+        return lora_slot not in self._taken
 
     def largest_rank(self, lora_slots: Sequence[int]) -> int:
         """Of the adapters in these slots; 0 for none."""
@@ -450,15 +433,21 @@ class SlotTable:
         target = self._by_first_row[first_row]
         in_features, out_features = target.in_features, target.slices[slice_index].out_features
         return SliceView(
-            self._view(placed.offset, layout.a_offset, layout.dtype, layout.rank, in_features),
-            self._view(placed.offset, layout.b_offset, layout.dtype, out_features, layout.rank),
-            self._view(placed.offset, layout.bias_offset, layout.dtype, out_features),
+            self.part(placed.offset, layout.a_offset, layout.dtype, layout.rank, in_features),
+            self.part(placed.offset, layout.b_offset, layout.dtype, out_features, layout.rank),
+            self.part(placed.offset, layout.bias_offset, layout.dtype, out_features),
             layout.scale,
-            self._view(placed.offset, layout.gain_offset, torch.float32, out_features),
-            self._view(placed.offset, layout.input_gain_offset, torch.float32, in_features),
+            self.part(placed.offset, layout.gain_offset, torch.float32, out_features),
+            self.part(placed.offset, layout.input_gain_offset, torch.float32, in_features),
         )
 
-    def _view(self, block_offset: int, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+    def placed(self, first_row: int, lora_slot: int) -> tuple[int, tuple[SliceLayout | None, ...]] | None:
+        """(the byte where the block of one target begins, the layouts of its slices), None for no block."""
+        placed = self._placed[lora_slot].get(first_row)
+        return None if placed is None else (placed.offset, placed.layouts)
+
+    def part(self, block_offset: int, offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor | None:
+        """A part of a block as a tensor over the arena's memory."""
         if offset == ABSENT:
             return None
         start = block_offset + offset
@@ -532,6 +521,11 @@ class SlotTable:
 
     def addresses(self, row: int, lora_slot: int) -> list[int]:
         """Of the parts of one slice, in the order of `SliceLayout.offsets`, as they were written last."""
+        if row >= self.num_rows:
+            first_row, index = self._rows[row]
+            placed = self._placed[lora_slot].get(first_row)
+            entry = self._entry(0, None) if placed is None else self._entry(placed.offset, placed.layouts[index])
+            return [int(address) for address in entry[:_NUM_ADDRESSES]]
         return [int(address) for address in self._host_planes[0][:, row, lora_slot]]
 
     def _check_slot(self, lora_slot: int) -> None:

@@ -113,6 +113,15 @@ class LayerOps(Protocol):
         """
         ...
 
+    def own_shape(self, num_rows: int, width: int) -> tuple[int, ...]:
+        """Of the memory in which a packed block keeps an adapter's own weight [num_rows, width]."""
+        ...
+
+    def own_weight(self, stored: torch.Tensor, num_rows: int, width: int) -> LinearWeight:
+        """What `linear` and `embedding` read, over such memory in a block, which is of `own_shape`; nothing is
+        copied."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dimension (any leading ones)."""
         ...
@@ -190,6 +199,22 @@ class AdapterPacking(Protocol):
 
         The tensors may lie in `block` (uint8, on the host); bytes behind the packed block are not read.
         """
+        ...
+
+    def own_dtype(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+        """In which a packed block keeps an adapter's own weight that is `dtype` in the file."""
+        ...
+
+    def pack_own(self, weight: torch.Tensor, stored: torch.Tensor) -> None:
+        """Write an adapter's own weight [num_rows, width] into memory of its dtype and `own_shape`, on any thread."""
+        ...
+
+    def own_shape(self, num_rows: int, width: int) -> tuple[int, ...]:
+        """As LayerOps has it."""
+        ...
+
+    def unpack_own(self, stored: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+        """The inverse of `pack_own`."""
         ...
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -134,6 +134,21 @@ class StockPacking:
             for layout, width in zip(layouts, out_features, strict=True)
         )
 
+    def own_dtype(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+        return compute_dtype
+
+    def own_shape(self, num_rows: int, width: int) -> tuple[int, ...]:
+        return num_rows, width
+
+    def pack_own(self, weight: torch.Tensor, stored: torch.Tensor) -> None:
+        stored.copy_(weight)
+
+    def unpack_own(self, stored: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+        return stored
+
+    def own_weight(self, stored: torch.Tensor, num_rows: int, width: int) -> Any:
+        return stored
+
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return checksums(pieces)
 

@@ -75,6 +75,10 @@ class TorchBackend(StockPacking, StockWeights, StockSampling):
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
         return y
 
+    def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """oneDNN's layout is turned back as a whole: a head's rows are read while an adapter is loaded, in no step."""
+        return F.embedding(token_ids, weight.to_dense() if weight.is_mkldnn else weight)
+
     def row_norms(
         self, weight: Any, first: int, last: int, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float
     ) -> torch.Tensor:

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from loraplex.core import Shard
+from loraplex.core import LoraSlice, LoraTarget, Shard, ShardKind
 from loraplex.errors import ModelWeightError
-from loraplex.kernels.plan import AttentionPlan
+from loraplex.kernels.plan import AttentionPlan, LoraPlan
 from loraplex.kernels.protocols import LayerOps
 
 
@@ -228,16 +228,19 @@ class RotaryEmbedding:
 class RMSNorm:
     """y = weight * (x / sqrt(mean(x^2) + eps)), the norm in float32, over the last dimension (arXiv 1910.07467)."""
 
-    def __init__(self, name: str, size: int, eps: float, setup: LayerSetup) -> None:
+    def __init__(self, name: str, size: int, eps: float, setup: LayerSetup, layer: int = 0) -> None:
         self.name = name
+        slices = (LoraSlice(name, 0, size, size),)
+        self.target = LoraTarget(name, layer, size, size, slices, ShardKind.NORM, setup.shard)
         self.weight = torch.empty(size, dtype=setup.activation_dtype, device=setup.device)
         self.eps = eps
         self.ops = setup.ops
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        """The plan is for a norm with LoRA (layers/ends.py), whose call this is."""
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def forward_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_add(self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual): the step from one block to the next in one call."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 

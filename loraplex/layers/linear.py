@@ -232,11 +232,17 @@ class VocabParallelEmbedding:
         self.device = setup.device
         self.is_head = is_tied and setup.ops.embeds_prepared(_head_quantization(setup))
         self.weight: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
+        slices = (LoraSlice(name, 0, hidden_size, hidden_size),)
+        self.target = LoraTarget(name, -1, self.num_rows, vocab_size, slices, ShardKind.EMBEDDING, setup.shard)
         self.activation_dtype = setup.activation_dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids int64 [T] -> [T, hidden]"""
         return self._lookup(token_ids).to(self.activation_dtype)
+
+    def base_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows [n, hidden] bit for bit as they were loaded; any thread may call it."""
+        return self._lookup(token_ids)
 
     def _lookup(self, token_ids: Tensor) -> Tensor:
         if self.shard.size == 1:
@@ -279,6 +285,7 @@ class ParallelLMHead:
         hidden_size: int,
         setup: LayerSetup,
         tied_to: VocabParallelEmbedding | None = None,
+        layer: int = 0,
     ) -> None:
         self.name = name
         self.shard = setup.shard
@@ -289,6 +296,10 @@ class ParallelLMHead:
         self.full_shape = (vocab_size, hidden_size)
         self._shared = tied_to if tied_to is not None and tied_to.is_head else None
         self._own: LinearWeight = _vocab_share(vocab_size, hidden_size, setup)
+        slices = stack_slices([(name, vocab_size)], [_share(vocab_size, setup.shard)], False)
+        self.target = LoraTarget(
+            name, layer, hidden_size, hidden_size, slices, ShardKind.HEAD, setup.shard, is_tied=tied_to is not None
+        )
 
     @property
     def weight(self) -> LinearWeight:
@@ -301,7 +312,23 @@ class ParallelLMHead:
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> float32 [n, vocab of this rank]; computed in the activations' dtype, then widened."""
-        return self.ops.linear(hidden, self.weight, None).float()
+        return self.product(hidden).float()
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """The same in the activations' dtype."""
+        return self.ops.linear(hidden, self.weight, None)
+
+    def base_rows(self, token_ids: Tensor) -> Tensor | None:
+        """Rows [n, hidden] bit for bit as they were loaded; None: a head in eight bits has none. Any thread may call
+        it."""
+        if self.tied_to is not None:
+            return self.tied_to.base_rows(token_ids)
+        return None if self.quantization is not None else self.ops.embedding(token_ids, self.weight)
+
+    def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+        """As `ParallelLinear.row_norms`."""
+        a, b = (tensor.to(self.device, torch.float32) for tensor in (lora_a, lora_b))
+        return self.ops.row_norms(self.weight, 0, self.target.slices[0].out_features, a, b, scaling).cpu()
 
     def allocate(self) -> None:
         if self.tied_to is None:

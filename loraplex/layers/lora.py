@@ -11,9 +11,9 @@ needs an x that nothing reads afterwards. Layers of several slices have no input
 | QKVParallelLinearWithLoRA          | no            | q, k, v by heads; k, v replicated if few   |
 | RowParallelLinearWithLoRA          | input columns | no                                         |
 
-The cuts themselves are in loraplex/distributed.py and follow from the base layer's LoraTarget. Adapters on the
-embedding (VocabParallelEmbeddingWithLoRA) and the output head are not there yet: the format check refuses adapters that
-have them. A model of one's own: give each linear a `target` and a `forward(x)`, wrap it in `with_lora`, and call it
+The cuts themselves are in loraplex/distributed.py and follow from the base layer's LoraTarget. The embedding, the head
+and the norms are in layers/ends.py. An adapter's own weight takes the place of the base's for its rows, before A and B.
+A model of one's own: give each linear a `target` and a `forward(x)`, wrap it in `with_lora`, and call it
 with the step's plan.
 """
 
@@ -26,6 +26,7 @@ import torch
 from loraplex.core import LoraTarget, ShardKind
 from loraplex.kernels.plan import LoraPlan, SlotTable
 from loraplex.kernels.protocols import LayerOps
+from loraplex.layers.own_weights import own_segments
 
 
 class LinearBase(Protocol):
@@ -73,7 +74,19 @@ class BaseLayerWithLoRA:
         if plan is not None and plan.num_segments:
             self._scale_input(x, plan)
         y = self.base_layer.forward(x)
-        return y if plan is None else self.apply_lora(y, x, plan)
+        if plan is None:
+            return y
+        self._replace_own(y, x, plan)
+        return self.apply_lora(y, x, plan)
+
+    def _replace_own(self, y: torch.Tensor, x: torch.Tensor, plan: LoraPlan) -> None:
+        """Rows and slices of adapters with a weight of their own: its product, without a bias."""
+        table, backend = self._table, self.lora_backend
+        if table is None or backend is None or not table.own_layers:
+            return
+        for segment, parts in own_segments(plan, table, backend, self._first_row, table.own_layers):
+            s, here = self.target.slices[parts.slice_index], slice(segment.start, segment.end)
+            y[here, s.out_offset : s.out_offset + s.out_features] = backend.linear(x[here], parts.weight)
 
     def _scale_input(self, x: torch.Tensor, plan: LoraPlan) -> None:
         """Nothing where no adapter of the table ever had an input gain."""

@@ -47,6 +47,7 @@ from loraplex.memory.weights.copies import CopyEngine, SynchronousCopies
 from loraplex.memory.weights.disk_cache import DiskCache
 from loraplex.memory.weights.loading import Loader, LoaderThreads, WeightReader
 from loraplex.memory.weights.packing import BaseWeights, Packer
+from loraplex.memory.weights.vocabulary import Ends
 from loraplex.metrics import MemoryReport
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class LoRAModelManager:
         self._open_weights = open_weights
         self._clock = clock
         packer = Packer(targets, backend, compute_dtype, base)
+        self._ends = Ends.of(targets)
         copies = copies or SynchronousCopies()
         make_policy = make_policy or policy_maker(lora_config.eviction_policy)
         new_policy = partial(make_policy, clock)
@@ -124,7 +126,18 @@ class LoRAModelManager:
             waits_for = self._transfers.ask_locked(adapter)
             if waits_for is not None:
                 return AcquireResult(None, waits_for)
-            return AcquireResult(residency.acquire_locked(adapter))
+            lora_slot = residency.acquire_locked(adapter)
+            return AcquireResult(lora_slot, vocab_size=self._vocab_size_of(adapter))
+
+    def _vocab_size_of(self, adapter: StoredAdapter) -> int | None:
+        layout = adapter.weights.layout
+        return None if layout is None or self._ends is None else layout.vocab_size or self._ends.vocab_size
+
+    def vocab_size(self, adapter_id: int) -> int | None:
+        """Where the adapter's vocabulary ends; None before its first load, and for an unknown one."""
+        with self._residency.held():
+            adapter = self._residency.known_locked().get(adapter_id)
+            return None if adapter is None else self._vocab_size_of(adapter)
 
     def release(self, adapter_id: int) -> None:
         """Return a reference, once no launched step reads the adapter. The last one of a removed adapter frees it."""

@@ -11,7 +11,7 @@ gains multiply them in place (layers/lora.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -22,10 +22,11 @@ from torch import Tensor
 from loraplex.core import LoraTarget, Shard
 from loraplex.cpu import CpuUse
 from loraplex.errors import ModelConfigError
-from loraplex.kernels.plan import AttentionPlan, LoraPlan, SlotTable, StepBatch
+from loraplex.kernels.plan import AttentionPlan, LoraPlan, LoraSegment, SlotTable, StepBatch
 from loraplex.kernels.protocols import KernelBackend, LayerOps
 from loraplex.kernels.speedup import KernelShapes, measure_speedups
 from loraplex.layers.common import Attention, LayerSetup, RMSNorm, Rope, RotaryEmbedding, WeightedLayer, WeightPart
+from loraplex.layers.ends import LogitsProcessorWithLoRA, RMSNormWithLoRA, VocabParallelEmbeddingWithLoRA
 from loraplex.layers.linear import (
     MergedColumnParallelLinear,
     ParallelLinear,
@@ -35,22 +36,29 @@ from loraplex.layers.linear import (
     VocabParallelEmbedding,
 )
 from loraplex.layers.lora import BaseLayerWithLoRA, with_lora
-from loraplex.metrics import KernelSpeedup
+from loraplex.metrics import KernelFallback, KernelSpeedup
 from loraplex.models.config import ModelConfig
 
 Linear = ParallelLinear | BaseLayerWithLoRA
 """A linear as a block calls it: `forward(x, plan)`."""
 
+Norm = RMSNorm | RMSNormWithLoRA
+
+OWN_LAYERS = "adapters have norms or linears of their own"
+"""Why layers are run without their capture."""
+
 WHOLE = Shard()
 
 
 class _Linears:
-    """The linears of a model in order, each wrapped for LoRA when the model serves adapters."""
+    """The linears and the norms of a model in order, each wrapped for LoRA when the model serves adapters."""
 
     def __init__(self, enable_lora: bool) -> None:
         self._enable_lora = enable_lora
         self.bare: list[ParallelLinear] = []
+        self.norms: list[RMSNorm] = []
         self.wrapped: list[BaseLayerWithLoRA] = []
+        self.wrapped_norms: list[RMSNormWithLoRA] = []
 
     def add(self, linear: ParallelLinear) -> Linear:
         self.bare.append(linear)
@@ -58,6 +66,14 @@ class _Linears:
             return linear
         layer = with_lora(linear)
         self.wrapped.append(layer)
+        return layer
+
+    def add_norm(self, norm: RMSNorm) -> Norm:
+        self.norms.append(norm)
+        if not self._enable_lora:
+            return norm
+        layer = RMSNormWithLoRA(norm)
+        self.wrapped_norms.append(layer)
         return layer
 
 
@@ -79,21 +95,23 @@ class SelfAttention:
         )
         o = RowParallelLinear(f"{name}.o_proj", layer, num_heads * head_dim, config.hidden_size, config.o_bias, setup)
         self.qkv_proj, self.o_proj = linears.add(qkv), linears.add(o)
-        self.q_norm = RMSNorm(f"{name}.q_norm", head_dim, config.rms_norm_eps, setup) if config.qk_norm else None
-        self.k_norm = RMSNorm(f"{name}.k_norm", head_dim, config.rms_norm_eps, setup) if config.qk_norm else None
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if config.qk_norm:
+            q_norm, k_norm = (
+                RMSNorm(f"{name}.{each}_norm", head_dim, config.rms_norm_eps, setup, layer) for each in "qk"
+            )
+            self.q_norm, self.k_norm = linears.add_norm(q_norm), linears.add_norm(k_norm)
         self.attention = Attention(head_dim, config.sliding_windows[layer], setup.ops)
         self.head_dim = head_dim
         self.head_counts = [s.out_features // head_dim for s in qkv.target.slices]
-
-    def norms(self) -> list[RMSNorm]:
-        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
 
     def forward(self, x: Tensor, rope: Rope, kv_layer: Tensor, plan: AttentionPlan, lora: LoraPlan | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]; rope: cos and sin [T, head_dim] of the tokens' positions."""
         qkv = self.qkv_proj.forward(x, lora)
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split_with_sizes(self.head_counts, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.forward(q), self.k_norm.forward(k)
+            q, k = self.q_norm.forward(q, lora), self.k_norm.forward(k, lora)
         return self.o_proj.forward(self.attention.forward(q, k, v, rope, kv_layer, plan), lora)
 
 
@@ -119,24 +137,22 @@ class DecoderLayer:
 
     def __init__(self, layer: int, config: ModelConfig, setup: LayerSetup, linears: _Linears) -> None:
         name, size, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(f"{name}.input_layernorm", size, eps, setup)
+        self.input_layernorm = linears.add_norm(RMSNorm(f"{name}.input_layernorm", size, eps, setup, layer))
         self.self_attn = SelfAttention(f"{name}.self_attn", layer, config, setup, linears)
-        self.post_attention_layernorm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, setup)
+        after = RMSNorm(f"{name}.post_attention_layernorm", size, eps, setup, layer)
+        self.post_attention_layernorm = linears.add_norm(after)
         self.mlp = MLP(f"{name}.mlp", layer, config, setup, linears)
-
-    def norms(self) -> list[RMSNorm]:
-        return [self.input_layernorm, *self.self_attn.norms(), self.post_attention_layernorm]
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Rope, kv_layer: Tensor, batch: StepBatch
     ) -> tuple[Tensor, Tensor]:
         """(last block's output, residual before it) -> those of this layer, each [T, hidden]; None before the first."""
         if residual is None:
-            x, residual = self.input_layernorm.forward(x), x
+            x, residual = self.input_layernorm.forward(x, batch.lora), x
         else:
-            x, residual = self.input_layernorm.forward_add(x, residual)
+            x, residual = self.input_layernorm.forward_add(x, residual, batch.lora)
         x = self.self_attn.forward(x, rope, kv_layer, batch.attention, batch.lora)
-        x, residual = self.post_attention_layernorm.forward_add(x, residual)
+        x, residual = self.post_attention_layernorm.forward_add(x, residual, batch.lora)
         return self.mlp.forward(x, batch.lora), residual
 
 
@@ -165,13 +181,19 @@ class Decoder:
         """Names the weights and their form: equal names, equal numbers. Set when they are loaded."""
         self.activation_dtype = setup.activation_dtype
         self._linears = _Linears(enable_lora)
+        self._table: SlotTable | None = None
+        self._num_own_steps = 0
         self.embed_tokens = VocabParallelEmbedding(
             "model.embed_tokens", config.vocab_size, config.hidden_size, setup, config.tie_word_embeddings
         )
         self.layers = [DecoderLayer(i, config, setup, self._linears) for i in range(config.num_hidden_layers)]
-        self.norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, setup)
+        num_layers = config.num_hidden_layers
+        norm = RMSNorm("model.norm", config.hidden_size, config.rms_norm_eps, setup, num_layers)
+        self.norm = self._linears.add_norm(norm)
         tied_to = self.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, setup, tied_to)
+        self.lm_head = ParallelLMHead("lm_head", config.vocab_size, config.hidden_size, setup, tied_to, num_layers)
+        self._embedding = VocabParallelEmbeddingWithLoRA(self.embed_tokens)
+        self._head = LogitsProcessorWithLoRA(self.lm_head)
         self.rotary_emb = RotaryEmbedding(config.head_dim, config.rope, setup)
         self._run_layers = self._ops.captured(self._forward_layers)
         self._linear_of = {s.module_name: linear for linear in self._linears.bare for s in linear.target.slices}
@@ -182,8 +204,19 @@ class Decoder:
         kv: `kv_shape(...)`, float32, float16 or bfloat16; blocks that no table of the batch names may hold anything.
         """
         rope = self.rotary_emb.forward(batch.positions)
-        x = self.embed_tokens.forward(batch.token_ids)
+        if batch.gate is not None:
+            batch.gate.wait_for_layer(self.embed_tokens.target.layer)
+        x = self._embedding.forward(batch.token_ids, batch.lora)
+        if self._has_own_layers(batch.lora):
+            self._num_own_steps += 1
+            return self._forward_layers(x, rope, kv, batch)
         return self._run_layers(x, rope, kv, batch)
+
+    def _has_own_layers(self, lora: LoraPlan | None) -> bool:
+        """Whether a segment's adapter has norms or linears of its own, which are in no captured step."""
+        if lora is None or self._table is None or not self._table.own_layers:
+            return False
+        return any(segment.lora_slot in self._table.own_layers for segment in lora.segments)
 
     def _forward_layers(self, x: Tensor, rope: Rope, kv: Tensor, batch: StepBatch) -> Tensor:
         residual = None
@@ -192,7 +225,9 @@ class Decoder:
                 batch.gate.wait_for_layer(index)
             x, residual = layer.forward(x, residual, rope, kv_layer, batch)
         assert residual is not None
-        return self.norm.forward_add(x, residual)[0]
+        if batch.gate is not None:
+            batch.gate.wait_for_layer(len(self.layers))  # the head's, too
+        return self.norm.forward_add(x, residual, batch.lora)[0]
 
     @property
     def workspace_nbytes(self) -> int:
@@ -202,7 +237,11 @@ class Decoder:
     @property
     def kernel_fallbacks(self) -> Mapping[str, int]:
         """Calls of operators that stock torch ran because no kernel covered them, by operator and reason."""
-        return {each.label: each.calls for each in self._ops.fallbacks()}
+        calls = {each.label: each.calls for each in self._ops.fallbacks()}
+        if self._num_own_steps:
+            own = KernelFallback("layers", self._ops.name, OWN_LAYERS, self._num_own_steps)
+            calls[own.label] = own.calls
+        return calls
 
     def cpu_use(self, use: CpuUse) -> CpuUse:
         """`use` with what the kernels know of their threads."""
@@ -216,9 +255,27 @@ class Decoder:
         """After a step that failed on its way, with the device idle: the next step finds it as it expects it."""
         self._ops.reset_workspace()
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]."""
-        return self.lm_head.forward(hidden)
+    def compute_logits(self, hidden: Tensor, segments: Sequence[LoraSegment] = ()) -> Tensor:
+        """hidden [n, hidden] (rows of `forward`) -> logits float32 [n, vocab]; segments: of these rows.
+
+        With tokens that adapters of the segments added there are more columns: -inf beyond the vocabulary of a row.
+        """
+        table = self._table
+        wanted = [] if table is None else [each for each in segments if each.lora_slot in table.head_slots]
+        if not wanted:
+            return self.lm_head.forward(hidden)
+        plan = LoraPlan.build(wanted, len(hidden), len(wanted), hidden.device)
+        return self._head.forward(hidden, plan)
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether an adapter on the device changes the head, or where the vocabulary ends."""
+        return self._table is not None and bool(self._table.head_slots)
+
+    def vocab_size_of(self, lora_slot: int) -> int:
+        """Where the vocabulary of a slot's adapter ends; BASE_SLOT is the base's."""
+        vocab_size = self.config.vocab_size
+        return vocab_size if self._table is None else self._table.vocab_sizes.get(lora_slot, vocab_size)
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int, int]:
         """[num_blocks, num_layers, keys and values, kv_heads, block_size, head_dim] of the KV cache."""
@@ -226,8 +283,10 @@ class Decoder:
         return (num_blocks, config.num_hidden_layers, 2, config.num_key_value_heads, block_size, config.head_dim)
 
     def lora_targets(self) -> tuple[LoraTarget, ...]:
-        """Every linear that an adapter may act on, layer by layer."""
-        return tuple(linear.target for linear in self._linears.bare)
+        """What an adapter may act on: every linear layer by layer, then the norms and the ends of the vocabulary."""
+        linears = (linear.target for linear in self._linears.bare)
+        norms = (norm.target for norm in self._linears.norms)
+        return (*linears, *norms, self.embed_tokens.target, self.lm_head.target)
 
     def bind_lora(self, table: SlotTable, backend: LayerOps) -> None:
         """Read adapters from `table` from now on. ModelConfigError when the model was built without LoRA."""
@@ -235,8 +294,11 @@ class Decoder:
             raise ModelConfigError(
                 "the model was built without LoRA (enable_lora=False): no adapters can be bound to it"
             )
-        for layer in self._linears.wrapped:
+        for linear in self._linears.wrapped:
+            linear.set_lora_info(table, backend)
+        for layer in (*self._linears.wrapped_norms, self._embedding, self._head):
             layer.set_lora_info(table, backend)
+        self._table = table
         self._run_layers = self._ops.captured(self._forward_layers)
 
     def measure_operators(self, on_seconds: Callable[[str, float], None] | None) -> None:
@@ -266,8 +328,16 @@ class Decoder:
 
     def row_norms(self, module_name: str, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
         """As `ParallelLinear.row_norms`; on a GPU beside the steps, which do not wait for it."""
+        layer = self.lm_head if module_name == self.lm_head.name else self._linear_of[module_name]
         with self._beside_steps():
-            return self._linear_of[module_name].row_norms(module_name, lora_a, lora_b, scaling)
+            return layer.row_norms(module_name, lora_a, lora_b, scaling)
+
+    def base_rows(self, module_name: str, token_ids: Tensor) -> Tensor | None:
+        """Rows of the embedding or the head as they were loaded, on the host; None: they cannot be read back."""
+        layer = self.lm_head if module_name == self.lm_head.name else self.embed_tokens
+        with self._beside_steps():
+            rows = layer.base_rows(token_ids.to(self.device))
+            return None if rows is None else rows.cpu()
 
     def _beside_steps(self) -> AbstractContextManager[object]:
         return nullcontext() if self.device.type != "cuda" else torch.cuda.stream(self._stream)
@@ -280,9 +350,8 @@ class Decoder:
 
     def weighted_layers(self) -> tuple[WeightedLayer, ...]:
         """Every layer with weights, in the order in which they are to be loaded."""
-        norms = [norm for layer in self.layers for norm in layer.norms()]
         head = (self.lm_head,) if self.lm_head.has_own_weight else ()
-        return (self.embed_tokens, *self._linears.bare, *norms, self.norm, *head)
+        return (self.embed_tokens, *self._linears.bare, *self._linears.norms, *head)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Every tensor that the checkpoint has to have, and where it goes."""

@@ -19,6 +19,7 @@ from loraplex.performance.profile import LoraProfile
 from tests.engine.driver import Driver
 from tests.engine.fake_gpu import ArgumentLauncher, FakeGpu, fake_gpu
 from tests.engine.rules_bench import MAX_MODEL_LEN, NAMES, Bench, loaded
+from tests.fixtures import ModelZoo
 from tests.kernels.triton.fake_flash_attention import FakeFlashAttention
 
 NUM_TOKENS = 6
@@ -315,3 +316,35 @@ def test_what_was_launched_is_waited_for_at_the_end(bench: Bench) -> None:
         gpu.host.waits.clear()
         driver.close()
         assert [(wait.what, wait.place) for wait in gpu.host.waits] == [("synchronize", "ModelRunner.wait")]
+
+
+OWN_NAMES = ("LoRA of both", "trained tokens", "saved norms", "saved linears", "added tokens, LoRA of both")
+
+
+@pytest.mark.parametrize("settings", [{}, {"look_ahead": False}, {"lora": {"lora_dtype": "int8"}}], ids=str)
+def test_weights_of_an_adapters_own_wait_for_nothing(bench: Bench, zoo: ModelZoo, settings: dict[str, Any]) -> None:
+    """Nor do added tokens; their steps run without a graph, and steps of other adapters with one."""
+    paths = {name: zoo.own_adapter(bench.base, name) for name in OWN_NAMES}
+    with fake_gpu() as gpu:
+        driver = make(bench, **settings)
+        for name, path in paths.items():
+            driver.registry.load(name, str(path))
+        loaded(driver, bench)
+        for _ in range(2):
+            gpu.host.waits.clear()
+            for name in (*OWN_NAMES, NAMES[0], None):
+                for params in ({}, {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 2}):
+                    driver.submit(list(range(5, 25)), name, max_tokens=NUM_TOKENS, **params)
+            for _ in range(400):
+                driver.advance()
+                gpu.loader.run()
+                if not driver.engine.has_unfinished:
+                    break
+            assert driver.errors == {}
+            check_waits(gpu)
+        assert driver.stats.eager_steps["own_weights"] > 0
+        replayed = driver.stats.graph_steps.get("lora", 0)
+        driver.submit(list(range(5, 25)), NAMES[0], max_tokens=NUM_TOKENS)
+        driver.finish()
+        assert driver.stats.graph_steps["lora"] > replayed
+        driver.close()

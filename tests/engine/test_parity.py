@@ -38,6 +38,7 @@ from tests.fixtures import (
     MIN_DISTINCT,
     MIN_GAP,
     NUM_TOKENS,
+    OWN_OPTIONS,
     GreedyCase,
     ModelZoo,
     Oracle,
@@ -46,6 +47,7 @@ from tests.fixtures import (
 BLOCK_SIZE = 16
 PROMPT_LENGTHS = (12, 40, 17, 33)
 MAX_MODEL_LEN = max(PROMPT_LENGTHS) + NUM_TOKENS
+OWN_NAMES = ("saved norms", "saved linears")
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -97,7 +99,8 @@ def family(request: pytest.FixtureRequest, zoo: ModelZoo, tmp_path_factory: pyte
 
 
 def _written_by_peft(zoo: ModelZoo, base: Path) -> Iterator[tuple[str, Path, Path]]:
-    """(field, adapter, the adapter that the oracle has) for each of ADAPTER_OPTIONS and KIND_OPTIONS."""
+    """(field, adapter, the adapter that the oracle has) for each of ADAPTER_OPTIONS and KIND_OPTIONS, and some that
+    have more than deltas: those that are no larger (test_own_parity.py has them all)."""
     import peft
     from peft import LoraConfig
 
@@ -107,6 +110,9 @@ def _written_by_peft(zoo: ModelZoo, base: Path) -> Iterator[tuple[str, Path, Pat
     for kind, (config_class, options) in KIND_OPTIONS.items():
         path = zoo.adapter(base, getattr(peft, config_class)(**options, task_type="CAUSAL_LM"))
         yield kind, path, path
+    for name in OWN_NAMES:
+        path = zoo.own_adapter(base, name)
+        yield name, path, path
 
 
 def _rewritten(zoo: ModelZoo, base: Path, root: Path) -> Iterator[tuple[str, Path, Path]]:
@@ -313,6 +319,7 @@ def test_the_cases_cover_every_honoured_field(family: FamilyCases) -> None:
         if case.adapter is not None:
             config = json.loads((case.adapter / "adapter_config.json").read_text())
             covered |= {name for name, value in config.items() if value != default.get(name)}
+    covered |= {name for _, options, _ in OWN_OPTIONS.values() for name in options}  # test_own_parity.py
     assert HONOURED - covered == {"init_lora_weights"}, "it changes no inference"
 
 

@@ -24,9 +24,9 @@ from tests.models.paged_runner import load_decoder
 
 
 def dora_of(targets: tuple[LoraTarget, ...], lora_b: float = 0.1) -> LoRAModel:
-    """Of rank 2 on every module. lora_b: each number of B."""
+    """Of rank 2 on every linear. lora_b: each number of B."""
     layers = {}
-    for target in targets:
+    for target in filter(lambda target: target.is_linear, targets):
         for s in target.slices:
             a, b = torch.ones(2, target.in_features), torch.full((s.out_features, 2), lora_b)
             magnitude = torch.linspace(1, 2, s.out_features)

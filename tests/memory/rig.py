@@ -62,6 +62,10 @@ class FakeBase:
     def row_norms(self, module_name: str, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
         return (self.weights[module_name] + scaling * lora_b.float() @ lora_a.float()).norm(dim=1)
 
+    def base_rows(self, module_name: str, token_ids: torch.Tensor) -> torch.Tensor | None:
+        weight = self.weights.get(module_name)
+        return None if weight is None else weight[token_ids]
+
 
 BASE = FakeBase(BASE_BIAS, BASE_WEIGHTS)
 

@@ -24,7 +24,7 @@ from loraplex.memory.weights.packing import Packer
 from loraplex.models.config import ModelConfig
 from loraplex.models.decoder import Decoder
 from loraplex.models.loader import load_model
-from tests.fixtures import TARGET_MODULES, ModelZoo
+from tests.fixtures import HIDDEN_SIZE, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 from tests.kernels.cases import BACKENDS
 from tests.memory.gains import applied
 from tests.models.paged_runner import CPU, PagedRunner, load_decoder
@@ -34,8 +34,9 @@ each_backend = pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: 
 
 
 def modules_of(decoder: Decoder) -> dict[str, tuple[int, int]]:
-    """Name of each module that an adapter may act on -> (inputs, outputs)."""
-    return {s.module_name: (t.in_features, s.out_features) for t in decoder.lora_targets() for s in t.slices}
+    """Name of each linear that an adapter may act on -> (inputs, outputs)."""
+    targets = [target for target in decoder.lora_targets() if target.is_linear]
+    return {s.module_name: (t.in_features, s.out_features) for t in targets for s in t.slices}
 
 
 def draw(in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
@@ -64,8 +65,13 @@ def test_row_norms_are_those_of_the_checkpoints_weights(
         assert got.dtype == torch.float32
         want = norms_of(weights[f"{name}.weight"].to(dtype), a.to(dtype), b.to(dtype))
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
-    with pytest.raises(KeyError, match="lm_head"):
-        decoder.row_norms("lm_head", a, b, SCALING)
+    with pytest.raises(KeyError, match="embed_tokens"):
+        decoder.row_norms("model.embed_tokens", a, b, SCALING)
+    a, b = draw(HIDDEN_SIZE, VOCAB_SIZE)  # of the head, which is tied here
+    want = norms_of(weights["model.embed_tokens.weight"].to(dtype), a.to(dtype), b.to(dtype))
+    torch.testing.assert_close(
+        decoder.row_norms("lm_head", a.to(dtype), b.to(dtype), SCALING).double(), want, rtol=1e-5, atol=0
+    )
 
 
 @each_backend

@@ -200,7 +200,7 @@ def make_decoder(family: str, **options: Any) -> Decoder:
 
 
 def test_lora_targets() -> None:
-    targets = make_decoder("qwen2").lora_targets()
+    targets = [t for t in make_decoder("qwen2").lora_targets() if t.is_linear]
     assert [t.name for t in targets[4:]] == [
         "model.layers.1.self_attn.qkv_proj",
         "model.layers.1.self_attn.o_proj",
@@ -224,6 +224,24 @@ def test_lora_targets() -> None:
         "model.layers.0.mlp.up_proj": (40, 40, False),
         "model.layers.0.mlp.down_proj": (0, 16, False),
     }
+
+
+def test_lora_targets_beside_linears() -> None:
+    targets = [t for t in make_decoder("qwen3", tie_word_embeddings=True).lora_targets() if not t.is_linear]
+    assert [(t.name, t.layer) for t in targets if t.kind is ShardKind.NORM] == [
+        *(
+            (f"model.layers.{layer}.{name}", layer)
+            for layer in range(2)
+            for name in ("input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm")
+        ),
+        ("model.norm", 2),
+    ]
+    embedding, head = targets[-2:]
+    assert (embedding.name, embedding.layer, embedding.kind) == ("model.embed_tokens", -1, ShardKind.EMBEDDING)
+    assert (embedding.full_in_features, embedding.slices[0].out_features) == (32, 16)
+    assert (head.name, head.layer, head.kind, head.is_tied) == ("lm_head", 2, ShardKind.HEAD, True)
+    assert (head.full_in_features, head.slices[0].out_features) == (16, 32)
+    assert [t.slices[0].out_features for t in targets if "k_norm" in t.name] == [6, 6]
 
 
 def test_kv_shape_is_block_major() -> None:
@@ -276,7 +294,7 @@ def test_a_step_waits_for_each_layer_of_an_arriving_adapter_and_for_none_before_
     runner.step([("a", [5, 6, 7])], LoraPlan.build([LoraSegment(0, 3, 0)], 3, 1))
     num_layers = len(decoder.layers)
     assert num_layers > 1
-    assert [place for what, place in seen if what == "wait"] == list(range(num_layers))
+    assert [place for what, place in seen if what == "wait"] == list(range(-1, num_layers + 1))  # the ends, too
     for place in range(num_layers):
         first, last = seen.index(("lora", place)), len(seen) - 1 - seen[::-1].index(("lora", place))
         assert seen.index(("wait", place)) < first

@@ -21,7 +21,17 @@ from loraplex.kernels.native import checksum, lora, sampling
 from loraplex.kernels.native.attention import kv_layout_gap, paged_attention, rotary_write_kv
 from loraplex.kernels.native.glue import add_rms_norm, rms_norm, silu_mul
 from loraplex.kernels.native.library import NativeLibrary
-from loraplex.kernels.native.linear import PACKED_FORMAT, PanelWeight, embedding, linear, pack_linear, row_norms
+from loraplex.kernels.native.linear import (
+    FORMATS,
+    PACKED_FORMAT,
+    PanelWeight,
+    embedding,
+    linear,
+    pack_linear,
+    pack_panels,
+    panel_shape,
+    row_norms,
+)
 from loraplex.kernels.native.program import LEAST_ROWS, OnSeconds, Recorder, StepProgram
 from loraplex.kernels.plan import AttentionPlan, LayersForward, LoraPlan, SliceLayout, SliceWeights, SlotTable
 from loraplex.kernels.token_ranking import WeightRule
@@ -105,6 +115,21 @@ class NativeBackend(TorchBackend):
         self, layouts: Sequence[SliceLayout | None], in_features: int, out_features: Sequence[int], block: torch.Tensor
     ) -> tuple[SliceWeights | None, ...]:
         return lora.unpack(self.library, layouts, in_features, out_features, block)
+
+    def own_dtype(self, dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
+        return dtype if dtype in FORMATS and dtype.is_floating_point else torch.float32
+
+    def own_shape(self, num_rows: int, width: int) -> tuple[int, ...]:
+        return panel_shape(num_rows, width)
+
+    def pack_own(self, weight: torch.Tensor, stored: torch.Tensor) -> None:
+        pack_panels(self.library, weight.to(stored.dtype), stored)
+
+    def unpack_own(self, stored: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+        return embedding(torch.arange(num_rows), PanelWeight.over(stored, None, num_rows, width))
+
+    def own_weight(self, stored: torch.Tensor, num_rows: int, width: int) -> PanelWeight:
+        return PanelWeight.over(stored, None, num_rows, width)
 
     def checksums(self, pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
         return checksum.checksums(self.library, pieces)

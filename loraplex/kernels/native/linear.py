@@ -65,6 +65,22 @@ def pack_linear(library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype
     return packed
 
 
+def panel_shape(out_features: int, in_features: int) -> tuple[int, int, int]:
+    """Of the panels of a weight [out, in] of a float format."""
+    return -(-out_features // PANEL), in_features, PANEL
+
+
+def pack_panels(library: NativeLibrary, weight: torch.Tensor, panels: torch.Tensor) -> None:
+    """Pack `weight` [out, in] into panels of its dtype, on the calling thread."""
+    assert weight.dtype == panels.dtype, (weight.dtype, panels.dtype)
+    assert panels.shape == panel_shape(*weight.shape), (panels.shape, weight.shape)
+    assert panels.is_contiguous()
+    source = weight.contiguous()
+    library.functions.loraplex_pack_linear(
+        FORMATS[panels.dtype], source.data_ptr(), *source.shape, panels.data_ptr(), 0, 1
+    )
+
+
 def linear(
     library: NativeLibrary, x: torch.Tensor, weight: PanelWeight, bias: torch.Tensor | None, num_threads: int
 ) -> torch.Tensor:

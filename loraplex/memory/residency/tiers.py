@@ -133,7 +133,8 @@ class DeviceCache(Budget):
         """Adapters from the disk tier share their layouts: images are found by identity."""
         known = self._images.get(id(layout))
         if known is None or known.layout is not layout:
-            rows = self.table.image([(block.target_name, block.layouts) for block in layout.blocks])
+            blocks = [(block.target_name, block.layouts) for block in layout.blocks]
+            rows = self.table.image(blocks, layout.vocab_size)
             pieces = {self._layer_of[block.target_name]: block.extent_index for block in layout.blocks}
             if len(self._images) >= MAX_IMAGES:
                 self._images.popitem(last=False)

@@ -2,8 +2,8 @@
 
     lossless   the words' bytes in planes (all first bytes, all second bytes, ...), each deflated where that pays: the
                same bit for bit
-    int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases, gains and
-               scalings as they are
+    int8       each rank row, A's row and B's column of one rank, as int8 with a float32 scale; biases, gains, scalings
+               and weights of the adapter's own as they are
 
 What is left of normally distributed weights of rank 16, 896 inputs and outputs: lossless 0.67 of bfloat16, 0.84 of
 float16, 0.83 of float32; int8 0.50 of 16 bits, 0.25 of 32. Lossless is what weights allow: mantissas are noise, signs
@@ -138,8 +138,11 @@ def _inflated(part: bytes | torch.Tensor) -> NDArray[np.uint8]:
 # ----------------------------------------------------------------------------------------------------------------- int8
 
 
+KEPT_PARTS = ("bias", "gain", "input_gain", "weight", "row_ids")
+
+
 class Int8Compression:
-    """One flat tensor per copy: of each slice A's int8 rows and their scales, B's, then its bias and gains as they are.
+    """One flat tensor per copy: of each slice A's int8 rows and their scales, B's, then KEPT_PARTS as they are.
 
     q := round(w / scale), scale := max |rank row| / 127, so that |restored - w| <= scale / 2 before it is rounded to
     the dtype of the block: max_error is at most 1/254 for float32, and 1/254 + 2^-8 for bfloat16. Weights must be
@@ -164,7 +167,7 @@ class Int8Compression:
                         q, scale = _quantize(rows)
                         max_error = max(max_error, _error(rows, _dequantize(q, scale, rows.dtype)))
                         parts += [q, scale]
-                parts += [part for part in (each.bias, each.gain, each.input_gain) if part is not None]
+                parts += [getattr(each, name) for name in KEPT_PARTS if getattr(each, name) is not None]
         flat = [part.contiguous().view(-1).view(torch.uint8) for part in parts]
         data = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
         return CompressedCopy(layout, (data,), max_error)
@@ -204,11 +207,9 @@ def _restored(shape: SliceWeights, rest: _Reader) -> SliceWeights:
     a = b = None
     if shape.lora_a is not None and shape.lora_b is not None:
         a, b = rows(shape.lora_a), rows(shape.lora_b.T).T
-    bias, gain, input_gain = (
-        None if like is None else rest.take(like.dtype, *like.shape)
-        for like in (shape.bias, shape.gain, shape.input_gain)
-    )
-    return SliceWeights(a, b, bias, shape.scaling, gain, input_gain)
+    kept = {name: getattr(shape, name) for name in KEPT_PARTS}
+    parts = {name: None if like is None else rest.take(like.dtype, *like.shape) for name, like in kept.items()}
+    return SliceWeights(a, b, scaling=shape.scaling, **parts)
 
 
 def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -183,7 +183,7 @@ class DiskCache:
         if self.has(digest):
             self.touch(digest)
             return True
-        name = self._normed(digest) if layout.has_row_norms else digest
+        name = self._normed(digest) if layout.depends_on_base else digest
         is_written = False
         try:
             for folder in (self._folder, self._own_folder):

@@ -3,8 +3,10 @@
     prefix      48 bytes: magic, version, crc32 of the header behind it; extents, bytes of the layout, bytes of all
                 extents, identity
     checksums   of the extents (checksum.py), 8 bytes each
-    layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]],
-                slice := [a, b, bias, rank, scale, dtype], and behind it [gain, input gain] where it has one of them
+    layout      JSON: [sizes, [[target, extent, offset, [slice or null, ...]], ...]], and behind them the size of the
+                adapter's vocabulary where it is not the base's;
+                slice := [a, b, bias, rank, scale, dtype], and behind it [gain, input gain] where it has one of them or
+                a weight of its own, which is behind these [weight, row ids, rows, dtype]
     zeros       up to a multiple of 4096
     extents     one after the other, to the end of the file
 
@@ -23,7 +25,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ IDENTITY_BYTES = 16
 MAX_EXTENTS = 1 << 16
 MAX_LAYOUT_BYTES = 1 << 24
 MAX_RANK = 1 << 20
+MAX_VOCABULARY = 1 << 29
 MAX_OFFSET = 1 << 48
 
 _START = struct.Struct("<8sII")
@@ -156,7 +159,8 @@ def _encode_layout(layout: PackedLayout) -> bytes:
         (block.target_name, block.extent_index, block.offset, [_encode_slice(each) for each in block.layouts])
         for block in layout.blocks
     ]
-    return json.dumps((layout.sizes, blocks), separators=(",", ":"), allow_nan=False).encode()
+    vocabulary = () if layout.vocab_size is None else (layout.vocab_size,)
+    return json.dumps((layout.sizes, blocks, *vocabulary), separators=(",", ":"), allow_nan=False).encode()
 
 
 def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] | None:
@@ -164,16 +168,25 @@ def _encode_slice(layout: SliceLayout | None) -> tuple[int | float | str, ...] |
         return None
     offsets = layout.a_offset, layout.b_offset, layout.bias_offset
     gains = layout.gain_offset, layout.input_gain_offset
-    plain = (*offsets, layout.rank, layout.scale, str(layout.dtype).removeprefix("torch."))
+    plain = (*offsets, layout.rank, layout.scale, _name_of(layout.dtype))
+    if layout.weight_dtype is not None:
+        own = layout.weight_offset, layout.row_ids_offset, layout.num_rows, _name_of(layout.weight_dtype)
+        return (*plain, *gains, *own)
     return plain if gains == NO_GAINS else (*plain, *gains)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def parse_layout(text: bytes) -> PackedLayout:
     """Raises DamagedFileError unless types, bounds, alignments and places of parts in their extents are right."""
     try:
-        sizes, blocks = json.loads(text)
+        sizes, blocks, *vocabulary = json.loads(text)
         layout = PackedLayout(
-            tuple(_whole(size, MAX_OFFSET) for size in sizes), tuple(_parse_block(sizes, *block) for block in blocks)
+            tuple(_whole(size, MAX_OFFSET) for size in sizes),
+            tuple(_parse_block(sizes, *block) for block in blocks),
+            *(_whole(size, MAX_VOCABULARY, 1) for size in vocabulary),
         )
     except (ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(f"its layout is not one: {error}") from error
@@ -190,15 +203,27 @@ def _parse_block(sizes: Sequence[int], target_name: Any, extent_index: Any, offs
     )
 
 
-def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dtype: Any, *gains: Any) -> SliceLayout:
+def _parse_slice(room: int, a: Any, b: Any, bias: Any, rank: Any, scale: Any, dtype: Any, *more: Any) -> SliceLayout:
     """`room`: bytes from the start of the block to the end of its extent."""
-    offsets = (a, b, bias, *(gains or NO_GAINS))
+    offsets = (a, b, bias, *(more[:2] or NO_GAINS))
     a, b, bias, gain, input_gain = (ABSENT if each == ABSENT else _whole(each, room - 1) for each in offsets)
     if not isinstance(scale, float) or not math.isfinite(scale):
         raise ValueError(f"a scale of {scale!r}")
     if dtype not in _DTYPES:
         raise ValueError(f"a dtype of {dtype!r}")
-    return SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype], gain, input_gain)
+    layout = SliceLayout(a, b, bias, _whole(rank, MAX_RANK, 1), scale, _DTYPES[dtype], gain, input_gain)
+    return replace(layout, **_parse_own(room, *more[2:])) if len(more) > 2 else layout
+
+
+def _parse_own(room: int, weight: Any, row_ids: Any, num_rows: Any, dtype: Any) -> dict[str, Any]:
+    if dtype not in _DTYPES:
+        raise ValueError(f"a dtype of {dtype!r}")
+    return {
+        "weight_offset": _whole(weight, room - 1),
+        "row_ids_offset": ABSENT if row_ids == ABSENT else _whole(row_ids, room - 1),
+        "num_rows": _whole(num_rows, MAX_OFFSET, 1),
+        "weight_dtype": _DTYPES[dtype],
+    }
 
 
 def _whole(value: Any, most: int, multiple: int = ALIGNMENT) -> int:

@@ -7,7 +7,8 @@
                          one, else base_bias
 
 A gain of DoRA is for the base's product without its bias, and kernels multiply what has it: hence the difference.
-What a block holds is the backend's business; here it is a number of opaque bytes.
+What a block holds is the backend's business; here it is a number of opaque bytes. own_packing.py adds what an adapter
+has of its own. With an own weight the base's bias is not in the product, and the additive bias is all of it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from weakref import WeakKeyDictionary
 import torch
 
 from loraplex.adapters.weights import Blueprint, LoRALayerWeights, LoRAModel
-from loraplex.core import LoraTarget
-from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b
+from loraplex.core import LoraTarget, ShardKind
+from loraplex.distributed import shard_bias, shard_gain, shard_input_gain, shard_lora_a, shard_lora_b, shard_weight
 from loraplex.kernels.plan import ABSENT, SliceLayout, SliceWeights, align
 from loraplex.kernels.protocols import AdapterPacking
+from loraplex.memory.weights.own_packing import OwnPacking
+from loraplex.memory.weights.vocabulary import BaseRows, Ends, fitted
+from loraplex.memory.weights.vocabulary import UnfitWeightsError as UnfitWeightsError
 
 RowNorms = Callable[[str, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
-class BaseWeights(Protocol):
+class BaseWeights(BaseRows, Protocol):
     """What packing needs of the base model: this shard's part. Any number of threads may ask at once."""
 
     @property
@@ -48,10 +52,6 @@ class BaseWeights(Protocol):
         ...
 
 
-class UnfitWeightsError(ValueError):
-    """The adapter cannot be served on this base; the message is a reason to refuse it."""
-
-
 @dataclass(frozen=True, slots=True)
 class PackedBlock:
     """The block of one target at byte `offset` of the adapter's extent number `extent_index`; one layout per slice."""
@@ -64,20 +64,29 @@ class PackedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where the blocks of one adapter lie: `sizes[i]` are the bytes of its extent i. The same in every tier."""
+    """Where the blocks of one adapter lie: `sizes[i]` are the bytes of its extent i. The same in every tier.
+
+    vocab_size: where the adapter's vocabulary ends, None: where the base's does.
+    """
 
     sizes: tuple[int, ...]
     blocks: tuple[PackedBlock, ...]
+    vocab_size: int | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(self.sizes)
 
     @property
-    def has_row_norms(self) -> bool:
-        """Whether the bytes depend on the base's weights: a gain beside A and B was made of norms of their rows."""
+    def depends_on_base(self) -> bool:
+        """Whether the bytes do: a gain beside A and B was made of norms of its rows, and rows of an embedding or a head
+        are those that differ from it."""
         slices = itertools.chain.from_iterable(block.layouts for block in self.blocks)
-        return any(each is not None and each.rank and each.gain_offset != ABSENT for each in slices)
+        return any(
+            (each.rank > 0 and each.gain_offset != ABSENT) or each.row_ids_offset != ABSENT
+            for each in slices
+            if each is not None
+        )
 
 
 class Packer:
@@ -90,46 +99,63 @@ class Packer:
         self, targets: Sequence[LoraTarget], backend: AdapterPacking, compute_dtype: torch.dtype, base: BaseWeights
     ) -> None:
         self._targets = sorted(targets, key=lambda target: target.layer)
+        self._linears = [target for target in self._targets if target.is_linear]
         self._by_name = {target.name: target for target in targets}
         self._backend = backend
         self._compute_dtype = compute_dtype
         self._base = base
+        self._own = OwnPacking(backend, compute_dtype)
+        self._ends = Ends.of(targets)
         self._layouts: WeakKeyDictionary[Blueprint, PackedLayout] = WeakKeyDictionary()
+        self._fitted: WeakKeyDictionary[LoRAModel, LoRAModel] = WeakKeyDictionary()
 
     def lay_out(self, model: LoRAModel) -> PackedLayout:
         """Where `write` will put `model`. Raises ValueError when a tensor does not fit its target, UnfitWeightsError
         for a gain where none can be."""
+        model = self._fit(model)
         layout = None if model.blueprint is None else self._layouts.get(model.blueprint)
         if layout is None:
-            layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms))
+            is_the_bases = self._ends is not None and model.vocab_size == self._ends.vocab_size
+            vocab_size = None if is_the_bases else model.vocab_size
+            layout = self._lay_out(lambda target: self._slices(model, target, _unit_norms), vocab_size)
             if model.blueprint is not None:
                 self._layouts[model.blueprint] = layout
         return layout
+
+    def _fit(self, model: LoRAModel) -> LoRAModel:
+        """As vocabulary.py brings it to the base's; kept from `lay_out` to `write`."""
+        known = self._fitted.get(model)
+        if known is None:
+            known = fitted(model, self._ends, self._base)
+            if known is not model:  # or the value would keep its own key
+                self._fitted[model] = known
+        return known
 
     def write(self, model: LoRAModel, layout: PackedLayout, views: Sequence[torch.Tensor]) -> None:
         """Write every block into its extent; `views[i]` is the memory of extent i, uint8 on the host.
 
         Raises UnfitWeightsError for a gain that is not finite; the extents are half written then.
         """
+        model = self._fit(model)
         for block in layout.blocks:
             slices = self._slices(model, self._by_name[block.target_name], self._base.row_norms)
             self.repack(block, slices, views[block.extent_index])
 
     def smallest_nbytes(self) -> int:
-        """Bytes of an adapter of rank 1 on every target: a yardstick for how many adapters a budget may hold."""
+        """Bytes of an adapter of rank 1 on every linear: a yardstick for how many adapters a budget may hold."""
         dtype = self._compute_dtype
-        return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._targets)
+        return sum(self._backend.packed_nbytes(_rank_one(target, dtype), dtype) for target in self._linears)
 
     def least_nbytes(self, lora_dtype: str) -> int:
-        """Bytes that every adapter has: those of rank 1 on the one smallest module, in 16 bits if adapters may be, or
+        """Bytes that every adapter has: those of rank 1 on the one smallest linear, in 16 bits if adapters may be, or
         of one gain."""
-        gain = min(align(4 * width) for target in self._targets for width in _gain_widths(target))
+        gain = min(align(4 * width) for target in self._linears for width in _gain_widths(target))
         dtype = torch.float32 if lora_dtype == "float32" else torch.float16
         least = min(
             self._backend.packed_nbytes(
                 [s if index == only else None for index, s in enumerate(slices)], self._compute_dtype
             )
-            for target in self._targets
+            for target in self._linears
             for slices in [_rank_one(target, dtype)]
             for only in range(len(slices))
         )
@@ -137,7 +163,7 @@ class Packer:
 
     @property
     def weights_name(self) -> str:
-        """Names the base's weights. They decide the bytes of a layout that `has_row_norms`, beside its form."""
+        """Names the base's weights. They decide the bytes of a layout that `depends_on_base`, beside its form."""
         return self._base.weights_name
 
     def form(self, lora_dtype: str) -> str:
@@ -149,7 +175,7 @@ class Packer:
         model = hashlib.blake2b(digest_size=16)
         for target in self._targets:
             model.update(repr(target).encode())
-            for s in target.slices:
+            for s in target.slices if target.is_linear else ():
                 bias = self._base.base_bias(s.module_name)
                 if bias is not None:
                     model.update(f"{s.module_name} {bias.dtype} {tuple(bias.shape)}".encode())
@@ -159,13 +185,11 @@ class Packer:
 
     def unpack(self, block: PackedBlock, view: torch.Tensor) -> tuple[SliceWeights | None, ...]:
         """The tensors of a block, in its dtype; they may lie in `view`, the block's extent on the host."""
-        target = self._by_name[block.target_name]
-        widths = [s.out_features for s in target.slices]
-        return self._backend.unpack(block.layouts, target.in_features, widths, view[block.offset :])
+        return tuple(self._own.unpack(self._by_name[block.target_name], block.layouts, view[block.offset :]))
 
     def repack(self, block: PackedBlock, slices: Sequence[SliceWeights | None], view: torch.Tensor) -> None:
         """Write a block whose tensors have the shapes and dtypes that `unpack` gave."""
-        layouts = self._backend.pack(slices, self._compute_dtype, view[block.offset :])
+        layouts = self._own.pack(self._by_name[block.target_name], slices, view[block.offset :])
         assert tuple(layouts) == block.layouts, f"{block.target_name}: a block of another layout"
 
     def checksums(self, views: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -177,30 +201,45 @@ class Packer:
         said = {block.target_name: block for block in layout.blocks}
         if not said.keys() <= self._by_name.keys():
             raise ValueError(f"blocks of {sorted(said.keys() - self._by_name.keys())}, which the model does not have")
-        right = self._lay_out(lambda target: _shapes_of(said[target.name], target) if target.name in said else ())
+        right = self._lay_out(lambda target: self._shapes_of(said[target.name], target) if target.name in said else ())
         for block, expected in itertools.zip_longest(layout.blocks, right.blocks):
             if block != expected:
                 raise ValueError(f"the block of {block.target_name} is not laid out as this model's are")
         if right.sizes != layout.sizes:
             raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {right.sizes}")
 
-    def _lay_out(self, slices_of: Callable[[LoraTarget], Sequence[SliceWeights | None]]) -> PackedLayout:
+    def _shapes_of(self, block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
+        """Tensors without memory from which `block` could be packed. ValueError: another number of slices, or a gain on
+        an input that several have."""
+        pairs = list(zip(target.slices, block.layouts, strict=True))
+        if len(pairs) > 1 and any(layout is not None and layout.input_gain_offset != ABSENT for _, layout in pairs):
+            raise ValueError(f"a gain on the input of {target.name}")
+        return [
+            None
+            if layout is None
+            else self._own.shapes(target, index, layout, _shape_of(layout, target.in_features, s.out_features))
+            for index, (s, layout) in enumerate(pairs)
+        ]
+
+    def _lay_out(
+        self, slices_of: Callable[[LoraTarget], Sequence[SliceWeights | None]], vocab_size: int | None = None
+    ) -> PackedLayout:
         """Targets without slices have no block."""
         blocks: list[PackedBlock] = []
         sizes: list[int] = []
         last_layer: int | None = None
         for target in self._targets:
             slices = slices_of(target)
-            nbytes = self._backend.packed_nbytes(slices, self._compute_dtype)
+            nbytes = 0 if not any(slices) else self._own.nbytes(target, slices)
             if nbytes == 0:
                 continue
             if target.layer != last_layer:
                 sizes.append(0)
                 last_layer = target.layer
-            layouts = self._backend.packed_layouts(slices, self._compute_dtype)
+            layouts = self._own.layouts(target, slices)
             blocks.append(PackedBlock(target.name, len(sizes) - 1, sizes[-1], layouts))
             sizes[-1] += nbytes
-        return PackedLayout(tuple(sizes), tuple(blocks))
+        return PackedLayout(tuple(sizes), tuple(blocks), vocab_size)
 
     def _slices(self, model: LoRAModel, target: LoraTarget, row_norms: RowNorms) -> tuple[SliceWeights | None, ...]:
         return tuple(self._slice(model, target, index, row_norms) for index in range(len(target.slices)))
@@ -209,11 +248,18 @@ class Packer:
         layer = model.get_lora(target.slices[index].module_name)
         if layer is None:
             return None
-        lora_a = lora_b = dora_gain = gain = input_gain = None
+        lora_a = lora_b = dora_gain = gain = input_gain = weight = None
+        if layer.weight is not None:
+            weight = shard_weight(target, index, layer.weight)
+            _check_finite(layer.module_name, weight, self._compute_dtype)
         if layer.lora_a is not None and layer.lora_b is not None:
             lora_a = shard_lora_a(target, index, layer.lora_a)
             lora_b = shard_lora_b(target, index, layer.lora_b)
+            for part in (lora_a, lora_b) if target.kind is ShardKind.EMBEDDING else ():
+                _check_finite(layer.module_name, part, self._compute_dtype)
         if layer.magnitude is not None:
+            if weight is not None:
+                raise UnfitWeightsError(f"{layer.module_name}: DoRA beside a weight of its own is not supported")
             assert lora_a is not None, f"{layer.module_name}: a magnitude without A and B"
             assert lora_b is not None
             norms = row_norms(layer.module_name, lora_a, lora_b, layer.scaling)
@@ -223,7 +269,7 @@ class Packer:
         if layer.input_gain is not None:
             input_gain = _input_gain(target, index, layer.input_gain)
         bias = self._additive_bias(layer, target, index, dora_gain)
-        slice_weights = SliceWeights(lora_a, lora_b, bias, layer.scaling, gain, input_gain)
+        slice_weights = SliceWeights(lora_a, lora_b, bias, layer.scaling, gain, input_gain, weight, layer.row_ids)
         return slice_weights if slice_weights.tensors else None
 
     def _additive_bias(
@@ -235,8 +281,11 @@ class Packer:
         """
         lora_bias = None if layer.lora_bias is None else shard_bias(target, index, layer.lora_bias)
         replacement = None if layer.bias is None else shard_bias(target, index, layer.bias)
-        base = None if replacement is None and gain is None else self._base.base_bias(layer.module_name)
+        is_own = layer.weight is not None and target.is_linear
+        is_plain = replacement is None and gain is None and not is_own
+        base = None if is_plain or not target.is_linear else self._base.base_bias(layer.module_name)
         kept = base if replacement is None else replacement
+        base = None if is_own else base  # it is not in the product
         if lora_bias is None and kept is None:
             return None
         total = torch.zeros(target.slices[index].out_features)
@@ -253,6 +302,13 @@ class Packer:
 def _unit_norms(_name: str, _lora_a: torch.Tensor, lora_b: torch.Tensor, _scaling: float) -> torch.Tensor:
     """For a layout, which the norms do not change."""
     return torch.ones(lora_b.size(0))
+
+
+def _check_finite(module_name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raises UnfitWeightsError for a weight that overflows in the dtype in which it may be kept."""
+    can_overflow = torch.finfo(weight.dtype).max > torch.finfo(dtype).max
+    if can_overflow and not bool(weight.to(dtype).isfinite().all()):
+        raise UnfitWeightsError(f"{module_name}: its weight does not fit in {dtype}")
 
 
 def _dora_gain(layer: LoRALayerWeights, magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
@@ -285,15 +341,6 @@ def _gain_widths(target: LoraTarget) -> list[int]:
 
 def _rank_one(target: LoraTarget, dtype: torch.dtype) -> list[SliceWeights]:
     return [_shape(1, target.in_features, s.out_features, dtype) for s in target.slices]
-
-
-def _shapes_of(block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
-    """Tensors without memory from which `block` could be packed. ValueError: another number of slices, or a gain on an
-    input that several have."""
-    pairs = list(zip(target.slices, block.layouts, strict=True))
-    if len(pairs) > 1 and any(layout is not None and layout.input_gain_offset != ABSENT for _, layout in pairs):
-        raise ValueError(f"a gain on the input of {target.name}")
-    return [None if layout is None else _shape_of(layout, target.in_features, s.out_features) for s, layout in pairs]
 
 
 def _shape_of(layout: SliceLayout, in_features: int, out_features: int) -> SliceWeights:

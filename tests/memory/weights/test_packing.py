@@ -456,7 +456,7 @@ def test_a_layout_with_gains_elsewhere_is_not_this_models(backend: KernelBackend
 def test_a_layout_knows_whether_row_norms_are_in_it() -> None:
     packer = Packer(TARGETS, KERNELS[0], torch.float32, BASE)
     models = (make_model("plain"), make_dora("dora"), make_ia3("ia3"))
-    assert [packer.lay_out(model).has_row_norms for model in models] == [False, True, False]
+    assert [packer.lay_out(model).depends_on_base for model in models] == [False, True, False]
 
 
 @pytest.mark.parametrize("what", ["row of zeros", "magnitude", "overflow"])

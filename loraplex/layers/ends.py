@@ -1,0 +1,150 @@
+"""The ends of a model and its norms, with what adapters change there: the embedding, the head, norms of their own.
+
+    embedding   y[t] = E[t], or the adapter's own row of t;  y[t] += weight * scale * (A^T[t] B^T)
+    head        logits = h W^T, or h of the adapter's own rows;  then `add_lora`
+                columns up to the largest vocabulary of the step's adapters; beyond a row's own they are -inf
+    norm        the adapter's own weight in place of the base's, for its rows
+
+Rows in no segment are the base's, bit for bit. The embedding and the head are outside of captured steps, so that they
+run one call a segment; a step with norms of its own is run without its capture (models/decoder.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loraplex.core import LoraTarget
+from loraplex.kernels.plan import LoraPlan, LoraSegment, SlotTable
+from loraplex.kernels.protocols import LayerOps
+from loraplex.layers.common import RMSNorm
+from loraplex.layers.linear import ParallelLMHead, VocabParallelEmbedding
+from loraplex.layers.own_weights import OwnParts, own_segments
+
+
+class _EndWithLoRA:
+    """What the three have in common. Before `set_lora_info` each is its base layer."""
+
+    def __init__(self, target: LoraTarget) -> None:
+        self.target = target
+        self._bound: tuple[SlotTable, LayerOps, int] | None = None
+
+    def set_lora_info(self, table: SlotTable, backend: LayerOps) -> None:
+        """Read adapters from `table` with the kernels of `backend` from now on. KeyError: it lacks this target."""
+        self._bound = table, backend, table.first_row(self.target.name)
+
+
+class VocabParallelEmbeddingWithLoRA(_EndWithLoRA):
+    """The embedding, LoRA on it, and rows of adapters' own: of tokens that the base does not have, too."""
+
+    def __init__(self, base_layer: VocabParallelEmbedding) -> None:
+        super().__init__(base_layer.target)
+        self.base_layer = base_layer
+
+    def forward(self, token_ids: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        """token_ids int64 [T] -> [T, hidden]. Tokens beyond the base's vocabulary are in segments of adapters alone
+        that have rows for them."""
+        if plan is None or self._bound is None or not self._bound[0].embedding_slots:
+            return self.base_layer.forward(token_ids)
+        table, ops, first_row = self._bound
+        found = tuple(own_segments(plan, table, ops, first_row, table.embedding_slots))
+        if not found:
+            return self.base_layer.forward(token_ids)
+        known = token_ids.clamp(max=self.target.in_features - 1)
+        y = self.base_layer.forward(known)
+        for segment, parts in found:
+            here = slice(segment.start, segment.end)
+            self._apply(y[here], token_ids[here], known[here], segment, parts, ops)
+        return y
+
+    def _apply(
+        self, y: Tensor, token_ids: Tensor, known: Tensor, segment: LoraSegment, parts: OwnParts, ops: LayerOps
+    ) -> None:
+        if parts.weight is not None:
+            where, is_own = _places(parts, token_ids)
+            y.copy_(torch.where(is_own[:, None], parts.weight[where].to(y.dtype), y))
+        if parts.lora_a is not None:
+            delta = ops.linear(parts.lora_a[known].to(y.dtype), parts.lora_b)
+            delta.mul_(segment.weight * parts.scale).masked_fill_((token_ids != known)[:, None], 0)
+            y.add_(delta)
+
+
+def _places(parts: OwnParts, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(the row of each token, whether it has one)"""
+    if parts.row_ids is None:
+        return token_ids.clamp(max=parts.num_rows - 1), token_ids < parts.num_rows
+    where = torch.searchsorted(parts.row_ids, token_ids).clamp_(max=parts.num_rows - 1)
+    return where, parts.row_ids[where] == token_ids
+
+
+class LogitsProcessorWithLoRA(_EndWithLoRA):
+    """The head, LoRA on it, rows of adapters' own, and where their vocabularies end."""
+
+    def __init__(self, base_layer: ParallelLMHead) -> None:
+        super().__init__(base_layer.target)
+        self.base_layer = base_layer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.slices[0].out_features
+
+    def forward(self, hidden: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        """hidden [n, hidden] -> float32 [n, V], V the largest vocabulary of a row's adapter, the base's at least.
+
+        The plan is over these rows, which are those of logits and not of tokens.
+        """
+        if plan is None or self._bound is None:
+            return self.base_layer.forward(hidden)
+        table, ops, first_row = self._bound
+        sizes = [table.vocab_sizes.get(segment.lora_slot, self.vocab_size) for segment in plan.segments]
+        logits = self.base_layer.product(hidden)
+        added: list[tuple[LoraSegment, Tensor]] = []
+        for segment, parts in own_segments(plan, table, ops, first_row, table.head_slots):
+            here = slice(segment.start, segment.end)
+            own = ops.linear(hidden[here], parts.weight)
+            ids = slice(parts.num_shared) if parts.row_ids is None else parts.row_ids[: parts.num_shared]
+            logits[here, ids] = own[:, : parts.num_shared]
+            added.append((segment, own[:, parts.num_shared :]))
+        ops.add_lora(logits, hidden, plan, table, first_row, self.target.slices)
+        logits = self._widened(logits.float(), added, max([self.vocab_size, *sizes]))
+        for segment, size in zip(plan.segments, sizes, strict=True):
+            logits[segment.start : segment.end, size:] = -torch.inf
+        return logits
+
+    def _widened(self, logits: Tensor, added: list[tuple[LoraSegment, Tensor]], size: int) -> Tensor:
+        """With columns for tokens that adapters added: -inf where a row's adapter has none."""
+        if size == self.vocab_size:
+            return logits
+        wide = logits.new_full((len(logits), size), -torch.inf)
+        wide[:, : self.vocab_size] = logits
+        for segment, own in added:
+            wide[segment.start : segment.end, self.vocab_size : self.vocab_size + own.shape[1]] = own
+        return wide
+
+
+class RMSNormWithLoRA(_EndWithLoRA):
+    """A norm, and those of adapters with their own."""
+
+    def __init__(self, base_layer: RMSNorm) -> None:
+        super().__init__(base_layer.target)
+        self.base_layer = base_layer
+
+    def forward(self, x: Tensor, plan: LoraPlan | None = None) -> Tensor:
+        y = self.base_layer.forward(x)
+        self._apply(y, x, plan)
+        return y
+
+    def forward_add(self, x: Tensor, residual: Tensor, plan: LoraPlan | None = None) -> tuple[Tensor, Tensor]:
+        y, total = self.base_layer.forward_add(x, residual)
+        self._apply(y, total, plan)
+        return y, total
+
+    def _apply(self, y: Tensor, x: Tensor, plan: LoraPlan | None) -> None:
+        if plan is None or self._bound is None:
+            return
+        table, ops, first_row = self._bound
+        if not table.own_layers:
+            return
+        for segment, parts in own_segments(plan, table, ops, first_row, table.own_layers):
+            here = slice(segment.start, segment.end)
+            y[here] = ops.rms_norm(x[here], parts.weight, self.base_layer.eps)
