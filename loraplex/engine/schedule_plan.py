@@ -32,7 +32,8 @@ class RequestState:
     num_computed_tokens: whose KV is written; num_scheduled_tokens: those and what the steps in flight compute.
     num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
     known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
-    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter.
+    counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. mix_slots: of all
+    adapters of a mix, the first of which is in `lora_slot`.
     """
 
     request: Request
@@ -46,6 +47,7 @@ class RequestState:
     num_cached_tokens: int | None = None
     num_tokens_admitted: int = 0
     lora_slot: int | None = None
+    mix_slots: tuple[int, ...] = ()
     waits_for: WaitsFor | None = None
     waits_since_step: int | None = None
     arrival_step: int = 0

@@ -61,11 +61,13 @@ class LoraPlan:
 
     For GPU kernels the same rows are cut into tiles (tiles.py): small_tiles, large_tiles int32 [5, room]. On a CPU they
     are cut when `cut_tiles` is called. All of it is one host tensor and one on the device, with the parts at fixed
-    places: `host`, `buffer`. They are replaced by larger ones only when a step has more tiles than disjoint segments
-    over `max_tokens` rows can have.
+    places: `host`, `buffer`. They are replaced by larger ones only when a step has more tiles than segments over
+    `max_tokens` rows can have, each row in `overlap` of them (`tile_room`).
     """
 
-    def __init__(self, capacity: int, device: torch.device | str = "cpu", max_tokens: int = 0) -> None:
+    def __init__(
+        self, capacity: int, device: torch.device | str = "cpu", max_tokens: int = 0, overlap: int = 1
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity of a LoraPlan must be >= 1, got {capacity}")
         self.capacity = capacity
@@ -78,7 +80,7 @@ class LoraPlan:
         """What a backend derives from these segments once for all layers; emptied by `rewrite`."""
         self.tiles: Tiles | None = None
         """The tiles of this step on the host; None: not cut yet."""
-        self._room = TileBuffer(*tile_room(capacity, max_tokens))
+        self._room = TileBuffer(*tile_room(capacity, max_tokens, overlap))
         self._allocate()
         self.upload()
 
