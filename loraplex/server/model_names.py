@@ -64,7 +64,9 @@ class ModelNames:
         self, model: str | None, lora_path: str | None = None, merged: AdapterMix | None = None
     ) -> AdapterChoice:
         """`adapter_of`, and mixes: of `model`, or `merged_adapters`, beside which only the base may be named."""
-        mix = merged or (None if model is None or self._is_known(model) else split_mix(model))
+        mix = merged
+        if mix is None and model is not None and "," in model and not self._is_known(model):
+            mix = split_mix(model)
         if mix is None:
             return self.adapter_of(model, lora_path)
         if lora_path is not None or (merged and model is not None and self.adapter_of(model) is not None):

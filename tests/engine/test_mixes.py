@@ -200,7 +200,7 @@ def test_chunks_preemption_and_less_room_than_adapters(family: MixFamily) -> Non
         assert stats.memory.resident_bytes["device"] <= room
 
 
-# ------------------------------------------------------------------------------------------------------- rows of a batch
+# ------------------------------------------------------------------------------------------------------ rows of a batch
 
 
 def requests_of(zoo: ModelZoo, family: str) -> MixFamily:
