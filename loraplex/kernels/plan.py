@@ -132,10 +132,8 @@ class LoraPlan:
         """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. No thread
         waits for it."""
         if self.buffer is not self.host:
-            is_gpu = (
-                self.device.type == "cuda"
-            )  # from other than page-locked memory the copy would wait for the step in flight
-            self.buffer.copy_(self.host.pin_memory() if is_gpu else self.host, non_blocking=True)
+            # from other than page-locked memory the copy would wait for the step in flight
+            self.buffer.copy_(self.host.pin_memory() if self.device.type == "cuda" else self.host, non_blocking=True)
 
     def cut_tiles(self) -> Tiles:
         """The tiles of this step, which are in `small_tiles` and `large_tiles` (on a device after the upload)."""
