@@ -6,9 +6,6 @@ whose scalings are multiplied by the weights.
 
 from __future__ import annotations
 
-import copy
-import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ from loraplex import LLM, LoRARequest, SamplingParams
 from loraplex.core import AdapterMix, MixPart, Request, mix_digest
 from loraplex.errors import AdapterMixError, AdapterTooLargeError, InvalidRequestError
 from tests.engine.driver import packed_nbytes
+from tests.engine.mix_oracles import active_oracle, cat_oracle
 from tests.fixtures import ADAPTER_OPTIONS, FAMILIES, KIND_OPTIONS, VOCAB_SIZE, GreedyCase, ModelZoo, Oracle
 
 NUM_TOKENS = 32
@@ -97,39 +95,6 @@ def adapter_paths(zoo: ModelZoo, base: Path) -> dict[str, Path]:
         config_class, options = KIND_OPTIONS[kind]
         made[kind] = zoo.adapter(base, getattr(peft, config_class)(**options, task_type="CAUSAL_LM"))
     return made
-
-
-def cat_oracle(zoo: ModelZoo, base: Path, parts: Sequence[tuple[Path, float]]) -> Oracle:
-    model = several(zoo, base, [path for path, _ in parts])
-    names = [f"part-{index}" for index in range(len(parts))]
-    model.add_weighted_adapter(names, [weight for _, weight in parts], "mix", combination_type="cat")
-    model.set_adapter("mix")
-    return Oracle(model)
-
-
-def active_oracle(zoo: ModelZoo, base: Path, parts: Sequence[tuple[Path, float]]) -> Oracle:
-    model = several(zoo, base, [path for path, _ in parts])
-    names = [f"part-{index}" for index in range(len(parts))]
-    model.base_model.set_adapter(names)
-    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "scaling", None), dict)]
-    for (name, (_, weight)), layer in itertools.product(zip(names, parts, strict=True), layers):
-        if weight != 1 and name in layer.scaling:
-            layer.scaling[name] *= weight
-    return Oracle(model)
-
-
-def several(zoo: ModelZoo, base: Path, paths: Sequence[Path]) -> Any:
-    """PEFT's model with all of them loaded, as part-0, part-1 ..."""
-    import peft
-
-    types = {peft.PeftConfig.from_pretrained(path).peft_type for path in paths}
-    kind = peft.PeftModel if len(types) == 1 else peft.PeftMixedModel
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model: Any = kind.from_pretrained(copy.deepcopy(zoo.oracle(base).model), paths[0], adapter_name="part-0")
-        for index, path in enumerate(paths[1:], 1):
-            model.load_adapter(path, f"part-{index}")
-    return model
 
 
 def fit_case(oracle: Oracle) -> GreedyCase:
