@@ -6,6 +6,7 @@ Nothing here imports torch: a scheduler, a server and a client share these witho
 from __future__ import annotations
 
 import enum
+import math
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,11 +79,70 @@ class LoRARequest:
         return self.lora_path
 
 
+MAX_MIX_ADAPTERS = 8
+MAX_MIX_WEIGHT = 100.0
+
+LoRAMix = tuple[tuple[LoRARequest, float], ...]
+"""Adapters that one prompt goes through together, in this order, each with its weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMix:
+    """The same by name: `y = base(x) + sum of weight * delta(x)`. Raises InvalidRequestError for what cannot be one."""
+
+    parts: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.parts) <= MAX_MIX_ADAPTERS:
+            raise InvalidRequestError(f"a mix has {len(self.parts)} adapters; it takes 1 to {MAX_MIX_ADAPTERS}")
+        names = [name for name, _ in self.parts]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InvalidRequestError(f"a mix has adapter {twice!r} twice; add its weights up")
+        for name, weight in self.parts:
+            if not (math.isfinite(weight) and abs(weight) <= MAX_MIX_WEIGHT):
+                raise InvalidRequestError(
+                    f"a mix gives adapter {name!r} the weight {weight!r}; weights are within +-{MAX_MIX_WEIGHT:g}"
+                )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(weight for _, weight in self.parts)
+
+    def __str__(self) -> str:
+        """As `model` of a request has it."""
+        return ",".join(f"{name}:{weight:g}" for name, weight in self.parts)
+
+
+AdapterChoice = str | AdapterMix | None
+"""What a request goes through, by name; None is the base model."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixPart:
+    """One adapter of a mix as the engine knows it."""
+
+    adapter_id: int
+    adapter_digest: str
+    weight: float
+
+
+def mix_digest(mix: Sequence[MixPart]) -> str:
+    """What KV of a mix is kept under: contents, their order and weights count, names do not."""
+    return "+".join(f"{float(part.weight).hex()}*{part.adapter_digest}" for part in mix)
+
+
+def has_content(adapter_digest: str, content: str) -> bool:
+    """Whether `content` is an adapter's digest that `adapter_digest`, of an adapter or a mix, is or contains."""
+    return any(part.rpartition("*")[2] == content for part in adapter_digest.split("+"))
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, as the engine gets it: token ids in, one completion out (n > 1 is several of these).
 
-    `adapter_id` is None for the base model. `cache_salt` separates the KV prefixes of tenants. `seed` is always set.
+    `adapter_id` is None for the base model. Of a mix it is the first one's, and `adapter_digest` is `mix_digest`.
+    `cache_salt` separates the KV prefixes of tenants. `seed` is always set.
     """
 
     request_id: str
@@ -95,6 +155,14 @@ class Request:
     adapter_digest: str = ""
     cache_salt: str = ""
     arrival_s: float = 0.0
+    mix: tuple[MixPart, ...] = ()
+
+    @property
+    def adapter_ids(self) -> tuple[int, ...]:
+        """Of all adapters that it goes through; () for the base model."""
+        if self.mix:
+            return tuple(part.adapter_id for part in self.mix)
+        return () if self.adapter_id is None else (self.adapter_id,)
 
     def check(self, max_model_len: int) -> None:
         """Raises InvalidRequestError for what no front sends: kernels read it without another look."""
@@ -104,6 +172,10 @@ class Request:
             raise InvalidRequestError(f"a request of {sizes} does not fit in {max_model_len} tokens", param="prompt")
         if not -(2**63) <= self.seed < 2**63:
             raise InvalidRequestError("a seed does not fit in 64 bits", param="seed")
+        if self.mix:
+            AdapterMix(tuple((str(part.adapter_id), part.weight) for part in self.mix))
+            if self.adapter_id != self.mix[0].adapter_id or self.adapter_digest != mix_digest(self.mix):
+                raise InvalidRequestError("adapter_id and adapter_digest are not those of the mix")
 
     def check_prompt(self, vocab_size: int) -> None:
         """The same for its token ids: once for all completions of a long prompt."""
@@ -246,7 +318,7 @@ class CompletionOutput:
     logprobs: Sequence[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | LoRAMix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +333,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | LoRAMix | None = None
     metrics: RequestMetrics | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
@@ -446,11 +518,13 @@ class AcquireResult:
     """`lora_slot` when a reference was taken, else what the adapter waits for (no reference is held then).
 
     vocab_size: where the adapter's vocabulary ends; None where the residency cannot know.
+    mix_slots: of all adapters of a mix, in their order.
     """
 
     lora_slot: int | None
     waits_for: WaitsFor | None = None
     vocab_size: int | None = None
+    mix_slots: tuple[int, ...] = ()
 
 
 class ResidencyView(Protocol):
@@ -464,12 +538,23 @@ class ResidencyView(Protocol):
         """
         ...
 
+    def try_acquire_mix(self, mix: Sequence[MixPart]) -> AcquireResult:
+        """`try_acquire` of all adapters of a mix: a reference to each, or to none while one of them has to wait.
+
+        Raises AdapterError for adapters that have no mix, or do not fit on the device together, as well.
+        """
+        ...
+
     def release(self, adapter_id: int) -> None: ...
 
     def prefetch(self, adapter_id: int) -> None: ...
 
     def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
         """The first unpinned ones of the adapters `in_use` whose release makes room for `adapter_id`, or ()."""
+        ...
+
+    def victims_for_mix(self, adapter_ids: Sequence[int], in_use: Sequence[int]) -> Sequence[int]:
+        """`victims_for` the first adapter of a mix that lacks room beside the others of it."""
         ...
 
 

@@ -14,6 +14,7 @@
     |   |-- AdapterNotFoundError         404  the name resolves to nothing
     |   |-- AdapterConflictError         400  the name or number belongs to another adapter
     |   |   `-- AdapterUnloadedError     409  it was unloaded while it was being loaded
+    |   |-- AdapterMixError              400  these adapters, or these weights, are no mix
     |   |-- AdapterLoadError             400  the source cannot be turned into an adapter
     |   |   |-- AdapterPathNotFoundError     404
     |   |   |-- AdapterConfigMissingError    400
@@ -164,6 +165,10 @@ class AdapterConflictError(AdapterError):
 class AdapterUnloadedError(AdapterConflictError):
     http_status = 409
     kind = "conflict_error"
+
+
+class AdapterMixError(AdapterError):
+    pass
 
 
 class AdapterLoadError(AdapterError):

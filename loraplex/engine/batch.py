@@ -1,7 +1,8 @@
 """A schedule plan becomes tensors: the rows of a step in adapter order, positions, KV addresses, LoRA segments.
 
 Rows are ordered by lora_slot, base rows first, so that the rows of one adapter lie together and all layers share one
-`LoraPlan`. Sequences stay whole. Lengths are per sequence in Python and per token in numpy.
+`LoraPlan`; where there are mixes of adapters, by all lora_slots with their weights. Sequences stay whole. Lengths are
+per sequence in Python and per token in numpy.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,11 +77,6 @@ class LoRAMapping:
         return [LoraSegment(start, end, slot) for start, end, slot in runs if slot != BASE_SLOT]
 
 
-def logit_segments(states: Sequence[RequestState]) -> list[LoraSegment]:
-    """Of rows of logits, one a request."""
-    return LoRAMapping.from_prompts([_slot_of(state) for state in states], [1] * len(states)).to_segments()
-
-
 @dataclass(frozen=True, slots=True)
 class PromptLogitRows:
     """Logits rows [start, start + len(next_ids)) of a step are for prompt positions, to predict `next_ids`."""
@@ -104,6 +101,38 @@ class BuiltStep:
     prompt_rows: tuple[PromptLogitRows, ...]
     pending: tuple[tuple[int, RequestState], ...] = ()
     padded_size: int | None = None
+
+
+Route = tuple[tuple[int, float], ...]
+"""The adapters that a row goes through, in their order: (lora_slot, weight) of each; () is the base model."""
+
+
+def route_of(state: RequestState) -> Route:
+    if state.mix_slots:
+        weights = (part.weight for part in state.request.mix)
+        return tuple(zip(state.mix_slots, weights, strict=True))
+    return () if state.lora_slot is None else ((state.lora_slot, 1.0),)
+
+
+def logit_segments(states: Sequence[RequestState]) -> list[LoraSegment]:
+    """Of rows of logits, one a request."""
+    return _segments_of(map(route_of, states), itertools.repeat(1, len(states)))
+
+
+def _segments_of(routes: Iterable[Route], lens: Iterable[int]) -> list[LoraSegment]:
+    """For each run of rows of one route, a segment for each of its adapters. lens: rows of each."""
+    segments: list[LoraSegment] = []
+    start = 0
+    for route, run in itertools.groupby(zip(routes, lens, strict=True), key=lambda row: row[0]):
+        end = start + sum(num for _, num in run)
+        segments += [LoraSegment(start, end, lora_slot, weight) for lora_slot, weight in route]
+        start = end
+    return segments
+
+
+def has_mixes(sequences: Sequence[ScheduledSequence]) -> bool:
+    """Whether rows of some sequence go through several adapters."""
+    return any(sequence.state.mix_slots for sequence in sequences)
 
 
 class BatchBuilder:
@@ -138,7 +167,9 @@ class BatchBuilder:
         A row of padding is a sequence of its own with one token 0 at position 0, no context, and a KV slot of -1:
         nothing is written for it. Its logits mean nothing.
         """
-        sequences = sorted(plan.sequences, key=lambda sequence: _slot_of(sequence.state))
+        is_mixed = has_mixes(plan.sequences)
+        row_order: Callable[[RequestState], Any] = route_of if is_mixed else _slot_of
+        sequences = sorted(plan.sequences, key=lambda sequence: row_order(sequence.state))
         starts = np.array([sequence.start for sequence in sequences], dtype=np.int64)
         query_lens = np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64)
         context_lens = starts + query_lens
@@ -158,7 +189,8 @@ class BatchBuilder:
         self._write_tables(arrays, sequences, context_lens, num_blocks)
         self._write_positions(arrays, starts, query_lens)
         padding = shape.num_sequences - len(sequences)
-        lora = self._write_lora_plan(sequences, query_lens, shape.num_tokens, is_rehearsal=plan.step_id < 0)
+        write = self._write_mixes if is_mixed else self._write_lora_plan
+        lora = write(sequences, query_lens, shape.num_tokens, is_rehearsal=plan.step_id < 0)
         batch = self._batch(
             self._buffers.upload(shape, lora),
             lora,
@@ -231,12 +263,25 @@ class BatchBuilder:
         if lora_slots[-1] == BASE_SLOT:  # ordered by slot: all of them are base rows
             return None
         mapping = LoRAMapping.from_prompts(lora_slots, query_lens.tolist())
-        if self._checked_table is not None:
-            table = self._checked_table
-            is_resident = None if is_rehearsal else lambda slot: not table.is_clear(slot)
-            mapping.validate(int(query_lens.sum()), len(sequences), table.capacity, is_resident)
+        self._check(mapping, query_lens, is_rehearsal)
         self._lora_plan.write(mapping.to_segments(), num_tokens, is_decode=not mapping.is_prefill)
         return self._lora_plan
+
+    def _write_mixes(
+        self, sequences: Sequence[ScheduledSequence], query_lens: NDArray[np.int64], num_tokens: int, is_rehearsal: bool
+    ) -> LoraPlan:
+        """Rows of equal routes lie together."""
+        routes, lens = [route_of(sequence.state) for sequence in sequences], query_lens.tolist()
+        for members in itertools.zip_longest(*routes, fillvalue=(BASE_SLOT, 0.0)):
+            self._check(LoRAMapping.from_prompts([slot for slot, _ in members], lens), query_lens, is_rehearsal)
+        self._lora_plan.write(_segments_of(routes, lens), num_tokens, is_decode=max(lens) == 1)
+        return self._lora_plan
+
+    def _check(self, mapping: LoRAMapping, query_lens: NDArray[np.int64], is_rehearsal: bool) -> None:
+        table = self._checked_table
+        if table is not None:
+            is_resident = None if is_rehearsal else lambda slot: not table.is_clear(slot)
+            mapping.validate(int(query_lens.sum()), len(query_lens), table.capacity, is_resident)
 
 
 def _as_captured(plan: LoraPlan, num_tokens: int) -> LoraPlan:

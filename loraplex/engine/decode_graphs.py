@@ -11,7 +11,7 @@ again.
 Everything else runs kernel by kernel, and is counted by reason:
 
     prefill        some sequence has several tokens, or is not sampled
-    batch_size     more sequences than the largest graph has rows
+    batch_size     more sequences, or tiles of mixes, than the largest graph has rows
     adapters       adapters are there that the backend's captured kernels do not cover
     own_weights    an adapter of the step changes the embedding or the head, or has weights of its own
     not_captured   there is no graph: its capture failed
@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from loraplex.config import EngineConfig
-from loraplex.core import BlockAllocator
-from loraplex.engine.batch import BatchBuilder, BuiltStep
+from loraplex.core import MAX_MIX_ADAPTERS, BlockAllocator
+from loraplex.engine.batch import BatchBuilder, BuiltStep, has_mixes, route_of
 from loraplex.engine.diagnosis import PROMPT_TOKENS
 from loraplex.engine.graph_sizes import graph_sizes
 from loraplex.engine.memory_plan import MemoryPlan
@@ -46,6 +46,7 @@ from loraplex.engine.schedule_plan import SchedulePlan
 from loraplex.engine.step_buffers import StepShape, make_step_buffers
 from loraplex.kernels.plan import LoraPlan, SlotTable, StepBatch
 from loraplex.kernels.protocols import KernelBackend, StepCapture
+from loraplex.kernels.tiles import SMALL_ROWS
 from loraplex.memory.weights.loading import is_device_lost
 from loraplex.models.decoder import Decoder
 
@@ -79,7 +80,8 @@ def build_steps(
     table_width = -(-memory.max_model_len // config.block_size)
     num_tokens = max(config.max_num_batched_tokens, PROMPT_TOKENS)  # a diagnosis is no smaller
     largest = StepShape(num_tokens, config.max_num_seqs, table_width, num_tokens)
-    lora_plan = LoraPlan(config.max_num_seqs, device, num_tokens)
+    # the scheduler bounds the segments by the seats, but a mix alone may have more
+    lora_plan = LoraPlan(max(config.max_num_seqs, MAX_MIX_ADAPTERS), device, num_tokens, MAX_MIX_ADAPTERS)
     buffers = make_step_buffers(device, largest, lora_plan, graph_device is not None)
     builder = BatchBuilder(blocks, buffers, lora_plan, table_width, table)
     if graph_device is None:
@@ -204,19 +206,23 @@ class DecodeGraphs:
     def padded_size(self, plan: SchedulePlan) -> int | None:
         """The rows that a plan's step is to be padded to for its graph; None, counted, when it has none."""
         slots = {slot for sequence in plan.sequences if (slot := sequence.state.lora_slot) is not None}
-        reason = self._reason_against(plan, slots)
+        num_rows = len(plan.sequences)
+        if slots and has_mixes(plan.sequences):
+            slots = slots.union(*(sequence.state.mix_slots for sequence in plan.sequences))
+            num_rows = max(num_rows, _num_tiles(plan))
+        reason = self._reason_against(plan, num_rows, slots)
         if reason is None:
-            size = self._sizes[bisect.bisect_left(self._sizes, len(plan.sequences))]
+            size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
             if self._is_there(_Key(size, bool(slots)), slots):
                 return size
             reason = "not_captured"
         self._eager_steps[reason] += 1
         return None
 
-    def _reason_against(self, plan: SchedulePlan, slots: set[int]) -> str | None:
+    def _reason_against(self, plan: SchedulePlan, num_rows: int, slots: set[int]) -> str | None:
         if not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in plan.sequences):
             return "prefill"
-        if len(plan.sequences) > self._sizes[-1]:
+        if num_rows > self._sizes[-1]:
             return "batch_size"
         if slots and (self._table is None or not self._backend.may_replay(self._table)):
             return "adapters"
@@ -269,6 +275,12 @@ class DecodeGraphs:
         self._graphs[key].graph.replay()
         is_equal = torch.equal(eager.view(torch.int32), logits.view(torch.int32))
         self._compared["equal" if is_equal else "different"] += 1
+
+
+def _num_tiles(plan: SchedulePlan) -> int:
+    """Of a decode step with mixes. A graph's kernels go over as many as it has rows."""
+    rows_of = Counter(route_of(sequence.state) for sequence in plan.sequences)
+    return sum(len(route) * -(-num_rows // SMALL_ROWS) for route, num_rows in rows_of.items())
 
 
 def _key_of(step: BuiltStep) -> _Key:

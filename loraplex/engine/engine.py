@@ -135,8 +135,7 @@ class EngineCore:
         if self._scheduler.num_waiting >= self._max_waiting_requests:
             error = EngineOverloadedError(f"{self._scheduler.num_waiting} requests wait already; try again later")
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=error.to_payload())]
-        refusal = self._caretaker.refusal(request.adapter_id)
-        if refusal is not None:
+        for refusal in filter(None, map(self._caretaker.refusal, request.adapter_ids)):
             return [TokenOutput(request.request_id, finish_reason=FinishReason.ERROR, error=refusal.to_payload())]
         self._caretaker.arrived(request)
         self._scheduler.add(request, is_prompt_checked=vocab_size is not None)
@@ -402,7 +401,7 @@ class StepsInFlight:
             outputs = self._scheduler.commit(plan, tokens)
         if self.recorder is not None:
             rows = [
-                StepRow(each.state.request.adapter_id, each.num_tokens, each.is_sampled) for each in wanted.sequences
+                StepRow(each.state.request.adapter_ids, each.num_tokens, each.is_sampled) for each in wanted.sequences
             ]
             self.recorder.end(rows, self._profiler.seconds, STEP_PARTS)
         self._caretaker.after_step(wanted, tokens)

@@ -117,9 +117,9 @@ class Caretaker:
             return False
         return self._is_scrub_due or self._is_forecast_due or self._adapters.health.is_diagnosis_due
 
-    def refusal(self, adapter_id: int | None) -> AdapterFaultError | None:
+    def refusal(self, adapter_id: int) -> AdapterFaultError | None:
         """The error for a new request, when its adapter is quarantined."""
-        return None if adapter_id is None or self._adapters is None else self._adapters.health.refusal(adapter_id)
+        return None if self._adapters is None else self._adapters.health.refusal(adapter_id)
 
     def arrived(self, request: Request) -> None:
         """A request is about to be queued."""
@@ -144,15 +144,14 @@ class Caretaker:
         return ended
 
     def after_step(self, plan: SchedulePlan, tokens: Mapping[str, SampledToken]) -> None:
-        """Doubt the adapters whose results in this step were odd, and the base if its own were."""
-        bad = {
-            sequence.state.request.adapter_id
+        """Doubt the adapters whose results in this step were odd, each of a mix, and the base if its own were."""
+        bad = [
+            sequence.state.request
             for sequence in plan.sequences
             if (token := tokens.get(sequence.state.request.request_id)) is not None and token.has_odd_logits
-        }
-        self._is_base_suspect |= None in bad
-        for adapter_id in bad - {None}:
-            assert adapter_id is not None
+        ]
+        self._is_base_suspect |= any(request.adapter_id is None for request in bad)
+        for adapter_id in {adapter_id for request in bad for adapter_id in request.adapter_ids}:
             assert self._adapters is not None
             self._adapters.health.doubt(adapter_id)
 
@@ -421,12 +420,18 @@ class Forecast:
         self._adapter_of: OrderedDict[str, int] = OrderedDict()  # of the contents that the predictor may know
 
     def arrived(self, request: Request) -> None:
-        if request.adapter_id is not None:
-            self._adapter_of[request.adapter_digest] = request.adapter_id
-            self._adapter_of.move_to_end(request.adapter_digest)
-            if len(self._adapter_of) > MAX_KEYS:
-                self._adapter_of.popitem(last=False)
-            self._predictor.observe(request.adapter_digest, self._clock())
+        if request.mix:
+            for part in request.mix:
+                self._see(part.adapter_id, part.adapter_digest)
+        elif request.adapter_id is not None:
+            self._see(request.adapter_id, request.adapter_digest)
+
+    def _see(self, adapter_id: int, adapter_digest: str) -> None:
+        self._adapter_of[adapter_digest] = adapter_id
+        self._adapter_of.move_to_end(adapter_digest)
+        if len(self._adapter_of) > MAX_KEYS:
+            self._adapter_of.popitem(last=False)
+        self._predictor.observe(adapter_digest, self._clock())
 
     def due(self) -> list[int]:
         """Adapters that will probably be asked for within the horizon, the likeliest first."""

@@ -11,7 +11,7 @@ import torch
 
 from loraplex.core import BASE_SLOT, Request, TokenLogprobs
 from loraplex.cpu import CpuMeter, CpuUse
-from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments
+from loraplex.engine.batch import BatchBuilder, BuiltStep, PromptLogitRows, logit_segments, route_of
 from loraplex.engine.decode_graphs import DecodeGraphs
 from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingState
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
@@ -36,15 +36,16 @@ class _PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """The adapters of a step that were arriving when it was launched, and the lora_slot of each of its requests."""
+    """The adapters of a step that were arriving when it was launched, and the lora_slots of each of its requests."""
 
     gate: StepGate
-    slots: Mapping[str, int]
+    slots: Mapping[str, tuple[int, ...]]
 
     def errors(self) -> Mapping[str, LoraplexError]:
-        """By request_id, of those whose adapter did not arrive."""
+        """By request_id, of those of whose adapters one did not arrive."""
         errors = self.gate.errors()
-        return {request_id: errors[slot] for request_id, slot in self.slots.items() if slot in errors}
+        found = ((request_id, slot) for request_id, slots in self.slots.items() for slot in slots)
+        return {request_id: errors[slot] for request_id, slot in found if slot in errors}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +286,12 @@ class ModelRunner:
         if self._prepare_adapters is None:
             return None
         states = [each.state for each in plan.sequences]
-        slots = {each.request.request_id: each.lora_slot for each in states if each.lora_slot is not None}
-        gate = self._prepare_adapters(set(slots.values()))
-        return None if gate is None else _Arriving(gate, slots)
+        lora_slots = {each.lora_slot for each in states if each.lora_slot is not None}
+        gate = self._prepare_adapters(lora_slots.union(*(each.mix_slots for each in states if each.mix_slots)))
+        if gate is None:
+            return None
+        slots = {each.request.request_id: tuple(slot for slot, _ in route_of(each)) for each in states}
+        return _Arriving(gate, slots)
 
     def _sample(
         self,
@@ -359,7 +363,8 @@ def _odd_token(sequence: ScheduledSequence) -> SampledToken:
     text = "gave logits with NaN or without a finite maximum; the request ends"
     if sequence.state.request.adapter_id is None:
         return SampledToken(0, error=EngineError(f"the base model {text}"), has_odd_logits=True)
-    error = AdapterFaultError(f"the request's adapter {text} and the adapter is checked; try again")
+    whose = "mix of adapters" if sequence.state.request.mix else "adapter"
+    error = AdapterFaultError(f"the request's {whose} {text} and the {whose} is checked; try again")
     return SampledToken(0, error=error, has_odd_logits=True)
 
 

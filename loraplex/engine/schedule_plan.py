@@ -33,7 +33,8 @@ class RequestState:
     num_steps_in_flight: steps that run it and are not committed; num_pending_tokens: how many of them draw a token, not
     known yet. num_tokens_admitted: how many tokens it had when it last began to run. arrival_step, num_steps_run:
     counted by the scheduler. keeps_kv: it waits, and has its KV: it made room for another adapter. is_prompt_checked:
-    its token ids are of the vocabulary of its adapter, or of the base's.
+    its token ids are of the vocabulary of its adapter, or of the base's. mix_slots: of all adapters of a mix, the first
+    of which is in `lora_slot`.
     """
 
     request: Request
@@ -47,6 +48,7 @@ class RequestState:
     num_cached_tokens: int | None = None
     num_tokens_admitted: int = 0
     lora_slot: int | None = None
+    mix_slots: tuple[int, ...] = ()
     waits_for: WaitsFor | None = None
     waits_since_step: int | None = None
     arrival_step: int = 0

@@ -23,7 +23,16 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from loraplex.core import BlockAllocator, FinishReason, Request, ResidencyView, TokenOutput, WaitsFor
+from loraplex.core import (
+    BlockAllocator,
+    FinishReason,
+    MixPart,
+    Request,
+    ResidencyView,
+    TokenOutput,
+    WaitsFor,
+    has_content,
+)
 from loraplex.engine.schedule_plan import (
     RequestState,
     RequestStatus,
@@ -63,6 +72,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []  # in order of arrival
         self._running: list[RequestState] = []  # in order of admission
         self._turns = AdapterTurns(residency, aging_steps)
+        self._mixes: Counter[tuple[MixPart, ...]] = Counter()  # of running requests
         self._uncommitted: deque[SchedulePlan] = deque()  # the oldest first
         self._leaving: dict[str, RequestState] = {}  # ended, but a step in flight runs them
         self._num_arrivals = 0
@@ -83,8 +93,9 @@ class Scheduler:
         self._num_arrivals += 1
         self._states[request.request_id] = state
         self._waiting.append(state)
-        if request.adapter_id is not None and self._residency is not None:
-            self._residency.prefetch(request.adapter_id)
+        if self._residency is not None:
+            for adapter_id in request.adapter_ids:
+                self._residency.prefetch(adapter_id)
 
     def has(self, request_id: str) -> bool:
         """Whether a request of this name has not ended."""
@@ -104,14 +115,14 @@ class Scheduler:
         return [self._finish(state, FinishReason.ERROR, error=error) for state in self._states_of(adapter_id)]
 
     def _states_of(self, adapter_id: int) -> list[RequestState]:
-        return [state for state in self._states.values() if state.request.adapter_id == adapter_id]
+        return [state for state in self._states.values() if adapter_id in state.request.adapter_ids]
 
     def forget_kv(self, adapter_digest: str) -> None:
         """What an adapter's content computed is not to be used again: paused requests compute theirs again, running
         ones keep it."""
         self._blocks.drop_digest(adapter_digest)
         for state in self._waiting:
-            if state.keeps_kv and state.request.adapter_digest == adapter_digest:
+            if state.keeps_kv and has_content(state.request.adapter_digest, adapter_digest):
                 self._drop_kv(state)
 
     def throttle(self, share: int) -> None:
@@ -142,7 +153,7 @@ class Scheduler:
     def adapters_of(self, status: RequestStatus) -> set[int]:
         """Ids of the adapters that running or waiting requests use."""
         states = self._running if status is RequestStatus.RUNNING else self._waiting
-        return {state.request.adapter_id for state in states if state.request.adapter_id is not None}
+        return {adapter_id for state in states for adapter_id in state.request.adapter_ids}
 
     # --------------------------------------------------------------------------------------------------------- schedule
 
@@ -232,8 +243,8 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, scheduled: list[ScheduledSequence], failed: list[TokenOutput], budget: int) -> None:
-        blocked: dict[int, WaitsFor] = {}  # adapters found not ready in this step
-        num_seats = self._max_running - self._num_seats_taken
+        blocked: dict[int | tuple[MixPart, ...], WaitsFor] = {}  # adapters and mixes found not ready in this step
+        num_seats = self._max_running - self._num_seats_taken - sum(len(mix) - 1 for mix in self._mixes)
         for state in self._turns.queue(self._waiting):
             if budget <= 0 or num_seats <= 0:
                 break
@@ -241,6 +252,9 @@ class Scheduler:
                 continue  # it was preempted in this very step
             if state.request.request_id in self._leaving:
                 continue  # one of this name ended, and its KV is in use until the next commit
+            num_taken = self._seats_for(state.request.mix)
+            if num_taken > num_seats and self._running:
+                break  # first come, first served
             try:
                 is_ready = self._acquire_adapter(state, blocked)
             except (AdapterError, InvalidRequestError) as error:
@@ -250,7 +264,14 @@ class Scheduler:
                 num_tokens = self._admit(state, budget, scheduled)
                 if num_tokens == 0:
                     break  # out of KV: first come, first served
-                budget, num_seats = budget - num_tokens, num_seats - 1
+                budget, num_seats = budget - num_tokens, num_seats - num_taken
+
+    def _seats_for(self, mix: tuple[MixPart, ...]) -> int:
+        """As many as the batch needs segments more: the first request of a mix takes one for each of its adapters.
+
+        A mix runs alone where there are not so many.
+        """
+        return len(mix) if mix and mix not in self._mixes else 1
 
     @property
     def _num_seats_taken(self) -> int:
@@ -259,19 +280,20 @@ class Scheduler:
             return len(self._running)
         return sum(not state.is_last_token_pending(self._max_model_len) for state in self._running)
 
-    def _acquire_adapter(self, state: RequestState, blocked: dict[int, WaitsFor]) -> bool:
-        adapter_id = state.request.adapter_id
+    def _acquire_adapter(self, state: RequestState, blocked: dict[int | tuple[MixPart, ...], WaitsFor]) -> bool:
+        adapter_id, mix, residency = state.request.adapter_id, state.request.mix, self._residency
         if adapter_id is None:
             return True
-        assert self._residency is not None, "a request for an adapter in an engine without LoRA"
-        if adapter_id not in blocked:
-            result = self._residency.try_acquire(adapter_id)
+        assert residency is not None, "a request for an adapter in an engine without LoRA"
+        asked = mix or adapter_id
+        if asked not in blocked:
+            result = residency.try_acquire_mix(mix) if mix else residency.try_acquire(adapter_id)
             if result.waits_for is None:
-                state.lora_slot = result.lora_slot
+                state.lora_slot, state.mix_slots = result.lora_slot, result.mix_slots
                 self._check_prompt(state, result.vocab_size)
                 return True
-            blocked[adapter_id] = result.waits_for
-        state.waits_for = blocked[adapter_id]
+            blocked[asked] = result.waits_for
+        state.waits_for = blocked[asked]
         if state.waits_since_step is None:
             state.waits_since_step = self._turns.step_id
         return False
@@ -313,6 +335,8 @@ class Scheduler:
             state.num_cached_tokens = state.num_computed_tokens
             self.num_prompt_tokens += state.num_prompt_tokens
         self._turns.begin(state)
+        if state.request.mix:
+            self._mixes[state.request.mix] += 1
         num_tokens = min(state.num_unscheduled_tokens, budget)
         scheduled.append(_scheduled(state, num_tokens))
         return num_tokens
@@ -320,8 +344,8 @@ class Scheduler:
     def _prefetch_waiting(self) -> None:
         if self._residency is not None:
             for state in self._waiting[:PREFETCH_DEPTH]:
-                if state.request.adapter_id is not None and state.waits_for is None:
-                    self._residency.prefetch(state.request.adapter_id)
+                for adapter_id in state.request.adapter_ids if state.waits_for is None else ():
+                    self._residency.prefetch(adapter_id)
 
     def _give_way(self, state: RequestState, *, keeps_kv: bool) -> None:
         """Back to waiting, at its place by arrival, without its adapter: paused, or preempted, to be computed again."""
@@ -412,9 +436,11 @@ class Scheduler:
     def _leave_running(self, state: RequestState, *, keeps_kv: bool = False) -> None:
         """Adapter reference and KV, unless it keeps that, return now, or when the last step that runs it commits."""
         self._running.remove(state)
-        adapter_id = state.request.adapter_id
-        if adapter_id is not None and all(other.request.adapter_id != adapter_id for other in self._running):
-            self._turns.end(adapter_id)
+        if state.request.mix:
+            self._mixes -= Counter((state.request.mix,))
+        for adapter_id in state.request.adapter_ids:
+            if not any(_runs_on(other.request, adapter_id) for other in self._running):
+                self._turns.end(adapter_id)
         if state.num_steps_in_flight:
             self._leaving[state.request.request_id] = state
         elif keeps_kv:
@@ -427,10 +453,10 @@ class Scheduler:
         self._release_adapter(state)
 
     def _release_adapter(self, state: RequestState) -> None:
-        state.lora_slot = None
-        if state.request.adapter_id is not None:
+        state.lora_slot, state.mix_slots = None, ()
+        for adapter_id in state.request.adapter_ids:
             assert self._residency is not None
-            self._residency.release(state.request.adapter_id)
+            self._residency.release(adapter_id)
 
     def check_integrity(self) -> None:
         """Assert that every request is in exactly one queue and that only running ones hold an adapter."""
@@ -443,11 +469,13 @@ class Scheduler:
             assert state.status is RequestStatus.RUNNING
             assert not state.keeps_kv
             assert (state.lora_slot is None) == (state.request.adapter_id is None)
+            assert len(state.mix_slots) == len(state.request.mix)
         for state in self._leaving.values():
             assert state.status is RequestStatus.FINISHED
             assert state.num_steps_in_flight > 0, "its memory did not return"
         self._check_steps_in_flight()
         assert self._turns.adapter_ids == self.adapters_of(RequestStatus.RUNNING)
+        assert self._mixes == Counter(state.request.mix for state in self._running if state.request.mix)
         arrivals = [state.arrival_index for state in self._waiting]
         assert arrivals == sorted(arrivals), "the queue is out of order"
 
@@ -463,6 +491,10 @@ class Scheduler:
 def _scheduled(state: RequestState, num_tokens: int) -> ScheduledSequence:
     start = state.num_scheduled_tokens
     return ScheduledSequence(state, start, num_tokens, is_sampled=num_tokens == state.num_unscheduled_tokens)
+
+
+def _runs_on(request: Request, adapter_id: int) -> bool:
+    return request.adapter_id == adapter_id or (bool(request.mix) and adapter_id in request.adapter_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -512,8 +544,8 @@ class AdapterTurns:
         """A request runs; the first one of its adapter opens the turn."""
         if state in self._called:
             self._called.remove(state)
-        if state.request.adapter_id is not None:
-            self._turns.setdefault(state.request.adapter_id, _Turn(self.step_id, state))
+        for adapter_id in state.request.adapter_ids:
+            self._turns.setdefault(adapter_id, _Turn(self.step_id, state))
 
     def end(self, adapter_id: int) -> None:
         """No request of the adapter runs any more."""
@@ -542,13 +574,12 @@ class AdapterTurns:
             return []
         lag_of: dict[int, int] = {}  # of the request of an adapter that is furthest behind
         for state in running:
-            adapter_id = state.request.adapter_id
-            if adapter_id is not None:
+            for adapter_id in state.request.adapter_ids:
                 lag_of[adapter_id] = max(lag_of.get(adapter_id, 0), self._lag(state))
         caller = self._next(waiting)
         victims = self._victims_for(caller, sorted(lag_of, key=lag_of.__getitem__))
         if all(self._may_end(adapter_id, lag, caller) for adapter_id, lag in lag_of.items() if adapter_id in victims):
-            return [state for state in running if state.request.adapter_id in victims]
+            return [state for state in running if not victims.isdisjoint(state.request.adapter_ids)]
         return []
 
     def _next(self, waiting: Iterable[RequestState]) -> RequestState:
@@ -574,4 +605,6 @@ class AdapterTurns:
     def _victims_for(self, state: RequestState, adapter_ids: Sequence[int]) -> frozenset[int]:
         assert self._residency is not None
         assert state.request.adapter_id is not None
+        if state.request.mix:
+            return frozenset(self._residency.victims_for_mix(state.request.adapter_ids, adapter_ids))
         return frozenset(self._residency.victims_for(state.request.adapter_id, adapter_ids))

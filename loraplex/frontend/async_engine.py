@@ -22,8 +22,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from loraplex.adapters.registry import LoadResult, LoadStatus, LoRARef, LoRARegistry, start_thread
 from loraplex.config import EngineConfig
 from loraplex.core import (
+    AdapterChoice,
     AdapterStore,
     EngineInfo,
+    LoRAMix,
     LoRARequest,
     RequestOutput,
     SamplingParams,
@@ -42,7 +44,7 @@ from loraplex.frontend import messages as msg
 from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.client import EngineClient, ProgressCallback
 from loraplex.frontend.event_hub import EventHub
-from loraplex.frontend.frontend import Front, adapter_ref, make_front
+from loraplex.frontend.frontend import Front, adapter_ref, choice_of, lora_requests_of, make_front
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
 from loraplex.frontend.store import RemoteStore
 from loraplex.frontend.supervisor import EngineSupervisor, Supervision
@@ -217,29 +219,34 @@ class AsyncEngine(AdapterVerbs):
         params: SamplingParams,
         request_id: str,
         *,
-        model: str | None = None,
-        lora_request: LoRARequest | None = None,
+        model: AdapterChoice = None,
+        lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncIterator[RequestOutput]:
-        """Cumulative outputs of one prompt; `model` names an adapter, None the base. Raises any LoraplexError."""
+        """Cumulative outputs of one prompt; `model` names an adapter or a mix, None the base.
+
+        Raises any LoraplexError.
+        """
         self.check_can_serve()
         if lora_request is not None:
-            model = await self._load_requested(lora_request)
-        ref = None if model is None else self._front.registry_or_refuse().acquire(model)
+            model = choice_of(lora_request)
+            for each in lora_requests_of(lora_request):
+                await self._load_requested(each)
+        refs = self._front.acquire(model)
         try:
             prepared = self._front.inputs.prepare(
                 request_id,
                 prompt,
                 params,
-                adapter=adapter_ref(ref),
+                adapter=adapter_ref(refs, model),
                 lora_request=lora_request,
                 cache_salt=cache_salt,
                 add_special_tokens=add_special_tokens,
             )
-            stream = self._submit(prepared, ref)
+            stream = self._submit(prepared, refs)
         except BaseException:
-            self._release(ref)
+            self._front.release(refs)
             raise
         try:
             async for output in stream:
@@ -248,33 +255,33 @@ class AsyncEngine(AdapterVerbs):
             if self._streams.get(request_id) is stream:  # else it has ended, and the id may be another request's
                 await self.abort(request_id)
 
-    def _submit(self, prepared: PreparedRequest, ref: LoRARef | None) -> OutputStream:
+    def _submit(self, prepared: PreparedRequest, refs: tuple[LoRARef, ...]) -> OutputStream:
         num_completions, limit = len(prepared.children), self.config.max_waiting_requests + self.config.max_num_seqs
         if self._num_completions + num_completions > limit:
             raise EngineOverloadedError(
                 f"{self._num_completions} requests are running or waiting, each completion counted, and {limit} are "
                 "the limit; try again later (--max-waiting-requests)"
             )
-        if ref is not None and self._front.registry_or_refuse().is_forced_out(ref.adapter_id):
-            raise RequestAbortedError(f"adapter {ref.adapter_name!r} was unloaded by force before this request began")
+        if refs and self._front.is_forced_out(ref.adapter_id for ref in refs):
+            names = ", ".join(repr(ref.adapter_name) for ref in refs)
+            raise RequestAbortedError(f"adapter {names} was unloaded by force before this request began")
         self._front.outputs.add(prepared)
         try:
             self._engine.send(msg.AddRequests.of(prepared.children))
         except BaseException:
             self._forget(prepared.request_id)
             raise
-        stream = OutputStream(partial(self._end_stream, ref, num_completions))
+        stream = OutputStream(partial(self._end_stream, refs, num_completions))
         self._num_completions += num_completions
         self._streams[prepared.request_id] = stream
         return stream
 
-    async def _load_requested(self, request: LoRARequest) -> str:
-        """Load the adapter that a request brings with it, unless it is there; returns its name."""
+    async def _load_requested(self, request: LoRARequest) -> None:
+        """Load an adapter that a request brings with it, unless it is there."""
         self._front.check_lora_request(request)
         await self.load_adapter(
             request.lora_name, request.lora_path, lora_int_id=request.lora_int_id, load_inplace=request.load_inplace
         )
-        return request.lora_name
 
     async def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ones are passed over. Its iterator ends, with an output or an error."""
@@ -289,13 +296,9 @@ class AsyncEngine(AdapterVerbs):
         if running and self._engine.is_alive:
             self._engine.send(msg.AbortRequests(running))
 
-    def _end_stream(self, ref: LoRARef | None, num_completions: int) -> None:
+    def _end_stream(self, refs: tuple[LoRARef, ...], num_completions: int) -> None:
         self._num_completions -= num_completions
-        self._release(ref)
-
-    def _release(self, ref: LoRARef | None) -> None:
-        if ref is not None and self.registry is not None:
-            self.registry.release(ref)
+        self._front.release(refs)
 
     def _on_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
         for processed in self._front.outputs.process_step(outputs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,16 @@ from loraplex.adapters.registry import Journal, LoRARef, LoRARegistry, OnChange
 from loraplex.adapters.registry.registry import ABORT_GRACE_S
 from loraplex.adapters.source import AdapterSource
 from loraplex.config import EngineConfig
-from loraplex.core import AdapterStore, EngineInfo, LoRARequest
+from loraplex.core import (
+    AdapterChoice,
+    AdapterMix,
+    AdapterStore,
+    EngineInfo,
+    LoRAMix,
+    LoRARequest,
+    MixPart,
+    mix_digest,
+)
 from loraplex.errors import InvalidRequestError, LoraDisabledError
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
@@ -36,6 +45,32 @@ class Front:
             raise LoraDisabledError("LoRA is off here: start with enable_lora (the default) to use adapters")
         return self.registry
 
+    def acquire(self, choice: AdapterChoice) -> tuple[LoRARef, ...]:
+        """A reference to each adapter of a request, in its order, or to none; () for the base model.
+
+        Raises InvalidRequestError for a mix in which two names mean one adapter.
+        """
+        if choice is None:
+            return ()
+        registry, refs = self.registry_or_refuse(), list[LoRARef]()
+        try:
+            for name in [name for name, _ in choice.parts] if isinstance(choice, AdapterMix) else [choice]:
+                refs.append(registry.acquire(name))
+            if len({ref.adapter_id for ref in refs}) < len(refs):
+                raise InvalidRequestError(f"the mix {choice} has one adapter twice; add its weights up", param="model")
+        except BaseException:
+            self.release(refs)
+            raise
+        return tuple(refs)
+
+    def release(self, refs: Iterable[LoRARef]) -> None:
+        for ref in refs:
+            self.registry_or_refuse().release(ref)
+
+    def is_forced_out(self, adapter_ids: Iterable[int]) -> bool:
+        """Whether one of the adapters of a request was unloaded by force since they were acquired."""
+        return any(self.registry_or_refuse().is_forced_out(each) for each in adapter_ids)
+
     def check_lora_request(self, request: LoRARequest) -> None:
         """Raises LoraDisabledError without LoRA, InvalidRequestError when the adapter was made for another base."""
         self.registry_or_refuse()
@@ -47,8 +82,28 @@ class Front:
             )
 
 
-def adapter_ref(ref: LoRARef | None) -> AdapterRef | None:
-    return None if ref is None else AdapterRef(ref.adapter_id, ref.adapter_digest)
+def adapter_ref(refs: Sequence[LoRARef], choice: AdapterChoice) -> AdapterRef | None:
+    """One adapter with a weight of 1 is no mix: it shares all with requests for the adapter."""
+    if not refs:
+        return None
+    first = refs[0]
+    if not isinstance(choice, AdapterMix) or choice.weights == (1.0,):
+        return AdapterRef(first.adapter_id, first.adapter_digest)
+    parts = zip(refs, choice.weights, strict=True)
+    mix = tuple(MixPart(ref.adapter_id, ref.adapter_digest, weight) for ref, weight in parts)
+    return AdapterRef(first.adapter_id, mix_digest(mix), mix)
+
+
+def lora_requests_of(lora_request: LoRARequest | LoRAMix | None) -> tuple[LoRARequest, ...]:
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return () if lora_request is None else (lora_request,)
+    return tuple(request for request, _ in lora_request)
+
+
+def choice_of(lora_request: LoRARequest | LoRAMix | None) -> AdapterChoice:
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return None if lora_request is None else lora_request.lora_name
+    return AdapterMix(tuple((request.lora_name, weight) for request, weight in lora_request))
 
 
 def make_front(

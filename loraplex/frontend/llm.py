@@ -19,6 +19,7 @@ from loraplex.config import EngineConfig
 from loraplex.core import (
     AddOutcome,
     FinishReason,
+    LoRAMix,
     LoRARequest,
     Request,
     RequestMetrics,
@@ -37,11 +38,14 @@ from loraplex.errors import (
 )
 from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.event_hub import EventBatch, EventHub
-from loraplex.frontend.frontend import adapter_ref, make_front
+from loraplex.frontend.frontend import adapter_ref, choice_of, lora_requests_of, make_front
 from loraplex.frontend.llm_arguments import (
+    LoRAInput,
     MakeBar,
     Messages,
     PromptInput,
+    adapter_or_mix,
+    adapters_for,
     config_of,
     listed_prompts,
     one_each,
@@ -65,8 +69,8 @@ STALLED_WAIT_S = 0.05
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | None, bool]
-"""A prompt, how to sample, its adapter, and whether the tokenizer adds special tokens."""
+_Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | LoRAMix | None, bool]
+"""A prompt, how to sample, its adapter or mix, and whether the tokenizer adds special tokens."""
 
 
 def in_turn(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM, P], T]:
@@ -170,22 +174,23 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRAInput | Sequence[LoRAInput] = None,
         cache_salt: str = "",
         use_tqdm: bool | MakeBar = False,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs are in the order of the prompts.
 
         prompts: a string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`, or a list of these.
-        sampling_params and lora_request: one for all, or one per prompt (None is the base model). Raises ValueError
-        (InvalidRequestError) when lengths differ or a prompt cannot be served, AdapterError when an adapter cannot;
-        nothing has run then. A completion that reaches the model's length ends there, with finish_reason `length`,
+        sampling_params and lora_request: one for all, or one per prompt (None is the base model; a mix of adapters is a
+        list of (LoRARequest, weight), and their weighted deltas add up). Raises ValueError (InvalidRequestError) when
+        lengths differ or a prompt cannot be served, AdapterError when an adapter cannot; nothing has run then. A
+        completion that reaches the model's length ends there, with finish_reason `length`,
         whatever `max_tokens` allows.
         use_tqdm: True shows a progress bar, and `tqdm` (or what is called as it is) makes its own.
         """
         listed = listed_prompts(prompts)
         params = one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
-        adapters = one_each(lora_request, len(listed), "lora_request", LoRARequest)
+        adapters = adapters_for(lora_request, len(listed))
         requests = zip(listed, params, adapters, strict=True)
         asked = [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests]
         return self._run(asked, cache_salt, use_tqdm)
@@ -196,7 +201,7 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRAInput | Sequence[LoRAInput] = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | MakeBar = False,
@@ -214,7 +219,7 @@ class LLM:
             for conversation in conversations
         ]
         params = one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
-        adapters = one_each(lora_request, len(prompts), "lora_request", LoRARequest)
+        adapters = adapters_for(lora_request, len(prompts))
         # The template writes the special tokens itself.
         requests = zip(prompts, params, adapters, strict=True)
         asked = [(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests]
@@ -228,7 +233,7 @@ class LLM:
         prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         *,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRAInput = None,
         cache_salt: str = "",
         request_id: str | None = None,
     ) -> str:
@@ -238,14 +243,15 @@ class LLM:
         loaded here and now: `add_lora` it before where no request should wait for that.
         """
         refs: list[LoRARef] = []
-        self._load_each([lora_request])
+        adapter = adapter_or_mix(lora_request)
+        self._load_each([adapter])
         try:
             chosen = sampling_params or SamplingParams()
-            prepared = self._prepare((single_prompt(prompt), chosen, lora_request, True), refs, cache_salt, request_id)
+            prepared = self._prepare((single_prompt(prompt), chosen, adapter, True), refs, cache_salt, request_id)
             self._front.outputs.add(prepared)
             self._queue(prepared)
         except BaseException:
-            self._release(refs)
+            self._front.release(refs)
             raise
         self._submitted[prepared.request_id] = (prepared, refs)
         return prepared.request_id
@@ -270,7 +276,7 @@ class LLM:
             output = one.output or _failed(self._submitted[one.request_id][0], one.error)
             self._unread[one.request_id] = output
             if output.finished:
-                self._release(self._submitted.pop(one.request_id)[1])
+                self._front.release(self._submitted.pop(one.request_id)[1])
 
     def _finish_on(self, adapter_name: str, deadline_s: float | None) -> None:
         """Step until no submitted request is on an adapter, at most `deadline_s`: no other call could meanwhile.
@@ -293,7 +299,7 @@ class LLM:
         if refs is None:
             return False
         self.engine.abort(self._front.outputs.remove(request_id))
-        self._release(refs)
+        self._front.release(refs)
         return True
 
     @property
@@ -312,43 +318,34 @@ class LLM:
         refs: list[LoRARef] = []
         try:
             with progress_bar(use_tqdm, len(requests)) as note_done:
-                self._load_each(dict.fromkeys(lora_request for _, _, lora_request, _ in requests))
+                self._load_each(lora_request for _, _, lora_request, _ in requests)
                 prepared = [self._prepare(asked, refs, cache_salt) for asked in requests]
                 finished = self._complete(prepared, note_done)
             return [finished[one.request_id] for one in prepared]
         finally:
-            self._release(refs)
+            self._front.release(refs)
 
-    def _load_each(self, lora_requests: Iterable[LoRARequest | None]) -> None:
+    def _load_each(self, lora_requests: Iterable[LoRARequest | LoRAMix | None]) -> None:
         """Each once, however many prompts have it: a reload in place would be another version for every prompt."""
-        for lora_request in lora_requests:
-            if lora_request is not None:
-                self.add_lora(lora_request)
+        for lora_request in dict.fromkeys(itertools.chain.from_iterable(map(lora_requests_of, lora_requests))):
+            self.add_lora(lora_request)
 
     def _prepare(
         self, asked: _Asked, refs: list[LoRARef], cache_salt: str, request_id: str | None = None
     ) -> PreparedRequest:
         prompt, params, lora_request, add_special_tokens = asked
+        choice = choice_of(lora_request)
+        acquired = self._front.acquire(choice)
+        refs += acquired
         return self._front.inputs.prepare(
             f"request-{next(self._request_ids)}" if request_id is None else request_id,
             prompt,
             params,
-            adapter=adapter_ref(self._acquire(lora_request, refs)),
+            adapter=adapter_ref(acquired, choice),
             lora_request=lora_request,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
         )
-
-    def _acquire(self, lora_request: LoRARequest | None, refs: list[LoRARef]) -> LoRARef | None:
-        if lora_request is None:
-            return None
-        ref = self._front.registry_or_refuse().acquire(lora_request.lora_name)
-        refs.append(ref)
-        return ref
-
-    def _release(self, refs: Iterable[LoRARef]) -> None:
-        for ref in refs:
-            self._front.registry_or_refuse().release(ref)
 
     def _queue(self, prepared: PreparedRequest) -> None:
         """All of its requests, or none. Raises EngineOverloadedError."""
@@ -407,7 +404,7 @@ class LLM:
     def _add(self, request: Request) -> None:
         """Hand a request to the engine; one that is refused, or whose adapter was unloaded by force meanwhile, ends
         with the next step."""
-        if request.adapter_id is not None and self._front.registry_or_refuse().is_forced_out(request.adapter_id):
+        if self._front.is_forced_out(request.adapter_ids):
             self._aborted.append(TokenOutput(request.request_id, finish_reason=FinishReason.ABORT))
             return
         self._aborted += self.engine.add_request(request)

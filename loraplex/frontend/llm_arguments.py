@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import LoRAMix, LoRARequest
 from loraplex.errors import ConfigError, InvalidRequestError
+from loraplex.frontend.frontend import choice_of
 from loraplex.memory.eviction.custom import place_of
 
 T = TypeVar("T")
@@ -17,6 +19,9 @@ T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Sequence[int] | Mapping[str, Any]
 """A string, token ids, `{"prompt_token_ids": [...]}` or `{"prompt": "..."}`."""
+
+LoRAInput = LoRARequest | Sequence[tuple[LoRARequest, float]] | None
+"""An adapter, or a mix of several: pairs of a LoRARequest and its weight. None is the base model."""
 
 MakeBar = Callable[..., Any]
 """`tqdm`, or what takes its `total` and `desc` and returns what has its `update(n)` and `close()`."""
@@ -91,6 +96,39 @@ def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: 
     if wrong is not None:
         raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
     return listed
+
+
+def adapters_for(given: LoRAInput | Sequence[LoRAInput], count: int) -> list[LoRARequest | LoRAMix | None]:
+    """An adapter or a mix for all prompts, or a list with one for each. A list of pairs is always one mix."""
+    if not isinstance(given, Sequence) or _is_mix(given):
+        return [adapter_or_mix(given)] * count
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"lora_request has {len(given)} entries for {count} prompts: give one, or one for each"
+        )
+    return [adapter_or_mix(each) for each in given]
+
+
+def adapter_or_mix(given: Any) -> LoRARequest | LoRAMix | None:
+    """What one prompt goes through. Raises InvalidRequestError for what is neither, or no mix that can be."""
+    if given is None or isinstance(given, LoRARequest):
+        return given
+    if not _is_mix(given):
+        raise InvalidRequestError(
+            f"lora_request has a {type(given).__name__}; it takes LoRARequest, or a mix: [(LoRARequest, weight)]"
+        )
+    mix = tuple((request, float(weight)) for request, weight in given)
+    choice_of(mix)
+    return mix
+
+
+def _is_mix(given: Any) -> bool:
+    return isinstance(given, list | tuple) and len(given) > 0 and all(map(_is_weighted, given))
+
+
+def _is_weighted(given: Any) -> bool:
+    is_pair = isinstance(given, list | tuple) and len(given) == 2
+    return is_pair and isinstance(given[0], LoRARequest) and type(given[1]) in (int, float)
 
 
 # ------------------------------------------------------------------------------------------------------- a progress bar

@@ -47,11 +47,13 @@ class LoraPlan:
 
     For GPU kernels the same rows are cut into tiles (tiles.py): small_tiles, large_tiles int32 [5, room]. On a CPU they
     are cut when `cut_tiles` is called. All of it is one host tensor and one on the device, with the parts at fixed
-    places: `host`, `buffer`. They are replaced by larger ones only when a step has more tiles than disjoint segments
-    over `max_tokens` rows can have.
+    places: `host`, `buffer`. They are replaced by larger ones only when a step has more tiles than segments over
+    `max_tokens` rows can have, each row in `overlap` of them (`tile_room`).
     """
 
-    def __init__(self, capacity: int, device: torch.device | str = "cpu", max_tokens: int = 0) -> None:
+    def __init__(
+        self, capacity: int, device: torch.device | str = "cpu", max_tokens: int = 0, overlap: int = 1
+    ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity of a LoraPlan must be >= 1, got {capacity}")
         self.capacity = capacity
@@ -64,7 +66,7 @@ class LoraPlan:
         """What a backend derives from these segments once for all layers; emptied by `rewrite`."""
         self.tiles: Tiles | None = None
         """The tiles of this step on the host; None: not cut yet."""
-        self._room = TileBuffer(*tile_room(capacity, max_tokens))
+        self._room = TileBuffer(*tile_room(capacity, max_tokens, overlap))
         self._allocate()
         self.upload()
 
@@ -116,10 +118,8 @@ class LoraPlan:
         """The device's half of `rewrite`: one copy of `host` to `buffer`, which on a CPU are the same memory. No thread
         waits for it."""
         if self.buffer is not self.host:
-            is_gpu = (
-                self.device.type == "cuda"
-            )  # from other than page-locked memory the copy would wait for the step in flight
-            self.buffer.copy_(self.host.pin_memory() if is_gpu else self.host, non_blocking=True)
+            # from other than page-locked memory the copy would wait for the step in flight
+            self.buffer.copy_(self.host.pin_memory() if self.device.type == "cuda" else self.host, non_blocking=True)
 
     def cut_tiles(self) -> Tiles:
         """The tiles of this step, which are in `small_tiles` and `large_tiles` (on a device after the upload)."""

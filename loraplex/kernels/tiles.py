@@ -62,11 +62,15 @@ class Tiles:
 NO_TILES = Tiles(np.empty((TILE_FIELDS, 0), np.int32), np.empty((TILE_FIELDS, 0), np.int32), LARGE_ROWS[0])
 
 
-def tile_room(max_segments: int, max_tokens: int) -> tuple[int, int]:
-    """(small, large) tiles that any step of so many disjoint segments and so many rows fits in."""
-    small_rows = min(max_tokens, max_segments * LONGEST_SMALL)
-    small = max(-(-max_tokens // SMALL_ROWS) + max_segments, -(-small_rows // SMALL_ROWS))
-    return small, -(-max_tokens // LARGE_ROWS[0]) + max_segments
+def tile_room(max_segments: int, max_tokens: int, overlap: int = 1) -> tuple[int, int]:
+    """(small, large) tiles that any step of so many segments and so many rows fits in.
+
+    overlap: segments that a row is in, at most; segments that share rows share all of theirs.
+    """
+    members = overlap * max_tokens
+    small_rows = min(members, max_segments * LONGEST_SMALL)
+    small = max(-(-max_tokens // SMALL_ROWS), -(-small_rows // SMALL_ROWS)) + max_segments
+    return small, -(-members // LARGE_ROWS[0]) + max_segments
 
 
 def cut_tiles(segments: Sequence[Segment], is_decode: bool) -> Tiles:

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+from loraplex.core import has_content
+
 
 def root_key(adapter_digest: str, cache_salt: str) -> bytes:
     """The key before the first block. Lengths are hashed too, so that (ab, c) and (a, bc) differ."""
@@ -70,8 +72,9 @@ class PrefixCache:
             self.publish(key, new_block, adapter_digest)
 
     def drop_digest(self, adapter_digest: str) -> list[int]:
-        """Forget every block of an adapter's content; returns them."""
-        blocks = list(self._blocks_of_digest.get(adapter_digest, ()))
+        """Forget every block of an adapter's content, alone or in a mix; returns them."""
+        digests = [each for each in self._blocks_of_digest if has_content(each, adapter_digest)]
+        blocks = [kv_block for each in digests for kv_block in self._blocks_of_digest[each]]
         for kv_block in blocks:
             self.forget(kv_block)
         return blocks

@@ -24,7 +24,16 @@ import torch
 
 from loraplex.adapters.weights import LoRAModel
 from loraplex.config import LoRAConfig
-from loraplex.core import AcquireResult, AdapterResidency, AdapterSpec, AddOutcome, LoraTarget, Tier
+from loraplex.core import (
+    AcquireResult,
+    AdapterResidency,
+    AdapterSpec,
+    AddOutcome,
+    LoraTarget,
+    MixPart,
+    Tier,
+    WaitsFor,
+)
 from loraplex.errors import AdapterConflictError, ConfigError
 from loraplex.events import EventLog
 from loraplex.kernels.ops import KernelBackend
@@ -105,7 +114,8 @@ class LoRAModelManager:
         self._damage = damage = DamageControl(residency, tiers, log)
         reader = WeightReader(packer, tiers, lora_config.num_loader_threads)
         # what a part does whole is that part's own
-        self.prepare_step, self.victims_for = residency.prepare, residency.victims_for
+        self.prepare_step = residency.prepare
+        self.victims_for, self.victims_for_mix = residency.victims_for, residency.victims_for_mix
         self.step_launched, self.step_committed = residency.step_launched, residency.step_committed
         self.wait_for_change, self.check_integrity = residency.wait_for_change, residency.check_integrity
         self._transfers = transfers = Transfers(residency, tiers, reader, loader, damage, log)
@@ -138,6 +148,23 @@ class LoRAModelManager:
         with self._residency.held():
             adapter = self._residency.known_locked().get(adapter_id)
             return None if adapter is None else self._vocab_size_of(adapter)
+
+    def try_acquire_mix(self, mix: Sequence[MixPart]) -> AcquireResult:
+        """A reference to each, or to none. What is there waits for the others: no later request of this pass evicts
+        it, so that mixes that want more than fits are served in turn."""
+        residency = self._residency
+        with residency.held():
+            adapters = [residency.adapter_locked(part.adapter_id) for part in mix]
+            residency.check_mix_locked(adapters, [part.weight for part in mix])
+            with residency.together_locked(adapters):
+                causes = {self._transfers.ask_locked(adapter) for adapter in adapters} - {None}
+            if causes:
+                for adapter in adapters:
+                    residency.want_locked(adapter.weights)
+                return AcquireResult(None, WaitsFor.LOAD if WaitsFor.LOAD in causes else WaitsFor.ROOM)
+            slots = [slot for each in adapters if (slot := residency.acquire_locked(each)) is not None]
+        assert len(slots) == len(mix), "an adapter that waits for nothing is on the device"
+        return AcquireResult(slots[0], mix_slots=tuple(slots))
 
     def release(self, adapter_id: int) -> None:
         """Return a reference, once no launched step reads the adapter. The last one of a removed adapter frees it."""

@@ -86,7 +86,7 @@ class RequestRecorder:
         return self._latencies
 
     def begin(self, request: Request) -> None:
-        latencies = self._of(request.adapter_id)
+        latencies = self._of(self._name(request))
         latencies.num_requests += 1
         self._open[request.request_id] = _Open(latencies, self._clock())
 
@@ -112,8 +112,7 @@ class RequestRecorder:
         """Its client left: it has no end to measure."""
         self._open.pop(request_id, None)
 
-    def _of(self, adapter_id: int | None) -> Latencies:
-        name = None if adapter_id is None else self._name(adapter_id)
+    def _of(self, name: str | None) -> Latencies:
         if name not in self._latencies and len(self._latencies) >= MAX_ADAPTERS:
             name = OTHERS
         latencies = self._latencies.get(name)
@@ -121,8 +120,10 @@ class RequestRecorder:
             latencies = self._latencies[name] = Latencies()
         return latencies
 
-    def _name(self, adapter_id: int) -> str:
-        return self._name_of(adapter_id) or f"adapter {adapter_id}"
+    def _name(self, request: Request) -> str | None:
+        """Of a mix, all names: what its requests take says nothing of each alone."""
+        names = [self._name_of(adapter_id) or f"adapter {adapter_id}" for adapter_id in request.adapter_ids]
+        return " + ".join(names) or None
 
     @staticmethod
     def _count_tokens(known: _Open, num_tokens: int, now_s: float) -> None:

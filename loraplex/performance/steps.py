@@ -86,9 +86,9 @@ class StepProfile:
 
 
 class StepRow(NamedTuple):
-    """One sequence of a step. adapter_id: None for the base model; num_tokens: that the step computed of it."""
+    """One sequence of a step. adapter_ids: () for the base model; num_tokens: that the step computed of it."""
 
-    adapter_id: int | None
+    adapter_ids: tuple[int, ...]
     num_tokens: int
     is_sampled: bool
 
@@ -122,7 +122,7 @@ class StepRecorder:
         num_sampled = sum(row.is_sampled for row in rows)
         sums.num_steps += 1
         sums.num_rows += len(rows)
-        sums.num_base_rows += sum(row.adapter_id is None for row in rows)
+        sums.num_base_rows += sum(not row.adapter_ids for row in rows)
         sums.num_tokens += num_sampled
         sums.num_prefill_tokens += sum(row.num_tokens for row in rows if row.is_prefill)
         self._before = seconds
@@ -135,7 +135,7 @@ class StepRecorder:
         return StepProfile(self._clock() - self._begun_s, tuple(self._sums.values()), self._timeline)
 
     def _sums_of(self, rows: Sequence[StepRow]) -> StepSums:
-        adapters = {row.adapter_id for row in rows} - {None}
+        adapters = {adapter_id for row in rows for adapter_id in row.adapter_ids}
         has_prefill = any(row.is_prefill for row in rows)
         kind = StepKind(size_class(len(adapters)), size_class(len(rows)), has_prefill)
         return self._sums.setdefault(kind, StepSums(kind))

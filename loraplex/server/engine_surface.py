@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from loraplex.adapters.registry import LoRARegistry
-from loraplex.core import RequestOutput, SamplingParams
+from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
 from loraplex.metrics import EngineStats
@@ -99,7 +99,7 @@ class EngineSurface(Protocol):
         params: SamplingParams,
         request_id: str,
         *,
-        model: str | None = None,
+        model: AdapterChoice = None,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Cumulative outputs."""

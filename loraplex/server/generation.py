@@ -9,7 +9,15 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 
-from loraplex.core import CompletionOutput, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from loraplex.core import (
+    AdapterChoice,
+    AdapterMix,
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from loraplex.errors import (
     EngineOverloadedError,
     EngineShutdownError,
@@ -45,10 +53,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationItem:
-    """A prompt for one adapter (None: the base). `engine_request_id` is the server's: clients' ids never collide."""
+    """A prompt for an adapter, or a mix (None: the base).
+
+    `engine_request_id` is the server's: clients' ids never collide.
+    """
 
     prompt: Prompt
-    adapter_name: str | None
+    adapter: AdapterChoice
     engine_request_id: str
 
 
@@ -204,7 +215,7 @@ class Generator:
             item.prompt.token_ids,
             generation.params,
             item.engine_request_id,
-            model=item.adapter_name,
+            model=item.adapter,
             cache_salt=generation.cache_salt,
         )
         with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):
@@ -234,7 +245,8 @@ class Generator:
             return _shutting_down()
         if generation.deadline is not None and self._in_flight.has_expired(item.engine_request_id):
             return generation.deadline.error()
-        subject = "the base model" if item.adapter_name is None else f"adapter {item.adapter_name!r}"
+        what = "mix" if isinstance(item.adapter, AdapterMix) else "adapter"
+        subject = "the base model" if item.adapter is None else f"{what} {str(item.adapter)!r}"
         return RequestAbortedError(f"this request on {subject} was aborted by the server before it was finished")
 
 

@@ -4,19 +4,35 @@
 "sql"            the adapter named sql
 "sql@2"          version 2 of it, while that is kept
 "base:sql"       the same (SGLang); an adapter's own name wins when it has a colon
-lora_path="sql"  the same beside model="base" (SGLang)
+"a:0.7,b:0.3"    a mix of adapters with weights; an adapter of that very name wins
+lora_path="sql"  the same as "sql" beside model="base" (SGLang)
+merged_adapters  a mix beside model="base" (LoRAX)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry, NameQuery
+from loraplex.core import AdapterChoice, AdapterMix
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.responses import ModelCard
+
+_WEIGHTED = re.compile(r"(?P<name>[^,]+):(?P<weight>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)")
+
+
+def split_mix(model: str) -> AdapterMix | None:
+    """The mix of `a:0.7,b:0.3`, two adapters or more; None for another form.
+
+    Names with a comma have no place in it. Raises InvalidRequestError for too many adapters, or too large a weight.
+    """
+    found = [_WEIGHTED.fullmatch(part) for part in model.split(",")]
+    parts = tuple((match["name"], float(match["weight"])) for match in found if match is not None)
+    return AdapterMix(parts) if len(parts) == len(found) > 1 else None
 
 
 class ModelNames:
@@ -44,9 +60,37 @@ class ModelNames:
             )
         return lora_path
 
-    def answer_name(self, model: str | None, adapter_name: str | None) -> str:
-        """What the answer says in `model`: the adapter's name, or the base's as the client wrote it."""
-        return adapter_name or model or self.served[0]
+    def choice_of(
+        self, model: str | None, lora_path: str | None = None, merged: AdapterMix | None = None
+    ) -> AdapterChoice:
+        """`adapter_of`, and mixes: of `model`, or `merged_adapters`, beside which only the base may be named."""
+        mix = merged
+        if mix is None and model is not None and "," in model and not self._is_known(model):
+            mix = split_mix(model)
+        if mix is None:
+            return self.adapter_of(model, lora_path)
+        if lora_path is not None or (merged and model is not None and self.adapter_of(model) is not None):
+            raise ApiError(
+                "one request names adapters twice: send a mix, or one adapter in model or lora_path",
+                param="lora_path" if merged is None else "merged_adapters",
+            )
+        param = "model" if merged is None else "merged_adapters"
+        return AdapterMix(tuple((self._part(name, param), weight) for name, weight in mix.parts))
+
+    def _is_known(self, model: str) -> bool:
+        return model in self.served or has_adapter(self._engine.registry, model)
+
+    def _part(self, name: str, param: str) -> str:
+        """The adapter's name of a part of a mix, which may be `base:sql` too."""
+        if has_adapter(self._engine.registry, name):
+            return name
+        bases = (served + ":" for served in self.served)
+        prefix = next((base for base in bases if name.startswith(base)), "")
+        return self._require_adapter(name.removeprefix(prefix), name, param)
+
+    def answer_name(self, model: str | None, choice: AdapterChoice) -> str:
+        """What the answer says in `model`: the adapter's name, a mix, or the base's name as the client wrote it."""
+        return str(choice or model or self.served[0])
 
     def _by_model(self, model: str) -> str | None:
         if model in self.served:

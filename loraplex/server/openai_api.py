@@ -11,7 +11,7 @@ from typing import Annotated, Protocol
 
 from fastapi import APIRouter, Query, Request, Response
 
-from loraplex.core import RequestOutput, SamplingParams
+from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import LoraplexError
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError, error_reply
@@ -100,7 +100,7 @@ class OpenAIRoutes:
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
         params.check_logprobs(num_prompts * body.n)
-        adapter_names = self._adapters_of(body, num_prompts)
+        adapters = self._adapters_of(body, num_prompts)
         client = client_of(request)
         prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, params.max_tokens, client)
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
@@ -108,7 +108,7 @@ class OpenAIRoutes:
         if body.echo or body.return_token_ids:
             size = body.n * sum(prompt.size for prompt in prompts)
             _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
-        generation = self._generation("cmpl", request, body, params, prompts, adapter_names, arrived_s)
+        generation = self._generation("cmpl", request, body, params, prompts, adapters, arrived_s)
         return await self._respond(
             request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
         )
@@ -122,13 +122,13 @@ class OpenAIRoutes:
         params = body.to_sampling_params()
         self._check_num_sequences(1, body.n)
         params.check_logprobs(body.n)
-        adapter_name = context.names.adapter_of(body.model, body.lora_path)
+        adapter = context.names.choice_of(body.model, body.lora_path, body.mix)
         prompt = await context.prompts.from_chat(body, client_of(request))
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
         context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
         if body.return_token_ids and body.stream:
             _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
-        generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter_name], arrived_s)
+        generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter], arrived_s)
         return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
 
     @requires(Access.KEY)
@@ -156,14 +156,14 @@ class OpenAIRoutes:
                 param="prompt" if n == 1 else "n",
             )
 
-    def _adapters_of(self, body: CompletionRequest, num_prompts: int) -> list[str | None]:
-        """The adapter of each prompt. With a list in `lora_path`, null is what `model` says."""
+    def _adapters_of(self, body: CompletionRequest, num_prompts: int) -> list[AdapterChoice]:
+        """The adapter or mix of each prompt. With a list in `lora_path`, null is what `model` says."""
         names = self._context.names
         if not isinstance(body.lora_path, list):
-            return [names.adapter_of(body.model, body.lora_path)] * num_prompts
+            return [names.choice_of(body.model, body.lora_path, body.mix)] * num_prompts
         if len(body.lora_path) != num_prompts:
             raise ApiError(f"lora_path has {len(body.lora_path)} entries for {num_prompts} prompts", param="lora_path")
-        return [names.adapter_of(body.model or names.served[0], path) for path in body.lora_path]
+        return [names.choice_of(body.model or names.served[0], path, body.mix) for path in body.lora_path]
 
     def _generation(
         self,
@@ -172,21 +172,21 @@ class OpenAIRoutes:
         body: SamplingFields,
         params: SamplingParams,
         prompts: Sequence[Prompt],
-        adapter_names: Sequence[str | None],
+        adapters: Sequence[AdapterChoice],
         arrived_s: float,
     ) -> Generation:
         response_id = f"{prefix}-{body.request_id or request.state.request_id}"
         unique = new_request_id()[:16]
-        pairs = enumerate(zip(prompts, adapter_names, strict=True))
+        pairs = enumerate(zip(prompts, adapters, strict=True))
         items = tuple(
             GenerationItem(prompt, adapter, f"{response_id}-{unique}-{index}") for index, (prompt, adapter) in pairs
         )
-        adapter_name = adapter_names[0] if len(set(adapter_names)) == 1 else None
-        _log.debug("%s: adapters %s, user %r", response_id, set(adapter_names), body.label)
+        choices = set(adapters)
+        _log.debug("%s: adapters %s, user %r", response_id, choices, body.label)
         return Generation(
             response_id=response_id,
             created=int(time.time()),
-            model=self._context.names.answer_name(body.model, adapter_name),
+            model=self._context.names.answer_name(body.model, adapters[0] if len(choices) == 1 else None),
             items=items,
             params=params,
             cache_salt=caller_of(request).owner + (body.cache_salt or ""),

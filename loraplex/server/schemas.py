@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
 
+from loraplex.core import MAX_MIX_ADAPTERS, MAX_MIX_WEIGHT, AdapterMix
 from loraplex.sampling_params import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
@@ -138,6 +139,36 @@ class StreamOptions(RequestModel):
         return self
 
 
+MixWeight = Annotated[float, Field(ge=-MAX_MIX_WEIGHT, le=MAX_MIX_WEIGHT)]
+
+
+class MergedAdapters(RequestModel):
+    """LoRAX's `merged_adapters`: a mix of adapters, for this request alone.
+
+    `density` and `majority_sign_method` belong to other strategies; LoRAX's client sends values of no effect.
+    """
+
+    ids: Annotated[list[Label], Field(min_length=1, max_length=MAX_MIX_ADAPTERS)]
+    weights: Annotated[list[MixWeight], Field(min_length=1, max_length=MAX_MIX_ADAPTERS)]
+    merge_strategy: Annotated[str, Field(max_length=64), documented(enum=["linear", None])] = "linear"
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"density": (0, 1), "majority_sign_method": ("total",)}
+
+    @model_validator(mode="after")
+    def _check_mix(self) -> MergedAdapters:
+        if self.merge_strategy != "linear":
+            raise unsupported(
+                "merged_adapters",
+                f"merge_strategy={shown(self.merge_strategy)} is not for one request: send linear, or make an adapter "
+                "of them with POST /v1/adapters/merge",
+            )
+        if len(self.ids) != len(self.weights):
+            raise ApiError(
+                f"merged_adapters has {len(self.ids)} ids and {len(self.weights)} weights", param="merged_adapters"
+            )
+        return self
+
+
 class SamplingFields(RequestModel):
     """Fields of both generation routes. Defaults are OpenAI's; the names after `logit_bias` are vLLM's."""
 
@@ -176,6 +207,7 @@ class SamplingFields(RequestModel):
     prompt_cache_key: Label | None = None
     session_id: Label | None = None
     chat_id: Label | None = None
+    merged_adapters: MergedAdapters | None = None
 
     hints: ClassVar[frozenset[str]] = frozenset(
         ("metadata", "store", "user", "prompt_cache_key", "session_id", "chat_id", "safety_identifier")
@@ -218,7 +250,11 @@ class SamplingFields(RequestModel):
         "vllm_xargs": ({},),
     }
     rules: ClassVar[tuple[JsonSchemaValue, ...]] = (
-        any_of(has(model={"type": "string"}), has(lora_path={"type": ["string", "array"]})),
+        any_of(
+            has(model={"type": "string"}),
+            has(lora_path={"type": ["string", "array"]}),
+            has(merged_adapters={"type": "object"}),
+        ),
         any_of(
             {**has(stream=TRUE), "not": has(prompt_logprobs={"type": "integer"})}, lacks("stream", "stream_options")
         ),
@@ -236,6 +272,12 @@ class SamplingFields(RequestModel):
     def label(self) -> str | None:
         """The user that the client names: it goes into the log and nowhere else."""
         return self.user
+
+    @property
+    def mix(self) -> AdapterMix | None:
+        """Of `merged_adapters`. Raises InvalidRequestError for an adapter that is there twice."""
+        merged = self.merged_adapters
+        return None if merged is None else AdapterMix(tuple(zip(merged.ids, merged.weights, strict=True)))
 
     @property
     def usage_options(self) -> StreamOptions:

@@ -64,7 +64,7 @@ class TokenizeRoutes:
 
     def _check_name(self, model: str | None) -> None:
         if model is not None:
-            self._context.names.adapter_of(model)
+            self._context.names.choice_of(model)
 
     def _reply(self, prompt: Prompt, wants_strings: bool) -> Response:
         ids = list(prompt.token_ids)

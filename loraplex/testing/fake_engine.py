@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import LoRARef, LoRARegistry, OpenedAdapter
-from loraplex.core import LoRARequest, RequestOutput, SamplingParams
+from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
+from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -23,6 +23,7 @@ from loraplex.errors import (
 from loraplex.events import EngineEvent
 from loraplex.frontend.adapter_verbs import AdapterVerbs
 from loraplex.frontend.event_hub import EventHub
+from loraplex.frontend.frontend import choice_of, lora_requests_of
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of
 from loraplex.metrics import EngineStats, MemoryReport, StepTimes
 from loraplex.performance.profile import Kernels, LoraProfile
@@ -63,15 +64,18 @@ class FakeRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    model: str | None
+    model: AdapterChoice
     cache_salt: str
 
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """A running request. `wake` is set when there is something to look at: an end of the hold, or `error`."""
+    """A running request. adapter_ids: () for the base model.
 
-    adapter_id: int | None
+    `wake` is set when there is something to look at: an end of the hold, or `error`.
+    """
+
+    adapter_ids: tuple[int, ...]
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     error: LoraplexError | None = None
 
@@ -173,28 +177,28 @@ class FakeAsyncEngine(AdapterVerbs):
         params: SamplingParams,
         request_id: str,
         *,
-        model: str | None = None,
-        lora_request: LoRARequest | None = None,
+        model: AdapterChoice = None,
+        lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.check_can_serve()
         if request_id in self._runs:
             raise InvalidRequestError(f"request id {request_id!r} is in use")
-        if lora_request is not None:
-            await self.load_adapter(
-                lora_request.lora_name, lora_request.lora_path, lora_int_id=lora_request.lora_int_id
-            )
-            model = lora_request.lora_name
+        for each in lora_requests_of(lora_request):
+            await self.load_adapter(each.lora_name, each.lora_path, lora_int_id=each.lora_int_id)
+            model = choice_of(lora_request)
         is_text = isinstance(prompt, str)
         token_ids = tuple(self._tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt)
-        ref = None if model is None else self._registry_or_refuse().acquire(model)
-        run = self._runs[request_id] = _Run(None if ref is None else ref.adapter_id)
+        names = [name for name, _ in model.parts] if isinstance(model, AdapterMix) else [model] if model else []
+        refs = [self._registry_or_refuse().acquire(name) for name in names]
+        run = self._runs[request_id] = _Run(tuple(ref.adapter_id for ref in refs))
         self.requests.append(FakeRequest(request_id, token_ids, params, model, cache_salt))
         failure = self._failures.pop(0) if self._failures else None
         is_finished = False
         try:
-            completions = self._completions(token_ids, params, ref)
+            said = " + ".join(ref.adapter_name for ref in refs) or "base"
+            completions = self._completions(token_ids, params, said)
             for num_tokens in itertools.count():
                 await self._pause(run, num_tokens, failure)
                 self._num_steps += 1
@@ -211,7 +215,7 @@ class FakeAsyncEngine(AdapterVerbs):
             if not is_finished:
                 self.aborted.append(request_id)
             self._runs.pop(request_id, None)
-            if ref is not None:
+            for ref in refs:
                 self._registry_or_refuse().release(ref)
 
     async def _pause(self, run: _Run, num_tokens: int, failure: tuple[LoraplexError, int] | None) -> None:
@@ -224,11 +228,8 @@ class FakeAsyncEngine(AdapterVerbs):
         if run.error is not None:
             raise run.error
 
-    def _completions(
-        self, token_ids: tuple[int, ...], params: SamplingParams, ref: LoRARef | None
-    ) -> list[FakeCompletion]:
+    def _completions(self, token_ids: tuple[int, ...], params: SamplingParams, name: str) -> list[FakeCompletion]:
         room = self.model_info.max_model_len - len(token_ids)
-        name = "base" if ref is None else ref.adapter_name
         reply = f"[{name}] {self._tokenizer.decode(token_ids)}"
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         return [
@@ -288,7 +289,7 @@ class FakeAsyncEngine(AdapterVerbs):
     async def stats(self) -> EngineStats:
         if self._death is not None:
             raise self._death
-        adapter_ids = {run.adapter_id for run in self._runs.values() if run.adapter_id is not None}
+        adapter_ids = {adapter_id for run in self._runs.values() for adapter_id in run.adapter_ids}
         return EngineStats(
             num_running=len(self._runs),
             running_adapter_ids=tuple(sorted(adapter_ids)),

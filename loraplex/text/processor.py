@@ -17,7 +17,9 @@ from typing import Any
 from loraplex.core import (
     CompletionOutput,
     FinishReason,
+    LoRAMix,
     LoRARequest,
+    MixPart,
     PackedLogprobs,
     Prefix,
     Request,
@@ -45,10 +47,11 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """The version of an adapter that a request goes through."""
+    """The version of an adapter that a request goes through; of a mix as `core.Request` has it."""
 
     adapter_id: int
     adapter_digest: str
+    mix: tuple[MixPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class PreparedRequest:
     sampling_params: SamplingParams
     children: tuple[Request, ...]
     arrival_s: float
-    lora_request: LoRARequest | None = None
+    lora_request: LoRARequest | LoRAMix | None = None
 
 
 class InputProcessor:
@@ -84,7 +87,7 @@ class InputProcessor:
         params: SamplingParams,
         *,
         adapter: AdapterRef | None = None,
-        lora_request: LoRARequest | None = None,
+        lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> PreparedRequest:
@@ -113,6 +116,7 @@ class InputProcessor:
                     adapter_digest="" if adapter is None else adapter.adapter_digest,
                     cache_salt=cache_salt,
                     arrival_s=arrival_s,
+                    mix=() if adapter is None else adapter.mix,
                 )
             )
         return PreparedRequest(request_id, text, token_ids, params, tuple(children), arrival_s, lora_request)
@@ -199,7 +203,7 @@ class _Completion:
         self.stop_reason = self.detokenizer.stop_reason
         return self.detokenizer.stop_reason is not None
 
-    def to_output(self, lora_request: LoRARequest | None) -> CompletionOutput:
+    def to_output(self, lora_request: LoRARequest | LoRAMix | None) -> CompletionOutput:
         if len(self.text) > 1:
             self.text = ["".join(self.text)]
         so_far: Callable[[list[Any]], Sequence[Any]] = Prefix if self.finish_reason is None else tuple

@@ -17,13 +17,12 @@ from typing import Any
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import RequestOutput, SamplingParams, TokenOutput
+from loraplex.core import AdapterChoice, RequestOutput, SamplingParams, TokenOutput
 from loraplex.engine.build import build_engine
 from loraplex.errors import LoraplexError, RequestAbortedError
 from loraplex.frontend.frontend import adapter_ref, make_front
 from loraplex.frontend.store import store_of
 from loraplex.metrics import EngineStats
-from loraplex.text.processor import PreparedRequest
 
 MAX_STALLS = 400  # of 50 ms each
 
@@ -38,7 +37,7 @@ class Driver:
         store = store_of(self.engine, self._take_all) if is_lora_on else None
         self._front = make_front(config, self.engine.info, store, lambda job: job(), served_model_name="base")
         self._request_ids = itertools.count()
-        self._refs: dict[str, LoRARef] = {}
+        self._refs: dict[str, tuple[LoRARef, ...]] = {}
         self.outputs: dict[str, RequestOutput] = {}
         self.errors: dict[str, LoraplexError] = {}
 
@@ -56,29 +55,22 @@ class Driver:
         """Requests that have not ended."""
         return list(self._front.outputs._generations)
 
-    def submit(self, prompt: Sequence[int], name: str | None = None, cache_salt: str = "", **params: Any) -> str:
+    def submit(self, prompt: Sequence[int], name: AdapterChoice = None, cache_salt: str = "", **params: Any) -> str:
         """Greedy to `max_tokens`, past the end of sequence, unless `params` say otherwise. Raises as to a client."""
         request_id = f"r{next(self._request_ids)}"
-        ref = None if name is None else self.registry.acquire(name)
+        refs = self._front.acquire(name)
+        chosen = SamplingParams(**{"temperature": 0, "ignore_eos": True, **params})
+        adapter = adapter_ref(refs, name)
         try:
-            prepared = self._prepare(request_id, prompt, ref, cache_salt, params)
+            prepared = self._front.inputs.prepare(request_id, prompt, chosen, adapter=adapter, cache_salt=cache_salt)
         except BaseException:
-            if ref is not None:
-                self.registry.release(ref)
+            self._front.release(refs)
             raise
-        if ref is not None:
-            self._refs[request_id] = ref
+        self._refs[request_id] = refs
         self._front.outputs.add(prepared)
         for request in prepared.children:
             assert self.engine.add_request(request) == []
         return request_id
-
-    def _prepare(
-        self, request_id: str, prompt: Sequence[int], ref: LoRARef | None, cache_salt: str, params: dict[str, Any]
-    ) -> PreparedRequest:
-        chosen = SamplingParams(**{"temperature": 0, "ignore_eos": True, **params})
-        adapter = adapter_ref(ref)
-        return self._front.inputs.prepare(request_id, prompt, chosen, adapter=adapter, cache_salt=cache_salt)
 
     def abort(self, request_id: str) -> None:
         """What a disconnect does."""
@@ -132,9 +124,7 @@ class Driver:
             self.outputs[request_id] = result
         elif isinstance(result, LoraplexError):
             self.errors[request_id] = result
-        ref = self._refs.pop(request_id, None)
-        if ref is not None:
-            self.registry.release(ref)
+        self._front.release(self._refs.pop(request_id, ()))
 
     def check_integrity(self) -> None:
         if self._front.registry is not None:

@@ -7,6 +7,7 @@ share, and four requests into the KV cache if they are short. All free memory ho
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import threading
@@ -33,17 +34,22 @@ from peft import LoraConfig
 
 from loraplex import LoRAConfig
 from loraplex.compat.vllm import WorkerLoRAManager
+from loraplex.core import AdapterMix
 from loraplex.engine import memory_plan
 from loraplex.errors import (
     AdapterContentChangedError,
+    AdapterMixError,
     AdapterNoRoomError,
     AdapterNotFoundError,
     AdapterPathNotFoundError,
+    AdapterTooLargeError,
     AdapterUnavailableError,
+    InvalidRequestError,
     RequestAbortedError,
 )
 from loraplex.memory.space.arena import Owner
 from tests.engine.driver import Driver, packed_nbytes
+from tests.engine.mix_oracles import cat_oracle
 from tests.fixtures import MIN_GAP, TARGET_MODULES, VOCAB_SIZE, ModelZoo
 
 NUM_TOKENS = 10
@@ -51,7 +57,9 @@ BLOCK_SIZE = 16
 NUM_KV_BLOCKS = 9
 KV_BLOCK_BYTES = 4 * 2 * BLOCK_SIZE * 16 * 2 * 2  # fp32, K and V, head_dim 16, 2 heads, 2 layers
 NAMES = ("a", "b", "c", "d")
-CONTENTS = ("small", "medium", "large", "other medium")
+CONTENTS = ("small", "medium", "other medium", "large")
+BIASED = "large"
+MIX_WEIGHTS = (0.7, 0.3)
 ASKS = st.tuples(
     st.sampled_from([None, *NAMES, *NAMES]), st.integers(0, 3), st.sampled_from([1, 4, NUM_TOKENS, NUM_TOKENS])
 )
@@ -60,12 +68,13 @@ SOURCE_ERRORS = (AdapterContentChangedError, AdapterUnavailableError)
 
 @dataclass(frozen=True)
 class World:
-    """What there is to play with. `expected[content][i]` is what the model alone says to prompt i (None: the base)."""
+    """What there is to play with. `expected[contents][i]` is what the model alone says to prompt i: the base, through
+    one adapter, or through a mix of two with MIX_WEIGHTS."""
 
     base: Path
     contents: Mapping[str, Path]
     prompts: list[list[int]]
-    expected: Mapping[str | None, list[tuple[int, ...]]]
+    expected: Mapping[tuple[str, ...], list[tuple[int, ...]]]
     nbytes: Mapping[str, int]
 
 
@@ -87,11 +96,15 @@ def world(zoo: ModelZoo) -> World:
 
 def find_prompts(
     zoo: ModelZoo, base: Path, contents: Mapping[str, Path]
-) -> tuple[list[list[int]], dict[str | None, list[tuple[int, ...]]]]:
+) -> tuple[list[list[int]], dict[tuple[str, ...], list[tuple[int, ...]]]]:
     """Four prompts of three lengths, two of which begin alike, on which no oracle is near a tie."""
-    oracles = {None: zoo.oracle(base), **{name: zoo.oracle(base, path) for name, path in contents.items()}}
+    oracles = {(): zoo.oracle(base), **{(name,): zoo.oracle(base, path) for name, path in contents.items()}}
+    for pair in itertools.combinations(sorted(set(contents) - {BIASED}), 2):
+        oracles[pair] = cat_oracle(
+            zoo, base, [(contents[each], weight) for each, weight in zip(pair, MIX_WEIGHTS, strict=True)]
+        )
     prompts: list[list[int]] = []
-    expected: dict[str | None, list[tuple[int, ...]]] = {name: [] for name in oracles}
+    expected: dict[tuple[str, ...], list[tuple[int, ...]]] = {name: [] for name in oracles}
     generator = torch.Generator().manual_seed(3)
     for length, num_shared in ((20, 0), (36, BLOCK_SIZE), (9, 0), (33, 0)):
         shared = prompts[0][:num_shared] if num_shared else []
@@ -110,8 +123,7 @@ class Asked:
     """A request that runs: what it should say, and what may go wrong with it because of what was done meanwhile."""
 
     request_id: str
-    name: str | None
-    content: str | None
+    parts: tuple[tuple[str, str], ...]  # (name, content) of its adapters
     expected: tuple[int, ...]
     may_miss_source: bool = False
     may_lack_room: bool = False
@@ -154,8 +166,9 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(is_prefix_caching=st.booleans(), num_device=st.integers(1, 2), aging_steps=st.sampled_from([2, 20]))
     def start(self, is_prefix_caching: bool, num_device: int, aging_steps: int) -> None:
         largest = max(self.world.nbytes.values())
+        self.device_bytes = num_device * largest
         lora = LoRAConfig(
-            adapter_memory_bytes=num_device * largest,
+            adapter_memory_bytes=self.device_bytes,
             host_memory_bytes=num_device * largest + self.world.nbytes["small"],
             aging_steps=aging_steps,
         )
@@ -199,11 +212,10 @@ class EngineMachine(RuleBasedStateMachine):
     def _note_sources(self) -> None:
         """Requests whose content is not at its source now may find it neither in memory nor there."""
         for asked in self._live():
-            asked.may_miss_source |= asked.name is not None and not self._has_source(asked)
+            asked.may_miss_source |= not all(self._has_source(*part) for part in asked.parts)
 
-    def _has_source(self, asked: Asked) -> bool:
-        assert asked.name is not None
-        return self.sources.get(self.names.aliases.get(asked.name, asked.name)) == asked.content
+    def _has_source(self, name: str, content: str) -> bool:
+        return self.sources.get(self.names.aliases.get(name, name)) == content
 
     def _live(self) -> Iterator[Asked]:
         ended = self.driver.outputs.keys() | self.driver.errors.keys()
@@ -292,8 +304,27 @@ class EngineMachine(RuleBasedStateMachine):
                 assert name is not None
                 assert content is None
             else:
-                expected = self.world.expected[content][prompt][:num_tokens]
-                self.asked.append(Asked(request_id, name, content, expected))
+                parts = () if name is None or content is None else ((name, content),)
+                expected = self.world.expected[tuple(each for _, each in parts)][prompt][:num_tokens]
+                self.asked.append(Asked(request_id, parts, expected))
+        self._note_sources()
+
+    @rule(names=st.permutations(NAMES), prompt=st.integers(0, 3), num_tokens=st.sampled_from([1, NUM_TOKENS]))
+    def submit_mix(self, names: list[str], prompt: int, num_tokens: int) -> None:
+        """Of two names, in the order of their contents: the oracle of a pair is for that."""
+        pair = sorted(names[:2], key=lambda name: self.names.content(name) or "")
+        mix = AdapterMix(tuple(zip(pair, MIX_WEIGHTS, strict=True)))
+        parts = tuple((name, content) for name in pair if (content := self.names.content(name)) is not None)
+        try:
+            request_id = self.driver.submit(self.world.prompts[prompt], mix, max_tokens=num_tokens)
+        except AdapterNotFoundError:
+            assert len(parts) < 2
+        except InvalidRequestError:
+            assert len({self.names.aliases.get(name, name) for name in pair}) == 1
+        else:
+            contents = tuple(dict.fromkeys(content for _, content in parts))  # MIX_WEIGHTS of one content are all of it
+            expected = self.world.expected.get(contents, [()] * 4)[prompt][:num_tokens]
+            self.asked.append(Asked(request_id, parts, expected))
         self._note_sources()
 
     @rule(which=st.integers(0, 9))
@@ -344,6 +375,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert asked.may_miss_source, f"{asked} failed: {error}"
         elif isinstance(error, AdapterNoRoomError):
             assert asked.may_lack_room, f"{asked} failed: {error}"
+        elif isinstance(error, AdapterMixError):
+            assert BIASED in dict(asked.parts).values(), f"{asked} failed: {error}"
+        elif isinstance(error, AdapterTooLargeError):
+            contents = {content for _, content in asked.parts}
+            assert sum(self.world.nbytes[each] for each in contents) > self.device_bytes, f"{asked} failed: {error}"
         else:
             assert isinstance(error, RequestAbortedError), f"{asked} failed: {error!r}"
 
@@ -438,8 +474,9 @@ def ask_at_random(driver: Driver, world: World, content_of: Mapping[str, str], r
     name = rng.choice([None, *(f"{i}-{j}" for i in range(3) for j in range(2))])
     prompt, num_tokens = rng.randrange(4), rng.randint(1, NUM_TOKENS)
     request_id = driver.submit(world.prompts[prompt], name, max_tokens=num_tokens)
-    content = None if name is None else content_of[driver._refs[request_id].adapter_digest]
-    return Asked(request_id, name, content, world.expected[content][prompt][:num_tokens])
+    parts = () if name is None else ((name, content_of[driver._refs[request_id][0].adapter_digest]),)
+    expected = world.expected[tuple(content for _, content in parts)][prompt]
+    return Asked(request_id, parts, expected[:num_tokens])
 
 
 def churn(driver: Driver, world: World, root: Path, index: int, errors: list[BaseException]) -> None:

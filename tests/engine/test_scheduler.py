@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.core import AcquireResult, FinishReason, Request, SamplingParams, TokenOutput, WaitsFor
+from loraplex.core import (
+    AcquireResult,
+    FinishReason,
+    MixPart,
+    Request,
+    SamplingParams,
+    TokenOutput,
+    WaitsFor,
+    mix_digest,
+)
 from loraplex.engine.schedule_plan import RequestStatus, SampledToken, SchedulePlan
 from loraplex.engine.scheduler import Scheduler
 from loraplex.errors import AdapterUnavailableError, EngineError
@@ -49,6 +58,22 @@ class FakeResidency:
     def victims_for(self, adapter_id: int, in_use: Sequence[int]) -> Sequence[int]:
         return in_use[:1] if adapter_id not in self.refs and len(self.refs) >= self.room else []
 
+    def try_acquire_mix(self, mix: Sequence[MixPart]) -> AcquireResult:
+        adapter_ids = [part.adapter_id for part in mix]
+        if self.broken.intersection(adapter_ids):
+            raise AdapterUnavailableError("an adapter of the mix is gone")
+        if self.loading.intersection(adapter_ids):
+            return AcquireResult(None, WaitsFor.LOAD)
+        if len({*self.refs, *adapter_ids}) > self.room:
+            return AcquireResult(None, WaitsFor.ROOM)
+        for adapter_id in adapter_ids:
+            self.refs[adapter_id] = self.refs.get(adapter_id, 0) + 1
+        return AcquireResult(adapter_ids[0], None, tuple(adapter_ids))
+
+    def victims_for_mix(self, adapter_ids: Sequence[int], in_use: Sequence[int]) -> Sequence[int]:
+        num_lacking = len({*self.refs, *adapter_ids}) - self.room
+        return [each for each in in_use if each not in adapter_ids][: max(0, num_lacking)]
+
 
 class Harness:
     """A scheduler whose model always answers token 5 (or what `script` says)."""
@@ -70,7 +95,17 @@ class Harness:
         self.script: dict[str, int] = {}
         self.plans: list[SchedulePlan] = []
 
-    def add(self, request_id: str, length: int = 4, adapter: int | None = None, max_tokens: int = 4, **params) -> None:
+    def add(
+        self,
+        request_id: str,
+        length: int = 4,
+        adapter: int | tuple[int, ...] | None = None,
+        max_tokens: int = 4,
+        **params,
+    ) -> None:
+        """adapter: several are a mix."""
+        mix = tuple(MixPart(each, f"d{each}", 0.5) for each in adapter) if isinstance(adapter, tuple) else ()
+        digest = mix_digest(mix) if mix else f"d{adapter}" if adapter else ""
         self.scheduler.add(
             Request(
                 request_id=request_id,
@@ -79,8 +114,9 @@ class Harness:
                 max_tokens=max_tokens,
                 seed=0,
                 eos_token_ids=(EOS,),
-                adapter_id=adapter,
-                adapter_digest=f"d{adapter}" if adapter else "",
+                adapter_id=adapter[0] if isinstance(adapter, tuple) else adapter,
+                adapter_digest=digest,
+                mix=mix,
             )
         )
 
@@ -162,6 +198,96 @@ class TestBudgets:
         for index, (_, max_tokens) in enumerate(sizes):
             assert len(harness.tokens(f"r{index}")) == max_tokens
         assert all(plan.num_tokens <= tokens for plan in harness.plans)
+
+
+def num_segments(plan: SchedulePlan) -> int:
+    """Of the batch: one for each adapter of each mix, and of the others for each adapter."""
+    routes = {s.state.request.mix or s.state.request.adapter_ids for s in plan.sequences}
+    return sum(map(len, routes))
+
+
+class TestMixes:
+    def test_a_mix_waits_for_all_of_its_adapters_and_lets_others_pass(self) -> None:
+        harness = Harness()
+        harness.residency.loading.add(2)
+        harness.add("mix", adapter=(1, 2))
+        harness.add("single", adapter=1)
+        assert harness.residency.prefetched == [1, 2, 1]
+        assert ran(harness.step()) == {"single": 4}
+        assert harness.scheduler.waiting_by_cause()["load"] == 1
+        harness.residency.loading.clear()
+        assert set(ran(harness.step())) == {"mix", "single"}
+        assert harness.residency.refs == {1: 2, 2: 1}
+        assert harness.scheduler.adapters_of(RequestStatus.RUNNING) == {1, 2}
+        harness.run()
+
+    def test_the_first_request_of_a_mix_takes_a_seat_for_each_adapter(self) -> None:
+        harness = Harness(seqs=4)
+        for index in range(3):
+            harness.add(f"same-{index}", adapter=(1, 2))
+        harness.add("other", adapter=(3, 4))
+        harness.add("base")
+        assert set(ran(harness.step())) == {"same-0", "same-1", "same-2"}
+        harness.scheduler.abort("same-1")
+        harness.scheduler.abort("same-2")
+        assert set(ran(harness.step())) == {"same-0", "other"}
+        harness.run()
+
+    def test_a_mix_of_more_adapters_than_seats_runs_alone(self) -> None:
+        harness = Harness(seqs=2)
+        harness.add("first")
+        harness.add("large", adapter=(1, 2, 3, 4))
+        harness.add("last")
+        harness.run()
+        steps = [set(steps_of(harness, name)) for name in ("first", "large", "last")]
+        assert not steps[0] & steps[1]
+        assert not steps[1] & steps[2]
+
+    @pytest.mark.parametrize("adapter_id", [1, 2])
+    def test_what_befalls_one_adapter_befalls_its_mixes(self, adapter_id: int) -> None:
+        harness = Harness()
+        harness.add("mix", adapter=(1, 2), max_tokens=30)
+        harness.add("others", adapter=(3, 4), max_tokens=5)
+        harness.step()
+        (ended,) = harness.scheduler.fail_adapter(adapter_id, EngineError("gone"))
+        assert (ended.request_id, ended.finish_reason) == ("mix", FinishReason.ERROR)
+        harness.run()
+
+    def test_a_mix_gets_its_turn_among_single_adapters(self) -> None:
+        harness = Harness(room=2, aging_steps=16, num_blocks=512)
+        harness.add("one", adapter=1, max_tokens=120)
+        harness.add("two", adapter=2, max_tokens=120)
+        harness.step()
+        harness.add("mix", adapter=(2, 3), max_tokens=5)
+        harness.run()
+        assert last_step(harness, "mix") < last_step(harness, "one")
+        assert harness.scheduler.num_pauses > 0
+        assert harness.scheduler.num_preemptions == 0
+
+    @given(
+        st.lists(
+            st.one_of(
+                st.none(),
+                st.integers(1, 5),
+                st.lists(st.integers(1, 5), min_size=1, max_size=4, unique=True).map(tuple),
+            ),
+            min_size=1,
+            max_size=10,
+        ),
+        st.integers(1, 6),
+        st.integers(4, 6),
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_any_requests_finish_within_the_segments_of_a_batch(
+        self, adapters: list[int | tuple[int, ...] | None], seqs: int, room: int
+    ) -> None:
+        harness = Harness(num_blocks=12, seqs=seqs, tokens=20, room=room)
+        for index, adapter in enumerate(adapters):
+            harness.add(f"r{index}", 1 + 7 * index % 30, adapter, max_tokens=1 + index % 6)
+        harness.run()
+        for index in range(len(adapters)):
+            assert len(harness.tokens(f"r{index}")) == 1 + index % 6
+        assert all(num_segments(plan) <= max(seqs, 4) for plan in harness.plans)
 
 
 class TestEnds:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import RequestOutput
+from loraplex.core import AdapterChoice, RequestOutput
 from loraplex.demo.tasks import assets_path
 from loraplex.frontend import messages as msg
 from loraplex.frontend.async_engine import AsyncEngine
@@ -76,7 +76,7 @@ class Client:
     def stream(
         self,
         prompt: Any,
-        model: str | None = None,
+        model: AdapterChoice = None,
         *,
         request_id: str | None = None,
         lora_request: Any = None,
@@ -87,14 +87,14 @@ class Client:
         request_id = request_id or f"r{self._num_requests}"
         return self.engine.generate(prompt, chosen, request_id, model=model, lora_request=lora_request)
 
-    async def outputs(self, prompt: Any, model: str | None = None, **options: Any) -> list[RequestOutput]:
+    async def outputs(self, prompt: Any, model: AdapterChoice = None, **options: Any) -> list[RequestOutput]:
         async with asyncio.timeout(PATIENCE_S):
             return [output async for output in self.stream(prompt, model, **options)]
 
     async def ask(self, prompt: Any, model: str | None = None, **options: Any) -> str:
         return (await self.outputs(prompt, model, **options))[-1].outputs[0].text
 
-    def long(self, model: str | None = None, **options: Any) -> AsyncIterator[RequestOutput]:
+    def long(self, model: AdapterChoice = None, **options: Any) -> AsyncIterator[RequestOutput]:
         """A stream that is far from its end when its first outputs come; `holding` says when it may end."""
         return self.stream("banana=", model, **{"max_tokens": None, "ignore_eos": True, **options})
 

@@ -23,7 +23,7 @@ import pytest_asyncio
 
 from loraplex import LLM, LoRARequest, SamplingParams
 from loraplex.adapters.source import AdapterSource
-from loraplex.core import RequestOutput, Tier
+from loraplex.core import AdapterMix, RequestOutput, Tier
 from loraplex.demo.tasks import TASKS, adapter_path, phrases, prompt_of
 from loraplex.errors import (
     AdapterConflictError,
@@ -126,6 +126,31 @@ async def test_outputs_are_cumulative_and_only_the_last_is_finished(client: Clie
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert completions[-1].text == PHRASES[0].upper()
     assert completions[-1].finish_reason == "stop"
+
+
+async def test_a_mix_by_name_or_with_its_adapters_is_the_offline_engines(client: Client, llm: LLM) -> None:
+    prompt, params = prompt_of(PHRASES[1]), {"max_tokens": 30, "ignore_eos": True}
+    requests = [LoRARequest(name, LOADED.index(name) + 1, str(adapter_path(name))) for name in ("upper", "sort")]
+    mix = tuple(zip(requests, (0.6, 0.5), strict=True))
+    (expected,) = llm.generate(prompt, SamplingParams(temperature=0, **params), lora_request=mix)
+    by_name = AdapterMix((("upper", 0.6), ("sort", 0.5)))
+    answers = await asyncio.gather(client.outputs(prompt, by_name, **params), client.outputs(prompt, "sort", **params))
+    assert said(answers[0][-1]) == said(expected) != said(answers[1][-1])
+    brought = (await client.outputs(prompt, lora_request=mix, **params))[-1]
+    assert said(brought) == said(expected)
+    assert brought.lora_request == mix
+    with pytest.raises(AdapterNotFoundError):
+        await client.outputs(prompt, AdapterMix((("upper", 0.6), ("nope", 0.5))), **params)
+
+
+async def test_a_forced_unload_of_one_adapter_ends_its_mixes(client: Client) -> None:
+    await within(client.engine.load_adapter("mine", str(adapter_path("double"))))
+    with client.holding():
+        stream = client.long(AdapterMix((("upper", 1.0), ("mine", 0.5))))
+        await first(stream)
+        result = await within(client.engine.unload_adapter("mine", force=True))
+    assert result.num_aborted == 1
+    assert (await rest(stream))[-1].outputs[0].finish_reason == "abort"
 
 
 async def test_requests_of_all_adapters_at_once_answer_as_alone(client: Client) -> None:

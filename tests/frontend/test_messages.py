@@ -23,6 +23,7 @@ from loraplex.core import (
     Logprob,
     LoraSlice,
     LoraTarget,
+    MixPart,
     Request,
     SamplingParams,
     Shard,
@@ -326,6 +327,7 @@ REQUEST_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "adapter_digest": texts,
     "cache_salt": texts,
     "arrival_s": st.floats(0, **bounded),
+    "mix": st.lists(st.builds(MixPart, st.integers(1, 2**53), texts, st.floats(**bounded)), max_size=3).map(tuple),
 }
 LOGPROBS_OF_TOKENS = st.lists(
     st.dictionaries(

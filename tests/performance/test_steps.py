@@ -44,7 +44,7 @@ def test_a_timeline_that_gets_coarser_keeps_the_order() -> None:
 
 
 def row(adapter_id: int | None, num_tokens: int = 1, is_sampled: bool = True) -> StepRow:
-    return StepRow(adapter_id, num_tokens, is_sampled)
+    return StepRow(() if adapter_id is None else (adapter_id,), num_tokens, is_sampled)
 
 
 def test_a_step_is_counted_under_its_kind() -> None:

@@ -73,6 +73,87 @@ async def test_no_name_is_400(client: httpx.AsyncClient, fields: dict[str, Any])
     assert response.json()["error"]["param"] == "model"
 
 
+MIX = {"ids": ["sql", "chat"], "weights": [0.7, 0.3]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "mix"),
+    [
+        ({"model": "sql:0.7,chat:0.3"}, "sql:0.7,chat:0.3"),
+        ({"model": "chat:1,sql:-.5"}, "chat:1,sql:-0.5"),
+        ({"model": "base:sql:1e-2,chat:3"}, "sql:0.01,chat:3"),
+        ({"model": "sql@1:2,chat:3"}, "sql@1:2,chat:3"),
+        ({"model": "base", "merged_adapters": MIX}, "sql:0.7,chat:0.3"),
+        ({"merged_adapters": MIX}, "sql:0.7,chat:0.3"),
+        ({"merged_adapters": {"ids": ["sql"], "weights": [1]}}, "sql:1"),
+        (
+            {"merged_adapters": {**MIX, "merge_strategy": "linear", "density": 0.0, "majority_sign_method": "total"}},
+            "sql:0.7,chat:0.3",
+        ),
+    ],
+)
+@pytest.mark.parametrize("url", [URL, "/v1/chat/completions"])
+async def test_a_mix_of_adapters(
+    client: httpx.AsyncClient, engine: FakeAsyncEngine, url: str, fields: dict[str, Any], mix: str
+) -> None:
+    prompt = {"prompt": "hi"} if url == URL else {"messages": [{"role": "user", "content": "hi"}]}
+    response = await client.post(url, json={**prompt, **fields})
+    assert response.json()["model"] == mix
+    assert str(engine.requests[-1].model) == mix
+
+
+async def test_an_adapter_whose_name_looks_like_a_mix_wins(client: httpx.AsyncClient, engine: FakeAsyncEngine) -> None:
+    await engine.load_adapter("sql:0.7,chat:0.3", "/adapters/odd")
+    assert await text_of(client, model="sql:0.7,chat:0.3", max_tokens=40) == "[sql:0.7,chat:0.3] hi"
+    assert await text_of(client, model="sql:0.7,chat:0.4", max_tokens=40) == "[sql + chat] hi"
+
+
+async def test_a_list_of_prompts_through_a_mix(client: httpx.AsyncClient) -> None:
+    response = await client.post(URL, json={"prompt": ["a", "b"], "model": "sql:1,chat:2"})
+    assert [choice["text"] for choice in response.json()["choices"]] == ["[sql + chat] a", "[sql + chat] b"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "words"),
+    [
+        ({"model": "sql:0.7,nope:0.3"}, 404, "model", "`nope`"),
+        ({"model": "sql:0.7,base:0.3"}, 404, "model", "`base`"),
+        ({"model": "sql:0.7,chat"}, 404, "model", "does not exist"),
+        ({"model": "sql:0.7,chat:nan"}, 404, "model", "does not exist"),
+        ({"model": "sql:0.7"}, 404, "model", "does not exist"),
+        ({"model": "sql:1,sql:2"}, 400, None, "'sql' twice"),
+        ({"model": "sql:1,chat:1e999"}, 400, None, "weight inf"),
+        ({"model": "sql:1,chat:-100.5"}, 400, None, "weights are within"),
+        ({"model": ",".join(["sql:1"] * 9)}, 400, None, "a mix has 9 adapters"),
+        ({"model": "sql:1,chat:1", "lora_path": "sql"}, 400, "lora_path", "names adapters twice"),
+        ({"model": "sql", "merged_adapters": MIX}, 400, "merged_adapters", "names adapters twice"),
+        ({"model": "sql:1,chat:1", "merged_adapters": MIX}, 404, "model", "does not exist"),
+        ({"merged_adapters": MIX, "lora_path": "sql"}, 400, "merged_adapters", "names adapters twice"),
+        ({"merged_adapters": {**MIX, "ids": ["sql", "nope"]}}, 404, "merged_adapters", "`nope`"),
+        ({"merged_adapters": {**MIX, "ids": ["sql", "sql"]}}, 400, None, "'sql' twice"),
+        ({"merged_adapters": {**MIX, "weights": [1.0]}}, 400, "merged_adapters", "2 ids and 1 weights"),
+        ({"merged_adapters": {**MIX, "weights": [1.0, 101.0]}}, 400, "merged_adapters", "weights"),
+        ({"merged_adapters": {"ids": [], "weights": []}}, 400, "merged_adapters", "ids"),
+        ({"merged_adapters": {**MIX, "merge_strategy": "ties"}}, 400, "merged_adapters", "/v1/adapters/merge"),
+        ({"merged_adapters": {**MIX, "density": 0.5}}, 400, "density", "density=0.5 is not supported"),
+        ({"merged_adapters": {**MIX, "majority_sign_method": "frequency"}}, 400, "majority_sign_method", "frequency"),
+    ],
+)
+async def test_what_is_no_mix_is_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any], status: int, param: str | None, words: str
+) -> None:
+    response = await client.post(URL, json={"prompt": "hi", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, words in error["message"]) == (status, True), error
+    assert (error["param"] or "").startswith(param or "")
+
+
+async def test_a_mix_has_no_card_and_counts_tokens(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/models/sql:1,chat:1")).status_code == 404
+    response = await client.post("/tokenize", json={"prompt": "hi", "model": "sql:1,chat:1"})
+    assert response.status_code == 200
+
+
 async def test_two_names_for_one_request_are_400(client: httpx.AsyncClient) -> None:
     response = await client.post(URL, json={"prompt": "hi", "model": "sql", "lora_path": "chat"})
     assert response.status_code == 400

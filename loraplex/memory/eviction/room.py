@@ -9,13 +9,15 @@ again). The host tier gives up what is only there first, then what is on the dev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from loraplex.core import Tier, WaitsFor
-from loraplex.errors import AdapterNoRoomError, AdapterTooLargeError
-from loraplex.memory.residency.records import Demand, StoredWeights
+from loraplex.errors import AdapterMixError, AdapterNoRoomError, AdapterTooLargeError
+from loraplex.memory.residency.records import Demand, StoredAdapter, StoredWeights
 from loraplex.memory.residency.tiers import Budget, Tiers
 from loraplex.memory.space.pool import RetiredMemory
+from loraplex.memory.weights.packing import Mixing, PackedLayout
 
 
 class Room:
@@ -30,6 +32,7 @@ class Room:
         self._retired = retired
         self._weights = weights
         self._promises: dict[Tier, StoredWeights] = {}
+        self._together: Collection[StoredWeights] = ()  # of the mix that is asked for
         self.pass_id = 0
 
     # ------------------------------------------------------------------------------------------------------- promises
@@ -47,6 +50,15 @@ class Room:
             return weights
         self._promises.pop(cache.tier, None)
         return None
+
+    @contextmanager
+    def together(self, mix: Collection[StoredWeights]) -> Iterator[None]:
+        """Within the block none of these leaves for another one of them: they are wanted at the same time."""
+        self._together = mix
+        try:
+            yield
+        finally:
+            self._together = ()
 
     # ---------------------------------------------------------------------------------------------------- who may leave
 
@@ -128,7 +140,7 @@ class Room:
         if is_spare_copy:
             return weights.is_at_rest
         is_wanted = demand.is_for_request and weights.wanted_in_pass == self.pass_id
-        return weights.is_idle and not is_wanted
+        return weights.is_idle and not is_wanted and weights not in self._together
 
     # -------------------------------------------------------------------------------------------------- what is refused
 
@@ -145,11 +157,33 @@ class Room:
         if self._is_kv_in_the_way(cache) and cache.fits(nbytes):
             return  # requests end, and the KV cache gives back
         has_pins = cache is self._device or self._device.pool is None  # else the host's copy of what is pinned is spare
-        pinned = self._pinned(wanted) if has_pins else []
+        others = [each for each in self._held(cache) if each is not wanted]
+        beside = [each for each in others if each in self._together and not each.num_pinned] if has_pins else []
+        pinned = [*beside, *(self._pinned(wanted) if has_pins else ())]
         can_fit = cache.allows(nbytes, sum(each.nbytes for each in pinned), len(pinned))
-        is_in_motion = any(each is not wanted and not _is_settled(each, self.pass_id) for each in self._held(cache))
+        is_in_motion = any(each not in beside and not _is_settled(each, self.pass_id) for each in others)
         if not (cache.policy.evicts and can_fit and is_in_motion):
             raise self.no_room(cache, wanted, next(iter(wanted.adapters.values())).name, nbytes)
+
+    def check_mix(self, adapters: Sequence[StoredAdapter], factors: Sequence[float]) -> None:
+        """Raises AdapterMixError for adapters or weights that PEFT has no result for, AdapterTooLargeError when an
+        empty device would not hold them together. What was never loaded is not judged yet."""
+        layouts = {each.weights: layout for each in adapters if (layout := each.weights.layout) is not None}
+        for adapter, factor in zip(adapters, factors, strict=True):
+            others = [layouts[each.weights] for each in adapters if each is not adapter and each.weights in layouts]
+            layout = layouts.get(adapter.weights)
+            why = None if layout is None else _why_not_mixed(layout, factor, others)
+            if why is not None:
+                raise AdapterMixError(f"adapter {adapter.name!r} {why}")
+        nbytes = sum(layout.nbytes for layout in layouts.values())
+        for cache in (self._device, self._host) if self._device.pool is None else (self._device,):
+            most = cache.max_adapters
+            if nbytes > cache.max_bytes or (most is not None and len(layouts) > most):
+                raise AdapterTooLargeError(
+                    f"a mix of {len(layouts)} adapters needs {nbytes} bytes of {cache.tier.value} memory, all of it is "
+                    f"{cache.max_bytes} bytes" + (f" and {most} adapters" if most is not None else "") + "; raise "
+                    f"{cache.setting} or mix fewer"
+                )
 
     def check_pinnable(self, weights: StoredWeights, name: str) -> None:
         """Raises AdapterNoRoomError when the pinned adapters and this one together exceed the device."""
@@ -198,6 +232,24 @@ class Room:
     @property
     def pinned_bytes(self) -> int:
         return sum(each.nbytes for each in self._held(self._device) if each.num_pinned)
+
+
+def _why_not_mixed(layout: PackedLayout, factor: float, others: Sequence[PackedLayout]) -> str | None:
+    """What PEFT has no result for to be equal to.
+
+    It weighs deltas alone, and lets one adapter replace the base's biases, whichever comes first.
+    """
+    kind, has_biases = layout.mixing, layout.has_biases
+    if kind is Mixing.ALONE:
+        return f"{kind.value}, which are in no mix; name it alone"
+    if factor != 1 and (kind is not Mixing.SUM or has_biases):
+        what = "has biases" if kind is Mixing.SUM else f"{kind.value} (DoRA, IA3)"
+        return f"{what}: its weight in a mix is 1, not {factor:g}"
+    if kind is Mixing.PRODUCT and any(each.mixing is not kind for each in others):
+        return "is an IA3, which is mixed with other IA3s only"
+    if has_biases and any(each.has_biases for each in others):
+        return "has biases, and so has another one of the mix: one may"
+    return None
 
 
 def _holds(cache: Budget, weights: StoredWeights) -> bool:

@@ -494,7 +494,25 @@ class WeightStore:
             wanted = self.adapters.get(adapter_id)
             order = list(dict.fromkeys(self.in_use_locked(each).weights for each in in_use))
             victims = [] if wanted is None else self.room.victims_for(wanted.weights, order)
-            return [a.adapter_id for each in victims for a in each.adapters.values() if a.num_running]
+            return _running_of(victims)
+
+    def victims_for_mix(self, adapter_ids: Sequence[int], in_use: Sequence[int]) -> list[int]:
+        """As core.ResidencyView says; none for an unknown adapter."""
+        with self._lock:
+            mix = [adapter.weights for each in adapter_ids if (adapter := self.adapters.get(each)) is not None]
+            order = dict.fromkeys(self.in_use_locked(each).weights for each in in_use)
+            others = [each for each in order if each not in mix]
+            with self.room.together(mix):
+                found = (self.room.victims_for(each, others) for each in mix)
+                return _running_of(next(filter(None, found), []))
+
+    def check_mix_locked(self, adapters: Sequence[StoredAdapter], factors: Sequence[float]) -> None:
+        """Raises AdapterMixError, AdapterTooLargeError for adapters that cannot run together."""
+        self.room.check_mix(adapters, factors)
+
+    def together_locked(self, adapters: Sequence[StoredAdapter]) -> AbstractContextManager[None]:
+        """Within the block none of them leaves for another one."""
+        return self.room.together([adapter.weights for adapter in adapters])
 
     # ------------------------------------------------------------------------------------------------------------ views
 
@@ -520,3 +538,7 @@ class WeightStore:
         with self._lock:
             adapters = [*self.adapters.values(), *self.draining.values()]
             check_integrity(self.tiers, self.retired, self.weights, adapters, self.arriving)
+
+
+def _running_of(victims: Iterable[StoredWeights]) -> list[int]:
+    return [adapter.adapter_id for each in victims for adapter in each.adapters.values() if adapter.num_running]

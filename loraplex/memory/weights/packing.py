@@ -13,10 +13,11 @@ has of its own. With an own weight the base's bias is not in the product, and th
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -62,6 +63,15 @@ class PackedBlock:
     layouts: tuple[SliceLayout | None, ...]
 
 
+class Mixing(enum.Enum):
+    """How an adapter goes with others on one row: as PEFT has it for several active adapters, or not at all."""
+
+    SUM = "adds a delta"
+    IN_ORDER = "multiplies what is there before it, and adds a delta"
+    PRODUCT = "multiplies"
+    ALONE = "brings whole weights of its own"
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
     """Where the blocks of one adapter lie: `sizes[i]` are the bytes of its extent i. The same in every tier.
@@ -81,12 +91,29 @@ class PackedLayout:
     def depends_on_base(self) -> bool:
         """Whether the bytes do: a gain beside A and B was made of norms of its rows, and rows of an embedding or a head
         are those that differ from it."""
-        slices = itertools.chain.from_iterable(block.layouts for block in self.blocks)
         return any(
-            (each.rank > 0 and each.gain_offset != ABSENT) or each.row_ids_offset != ABSENT
-            for each in slices
-            if each is not None
+            (each.rank > 0 and each.gain_offset != ABSENT) or each.row_ids_offset != ABSENT for each in self._slices
         )
+
+    @property
+    def mixing(self) -> Mixing:
+        """DoRA is `IN_ORDER`, IA3 a `PRODUCT`."""
+        slices = list(self._slices)
+        if self.vocab_size is not None or any(each.weight_offset != ABSENT for each in slices):
+            return Mixing.ALONE
+        gained = [each for each in slices if each.gain_offset != ABSENT or each.input_gain_offset != ABSENT]
+        if not gained:
+            return Mixing.SUM
+        return Mixing.IN_ORDER if all(each.rank for each in gained) else Mixing.PRODUCT
+
+    @property
+    def has_biases(self) -> bool:
+        """Trained ones, or those of a base under a DoRA."""
+        return any(each.bias_offset != ABSENT for each in self._slices)
+
+    @property
+    def _slices(self) -> Iterator[SliceLayout]:
+        return (each for block in self.blocks for each in block.layouts if each is not None)
 
 
 class Packer:
