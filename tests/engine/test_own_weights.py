@@ -143,6 +143,12 @@ def test_prompts_in_chunks_beside_others_that_decode(family: Family) -> None:
         check(llm.engine, family)
 
 
+def test_a_step_ahead(llama: Family) -> None:
+    """Tokens that are not known yet, added ones too, are those of their own rows."""
+    with started(llama, look_ahead=True) as llm:
+        check(llm.engine, llama)
+
+
 def test_preemption(llama: Family) -> None:
     block_bytes = 4 * 2 * 16 * 16 * 2 * 2
     with started(llama, kv_cache_memory_bytes=24 * block_bytes) as llm:
