@@ -176,7 +176,8 @@ class Sampler:
                 taken = taken[:, :size].clone(memory_format=torch.contiguous_format)
             parts.append((places, sampler.launch(taken, [rows[i] for i in places.tolist()])))
         order = np.argsort(np.concatenate([places for places, _ in parts]))
-        token_ids = _take(torch.cat([drawn.token_ids for _, drawn in parts]), order)
+        token_ids = torch.cat([drawn.token_ids for _, drawn in parts])
+        token_ids = token_ids.index_select(0, upload(order, token_ids.device))
         return DrawnTokens(token_ids, lambda: SamplerOutput.merged(parts, len(rows)))
 
     def prompt_logprobs(self, logits: Tensor, next_ids: Sequence[int] | Tensor, k: int) -> tuple[TokenLogprobs, ...]:

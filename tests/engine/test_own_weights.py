@@ -15,11 +15,14 @@ import torch
 from loraplex import LLM, SamplingParams
 from loraplex.adapters.weights import LoRAModel
 from loraplex.core import AdapterId
+from loraplex.engine import build
 from loraplex.engine.engine import EngineCore
 from loraplex.errors import InvalidRequestError
+from loraplex.kernels.triton.backend import TritonBackend
 from tests.engine.own_models import ADDED, CUT, Maker, OwnModel, Said, ask, request_of
 from tests.fixtures import HIDDEN_SIZE, MIN_GAP, VOCAB_SIZE, ModelZoo, Oracle
 
+CPU = torch.device("cpu")
 NUM_TOKENS = 24
 MAX_MODEL_LEN = 96
 
@@ -141,6 +144,12 @@ def test_in_one_batch_and_again(llm: LLM, family: Family) -> None:
 def test_prompts_in_chunks_beside_others_that_decode(family: Family) -> None:
     with started(family, max_num_batched_tokens=11, max_num_seqs=7) as llm:
         check(llm.engine, family)
+
+
+def test_a_step_ahead(llama: Family) -> None:
+    """Tokens that are not known yet, added ones too, are those of their own rows."""
+    with started(llama, look_ahead=True) as llm:
+        check(llm.engine, llama)
 
 
 def test_preemption(llama: Family) -> None:
@@ -332,3 +341,14 @@ def test_steps_without_their_capture_are_counted(llama: Family) -> None:
         (label, calls) = next(iter(llm.stats().kernel_fallbacks.items()))
         assert "own" in label
         assert calls >= NUM_TOKENS
+
+
+def test_triton_kernels_beside_own_weights(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: LoRA of the head is a kernel's, the rest is stock torch's."""
+    backend = TritonBackend(CPU)
+    monkeypatch.setattr(build, "get_backend", lambda *_: backend)
+    names = ["everything", "added with LoRA", "rows of both", "fewer", "linear", "base"]
+    with started(llama, enforce_eager=True) as llm:
+        said = ask(llm.engine, [(llama.cases[name].own, llama.cases[name].prompt) for name in names], 2)
+    assert [each.token_ids for each in said] == [llama.cases[name].expected[:2] for name in names]
+    assert not backend.fallbacks()

@@ -17,7 +17,7 @@ import enum
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -234,6 +234,16 @@ class Packer:
                 raise ValueError(f"the block of {block.target_name} is not laid out as this model's are")
         if right.sizes != layout.sizes:
             raise ValueError(f"extents of {layout.sizes} bytes, the blocks need {right.sizes}")
+        self._check_vocabulary(layout.vocab_size or 0, said)
+
+    def _check_vocabulary(self, vocab_size: int, blocks: Mapping[str, PackedBlock]) -> None:
+        """ValueError unless both ends have a row for each token beyond the base's."""
+        if self._ends is None or vocab_size <= self._ends.vocab_size:
+            return
+        for name in (self._ends.embedding, self._ends.head):
+            part = blocks[name].layouts[0] if name in blocks else None
+            if part is None or part.row_ids_offset == ABSENT or part.num_rows < vocab_size - self._ends.vocab_size:
+                raise ValueError(f"{name} has no rows for a vocabulary of {vocab_size} tokens")
 
     def _shapes_of(self, block: PackedBlock, target: LoraTarget) -> list[SliceWeights | None]:
         """Tensors without memory from which `block` could be packed. ValueError: another number of slices, or a gain on

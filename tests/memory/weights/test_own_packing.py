@@ -211,6 +211,16 @@ def test_a_layout_of_other_own_weights_is_not_this_models(backend: AdapterPackin
             packer.check_layout(wrong)
 
 
+@pytest.mark.parametrize("vocab_size", [VOCAB + 100, 2**29])
+def test_a_vocabulary_without_rows_for_it_is_not_this_models(vocab_size: int) -> None:
+    """Logits would be as wide as it says."""
+    packer = Packer(ALL, KERNELS[0], torch.float32, BASE)
+    layout, _ = written(packer, everything(VOCAB + 9))
+    packer.check_layout(layout)
+    with pytest.raises(ValueError, match=f"no rows for a vocabulary of {vocab_size}"):
+        packer.check_layout(replace(layout, vocab_size=vocab_size))
+
+
 PLAIN_SLICE = '-1,-1,-1,0,1.0,"float32",-1,-1'
 
 
