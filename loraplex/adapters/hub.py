@@ -20,6 +20,7 @@ from loraplex.adapters.files import (
     CONFIG_NAME,
     INDEX_NAME,
     SAFETENSORS_NAME,
+    TEXT_NAMES,
     WEIGHT_NAMES,
     AdapterFolder,
     read_files,
@@ -38,7 +39,7 @@ from loraplex.errors import (
 )
 
 HUB_PREFIX = "hf://"
-WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors")
+WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors", *TEXT_NAMES)
 REQUEST_TIMEOUT_S = 10.0
 CACHE_PREFIX = "models--"
 MAX_REFERENCE_BYTES = 1024

@@ -52,6 +52,7 @@ from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.text.processor import PreparedRequest
+from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -133,6 +134,10 @@ class AsyncEngine(AdapterVerbs):
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._front.tokenizer
+
+    def text_of(self, ref: LoRARef | None) -> RequestText:
+        """What reads and writes the requests of an adapter's version; None: of the base model."""
+        return self._front.text_of(ref)
 
     @property
     def registry(self) -> LoRARegistry | None:
@@ -236,6 +241,7 @@ class AsyncEngine(AdapterVerbs):
                 lora_request=lora_request,
                 cache_salt=cache_salt,
                 add_special_tokens=add_special_tokens,
+                text=self.text_of(ref),
             )
             stream = self._submit(prepared, ref)
         except BaseException:

@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from loraplex.config import EngineConfig, LoRAConfig
+from loraplex.core import LoRARequest, SamplingParams
 from loraplex.errors import ConfigError, InvalidRequestError
 from loraplex.memory.eviction.custom import place_of
+from loraplex.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -20,6 +22,12 @@ PromptInput = str | Sequence[int] | Mapping[str, Any]
 
 MakeBar = Callable[..., Any]
 """`tqdm`, or what takes its `total` and `desc` and returns what has its `update(n)` and `close()`."""
+
+PromptMaker = Callable[[Tokenizer | None], str]
+"""What makes a prompt with the tokenizer of its adapter."""
+
+Asked = tuple[str | Sequence[int] | PromptMaker, SamplingParams | None, LoRARequest | None, bool]
+"""A prompt; how to sample, None: by the defaults of its adapter; the adapter; whether special tokens are added."""
 
 FIXED_SETTINGS: Mapping[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "an engine runs on one device"),
@@ -78,6 +86,17 @@ def single_prompt(prompt: PromptInput) -> str | Sequence[int]:
     raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
 
+def rendered_chat(
+    messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> str:
+    """The prompt of one conversation."""
+    if tokenizer is None:
+        raise InvalidRequestError("chat needs a tokenizer with a chat template, and this model has none")
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=add_generation_prompt, template_kwargs=variables
+    )
+
+
 def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
     """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
     if given is None or isinstance(given, kind):
@@ -91,6 +110,19 @@ def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: 
     if wrong is not None:
         raise InvalidRequestError(f"{name} has a {type(wrong).__name__}; it takes {kind.__name__}")
     return listed
+
+
+def asked_for(
+    prompts: Sequence[str | Sequence[int] | PromptMaker],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    add_special_tokens: bool,
+) -> list[Asked]:
+    """Raises InvalidRequestError when the lengths differ."""
+    params = one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+    adapters = one_each(lora_request, len(prompts), "lora_request", LoRARequest)
+    requests = zip(prompts, params, adapters, strict=True)
+    return [(prompt, chosen, adapter, add_special_tokens) for prompt, chosen, adapter in requests]
 
 
 # ------------------------------------------------------------------------------------------------------- a progress bar

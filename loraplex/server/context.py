@@ -10,7 +10,7 @@ from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
-from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
+from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
 from loraplex.server.listener import max_connections
@@ -28,7 +28,6 @@ NUM_ANSWER_THREADS = 2
 class ServerContext:
     engine: EngineSurface
     config: ServerConfig
-    tokenizer: TokenizerSurface
     names: ModelNames
     bodies: BodyReader
     prompts: PromptEncoder
@@ -45,7 +44,6 @@ class ServerContext:
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
-        tokenizer = tokenizer_of(engine)
         in_flight = InFlight(engine, config.max_waiting_tokens)
         names = ModelNames(engine, config.served_model_names, int(time.time()))
         connections = Connections(config, max_connections(config))
@@ -54,7 +52,6 @@ class ServerContext:
         return cls(
             engine=engine,
             config=config,
-            tokenizer=tokenizer,
             names=names,
             bodies=BodyReader(
                 off_loop,
@@ -62,7 +59,7 @@ class ServerContext:
                 engine.model_info.max_model_len,
                 is_strict=config.strict_fields,
             ),
-            prompts=PromptEncoder(tokenizer, engine.model_info, off_loop),
+            prompts=PromptEncoder(engine.model_info, off_loop),
             in_flight=in_flight,
             generator=Generator(engine, in_flight, metrics_page.histograms),
             metrics_page=metrics_page,

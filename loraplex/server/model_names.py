@@ -10,13 +10,27 @@ lora_path="sql"  the same beside model="base" (SGLang)
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry, NameQuery
+from loraplex.adapters.registry.adapter_name import address_text
 from loraplex.errors import AdapterNotFoundError, LoraDisabledError
 from loraplex.server.api_error import ApiError, clipped
-from loraplex.server.engine_surface import EngineSurface
+from loraplex.server.engine_surface import EngineSurface, TextSurface
 from loraplex.server.responses import ModelCard
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a prompt is for. adapter_name: None of the base model.
+
+    address: what the engine is asked for; where an adapter has a text of its own, the version whose text makes the
+    prompt, so that a reload meanwhile does not read it with other weights.
+    """
+
+    adapter_name: str | None
+    address: str | None
+    text: TextSurface
 
 
 class ModelNames:
@@ -43,6 +57,16 @@ class ModelNames:
                 param="lora_path",
             )
         return lora_path
+
+    def target_of(self, adapter_name: str | None) -> Target:
+        """Raises AdapterNotFoundError."""
+        registry = self._engine.registry
+        if adapter_name is None or registry is None:
+            return Target(None, None, self._engine.text_of(None))
+        ref = registry.resolve(adapter_name)
+        text = self._engine.text_of(ref)
+        address = address_text(ref.adapter_name, ref.adapter_version) if text.digest else adapter_name
+        return Target(adapter_name, address, text)
 
     def answer_name(self, model: str | None, adapter_name: str | None) -> str:
         """What the answer says in `model`: the adapter's name, or the base's as the client wrote it."""

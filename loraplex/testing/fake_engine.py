@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from loraplex.adapters.registry import LoRARef, LoRARegistry, OpenedAdapter
 from loraplex.core import LoRARequest, RequestOutput, SamplingParams
@@ -48,6 +48,17 @@ class FakeModelInfo:
     vocab_size: int = FakeTokenizer.vocab_size
     dtype: str = "float32"
     backend: str = "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeText:
+    """What reads and writes requests; `texts` of an engine has those of adapters with one of their own, by name."""
+
+    tokenizer: FakeTokenizer | None
+    vocab_size: int = FakeTokenizer.vocab_size
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    renders_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self.errors_by_path = dict(errors_by_path or {})
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
+        self.texts: dict[str, FakeText] = {}
         self.store = FakeAdapterStore(max_resident)
         self._registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []
@@ -117,6 +129,10 @@ class FakeAsyncEngine(AdapterVerbs):
         self._has_given_up = asyncio.Event()
         for name, path in (adapters or {}).items():
             self._registry_or_refuse().load(name, path)
+
+    def text_of(self, ref: LoRARef | None) -> FakeText:
+        own = None if ref is None else self.texts.get(ref.adapter_name)
+        return own or FakeText(self.tokenizer, self.model_info.vocab_size)
 
     @property
     def registry(self) -> LoRARegistry | None:
