@@ -245,10 +245,11 @@ class FakeAsyncEngine(AdapterVerbs):
     ) -> list[FakeCompletion]:
         room = self.model_info.max_model_len - len(token_ids)
         name = "base" if ref is None else ref.adapter_name
-        reply = f"[{name}] {self._tokenizer.decode(token_ids)}"
+        tokenizer = self.text_of(ref).tokenizer or self._tokenizer
+        reply = f"[{name}] {tokenizer.decode(token_ids)}"
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         return [
-            FakeCompletion(index, reply if index == 0 else f"{reply} #{index}", params, max_tokens, self._tokenizer)
+            FakeCompletion(index, reply if index == 0 else f"{reply} #{index}", params, max_tokens, tokenizer)
             for index in range(params.n)
         ]
 

@@ -302,9 +302,7 @@ def extended(base: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> tok
         if getattr(base, part) is not None:
             setattr(backend, part, getattr(base, part))
     tokens = base.get_added_tokens_decoder() | dict(added)
-    for token_id in sorted(tokens):
-        token = tokens[token_id]
-        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    backend.add_tokens([tokens[token_id] for token_id in sorted(tokens)])  # one call: each builds an index of all
     return backend
 
 

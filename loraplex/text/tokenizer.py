@@ -129,9 +129,12 @@ class SpecialTokens:
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Make the backend know them all. A token that it has keeps its id, and its flags if it need not be special."""
         known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-        for token in (*self.others, *self.named.values()):
-            if token.content not in known or (token.special and not known[token.content]):
-                (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        new = [
+            token
+            for token in (*self.others, *self.named.values())
+            if token.content not in known or (token.special and not known[token.content])
+        ]
+        backend.add_tokens(new)  # one call: each builds an index of all
         names = {*known, *(token.content for token in (*self.others, *self.named.values()))}
         backend.add_special_tokens([token for token in self.extra if token.content not in names])
 
