@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
@@ -15,7 +16,7 @@ from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
 from loraplex.server.listener import max_connections
 from loraplex.server.metrics_page import MetricsPage
-from loraplex.server.model_names import ModelNames
+from loraplex.server.model_names import ModelNames, Target
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
@@ -41,6 +42,12 @@ class ServerContext:
     answers: OffLoop
     answer_turns: Turns
     keys: KeyRing
+
+    async def target_of(self, adapter_name: str | None, client: str) -> Target:
+        """In a thread where an adapter's tokenizer may have to be made first, which takes tens of milliseconds."""
+        if self.names.brings_text(adapter_name):
+            return await self.views.run(client, partial(self.names.target_of, adapter_name), 0)
+        return self.names.target_of(adapter_name)
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:

@@ -58,6 +58,11 @@ class ModelNames:
             )
         return lora_path
 
+    def brings_text(self, adapter_name: str | None) -> bool:
+        """Raises AdapterNotFoundError."""
+        registry = self._engine.registry
+        return adapter_name is not None and registry is not None and registry.resolve(adapter_name).text is not None
+
     def target_of(self, adapter_name: str | None) -> Target:
         """Raises AdapterNotFoundError."""
         registry = self._engine.registry

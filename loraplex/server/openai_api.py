@@ -99,16 +99,15 @@ class OpenAIRoutes:
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
         adapter_names = self._adapters_of(body, num_prompts)
-        targets = {name: context.names.target_of(name) for name in dict.fromkeys(adapter_names)}
+        client = client_of(request)
+        targets = {name: await context.target_of(name, client) for name in dict.fromkeys(adapter_names)}
         params = {name: body.to_sampling_params(target.text.defaults) for name, target in targets.items()}
         for each in params.values():
             each.check_logprobs(num_prompts * body.n)
         limits = [body.limit(target.text.defaults) for target in targets.values()]
         limit = None if None in limits else limits[0]
         texts = [targets[name].text for name in adapter_names]
-        prompts = await context.prompts.from_field(
-            body.prompt, texts, body.add_special_tokens, limit, client_of(request)
-        )
+        prompts = await context.prompts.from_field(body.prompt, texts, body.add_special_tokens, limit, client)
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
         next(iter(params.values())).check_prompt_logprobs(num_written)
         if body.echo or body.return_token_ids:
@@ -124,10 +123,11 @@ class OpenAIRoutes:
         context.engine.check_can_serve()
         body = await context.bodies.read(request, ChatCompletionRequest)
         self._check_num_sequences(1, body.n)
-        target = context.names.target_of(context.names.adapter_of(body.model, body.lora_path))
+        client = client_of(request)
+        target = await context.target_of(context.names.adapter_of(body.model, body.lora_path), client)
         params = body.to_sampling_params(target.text.defaults)
         params.check_logprobs(body.n)
-        prompt = await context.prompts.from_chat(body, target.text, client_of(request))
+        prompt = await context.prompts.from_chat(body, target.text, client)
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
         context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
         if body.return_token_ids and body.stream:

@@ -41,7 +41,7 @@ class TokenizeRoutes:
         context = self._context
         client = client_of(request)
         body = await context.bodies.read_one_of(request, _kind_of, TokenizeTextRequest.limits)
-        text = self._text_of(body.model)
+        text = await self._text_of(body.model, client)
         if isinstance(body, TokenizeChatRequest):
             prompt = await context.prompts.from_chat(body, text, client, context.prompts.max_counted_ids)
         else:
@@ -54,18 +54,19 @@ class TokenizeRoutes:
         """The text of token ids, special tokens included."""
         context = self._context
         body = await context.bodies.read(request, DetokenizeRequest)
-        text = self._text_of(body.model)
+        client = client_of(request)
+        text = await self._text_of(body.model, client)
         vocab_size = text.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
         decode = partial(tokenizer_of(text).decode, body.tokens, skip_special_tokens=False)
-        words = decode() if len(body.tokens) <= FEW_IDS else await context.answers.run(client_of(request), decode, 0)
+        words = decode() if len(body.tokens) <= FEW_IDS else await context.answers.run(client, decode, 0)
         return Response(encode(Detokenized(words)), media_type="application/json")
 
-    def _text_of(self, model: str | None) -> TextSurface:
+    async def _text_of(self, model: str | None, client: str) -> TextSurface:
         """A name that is sent must exist."""
-        names = self._context.names
-        return names.target_of(None if model is None else names.adapter_of(model)).text
+        adapter_name = None if model is None else self._context.names.adapter_of(model)
+        return (await self._context.target_of(adapter_name, client)).text
 
     def _reply(self, prompt: Prompt, text: TextSurface, wants_strings: bool) -> Response:
         ids, tokenizer = list(prompt.token_ids), tokenizer_of(text)

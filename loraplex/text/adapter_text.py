@@ -46,12 +46,14 @@ TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 TOKEN_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
 MAX_SMALL_BYTES = 2**21
-MAX_TEMPLATE_BYTES = 2**18
+MAX_TEMPLATE_BYTES = 2**17
 MAX_BASE_SIZES = 4
 """How many times the base's tokenizer.json the adapter's may be: a later version of the library writes it longer."""
 
-MAX_ADDED_TOKENS = 4096
-MAX_TOKEN_CHARS = 512
+MAX_ADDED_TOKENS = 2048
+"""To add them is one call of the library, which keeps the interpreter for 40 ms."""
+
+MAX_TOKEN_CHARS = 256
 MAX_NAMES = 256
 MAX_BUILT, MAX_KNOWN_FILES = 256, 64
 FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -272,11 +274,12 @@ class AdapterTexts:
             tokenizer = self._tokenizer(tokenizer, document, eos_token_ids)
         if tokenizer is not None:
             eos_token_ids = tokenizer.with_own_eos(eos_token_ids)
+        vocab_size = document.get("vocab_size", base.vocab_size)
         return replace(
             base,
             tokenizer=tokenizer,
-            vocab_size=document.get("vocab_size", base.vocab_size),
-            eos_token_ids=eos_token_ids,
+            vocab_size=vocab_size,
+            eos_token_ids=tuple(each for each in eos_token_ids if each < vocab_size),  # others are never drawn
             defaults=document.get("generation_config", base.defaults) if self._has_defaults else base.defaults,
             digest=text.digest,
             renders_apart="chat_templates" in document,

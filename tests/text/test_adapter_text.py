@@ -68,8 +68,8 @@ class Place:
             self.read()
         return refused.value.reasons
 
-    def side(self) -> RequestText:
-        text = self.read()
+    def side(self, vocab_size: int | None = None) -> RequestText:
+        text = self.read(vocab_size)
         assert text is not None
         return self.texts.of(AdapterText.of(json.loads(text.to_json())))
 
@@ -139,7 +139,7 @@ def test_directories_of_slow_tokenizers_have_their_tokens_beside(place: Place) -
     place.write("added_tokens.json", {"<sql>": size + 1, "<plan>": size})
     place.write("special_tokens_map.json", {"eos_token": "<sql>", "bos_token": {"content": "<s>"}})
     place.write("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})
-    side = place.side()
+    side = place.side(size + 2)
     assert side.tokenizer is not None
     assert side.tokenizer.encode("<plan><sql>", add_special_tokens=False) == [size, size + 1]
     assert side.tokenizer.special_ids == {*place.base.special_ids, size + 1}
@@ -147,7 +147,7 @@ def test_directories_of_slow_tokenizers_have_their_tokens_beside(place: Place) -
 
 
 def test_as_many_tokens_as_may_be_are_added_at_once(place: Place) -> None:
-    """One by one they took two minutes: the library builds an index of all tokens for each call."""
+    """One by one, 4096 took two minutes: the library builds an index of all tokens for each call."""
     size = place.base.vocab_size
     place.change_tokenizer(
         lambda content: content["added_tokens"].extend(
@@ -158,8 +158,9 @@ def test_as_many_tokens_as_may_be_are_added_at_once(place: Place) -> None:
     side = place.side()
     assert time.monotonic() - began_s < 10
     assert side.tokenizer is not None
-    assert side.tokenizer.encode("<4095>", add_special_tokens=False) == [size + 4095]
-    assert side.tokenizer.special_ids == {*place.base.special_ids, *range(size, size + 4096, 2)}
+    last = MAX_ADDED_TOKENS - 1
+    assert side.tokenizer.encode(f"<{last}>", add_special_tokens=False) == [size + last]
+    assert side.tokenizer.special_ids == {*place.base.special_ids, *range(size, size + MAX_ADDED_TOKENS, 2)}
 
 
 def test_equal_texts_are_one_tokenizer(place: Place) -> None:
@@ -214,7 +215,7 @@ def _swap(content: dict[str, Any]) -> None:
         ),
         (lambda content: content["added_tokens"].append({"id": True, "content": "<sql>"}), "must have an id and a"),
         (lambda content: content["added_tokens"].append(7), "must have an id and a content, got 7"),
-        (lambda content: content["added_tokens"].append({"id": 485, "content": "x" * 600}), "more than 512 char"),
+        (lambda content: content["added_tokens"].append({"id": 485, "content": "x" * 600}), "more than 256 char"),
         (
             lambda content: content["added_tokens"].extend({"id": 485 + i, "content": f"<{i}>"} for i in range(9999)),
             f"more than {MAX_ADDED_TOKENS} added tokens",
@@ -364,6 +365,16 @@ def test_sampling_defaults_stand_in_place_of_the_bases(place: Place) -> None:
     assert side.default_params() == SamplingParams(temperature=0.5, max_tokens=7)
     assert side.eos_token_ids == (*place.base.eos_token_ids, 3)
     assert side.tokenizer is place.base
+
+
+def test_an_end_token_outside_of_the_vocabulary_does_not_reach_the_engine(place: Place) -> None:
+    """It is told to mask its end tokens before `min_tokens`."""
+    place.add("<sql>")
+    place.write("tokenizer_config.json", {"bos_token": "<s>", "eos_token": "<sql>"})
+    place.write("generation_config.json", {"eos_token_id": [2**31 - 1, 3]})
+    size = place.base.vocab_size
+    assert place.texts.of(place.read()).eos_token_ids == (3,)
+    assert place.texts.of(place.read(size + 1)).eos_token_ids == (size, 3)
 
 
 def test_equal_sampling_defaults_bring_nothing(place: Place) -> None:
