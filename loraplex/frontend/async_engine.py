@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -127,6 +128,7 @@ class AsyncEngine(AdapterVerbs):
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         self._restores = ThreadPoolExecutor(1, thread_name_prefix="adapter-restore")  # never behind verbs that wait
+        self._at_end = ExitStack()
         # Set by start(), once the model is known.
         self.model_info: ModelInfo
         self._front: Front
@@ -196,6 +198,7 @@ class AsyncEngine(AdapterVerbs):
             journal=self._journal,
             on_change=self._on_registry_change,
         )
+        self._at_end.callback(self._front.texts.close)
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""
@@ -434,6 +437,7 @@ class AsyncEngine(AdapterVerbs):
             await engine.stop()
         for threads in (self._verbs, self._views, self._restores):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._at_end.close()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
 

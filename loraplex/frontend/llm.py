@@ -152,6 +152,7 @@ class LLM:
             if not self._is_closed:
                 self._is_closed = True
                 self.engine.close()
+                self._front.texts.close()
                 wait_until_saved()
 
     @property

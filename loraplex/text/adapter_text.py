@@ -78,6 +78,10 @@ class AdapterTexts:
         self._built: OrderedDict[str, RequestText] = OrderedDict()
         self._lock = threading.Lock()
 
+    def close(self) -> None:
+        """End the processes of chat templates."""
+        self._templates.close()
+
     # ---------------------------------------------------------------------------------------------- files to a document
 
     def read(self, folder: AdapterFolder, vocab_size: int | None) -> AdapterText | None:
