@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.registry import AdapterText
 from loraplex.core import SamplingParams
-from loraplex.errors import AdapterFileFormatError, AdapterValidationError, InvalidRequestError
+from loraplex.errors import AdapterError, AdapterFileFormatError, AdapterValidationError, InvalidRequestError
 from loraplex.text import adapter_text
 from loraplex.text.adapter_text import MAX_ADDED_TOKENS, AdapterTexts
 from loraplex.text.processor import InputProcessor, ModelLimits
@@ -446,3 +446,72 @@ def test_a_document_in_pieces_is_the_document(seed: int) -> None:
     for cut in range(0, len(text) - 1, 7):
         with pytest.raises(ValueError):  # noqa: PT011 (of json, or of the cursor)
             pieces(JsonCursor(text[:cut], 10**6), 4)
+
+
+# ------------------------------------------------------------------------------------------------------- hostile files
+
+ODD = (
+    None,
+    True,
+    -1,
+    2**70,
+    1.5,
+    "",
+    "\ud83d",
+    "x" * 3000,
+    [],
+    [[]],
+    {},
+    {"content": 1},
+    {"id": 3, "content": "a"},
+    [None],
+)
+
+
+def mutated(chance: random.Random, value: Any) -> Any:
+    """The document with a few of its values replaced, repeated or gone."""
+    if chance.random() < 0.02:
+        return chance.choice(ODD)
+    if isinstance(value, dict):
+        kept = {key: mutated(chance, each) for key, each in value.items() if chance.random() > 0.01}
+        return kept | ({str(chance.choice(ODD))[:50]: chance.choice(ODD)} if chance.random() < 0.05 else {})
+    if isinstance(value, list):
+        changed = [mutated(chance, each) for each in value if chance.random() > 0.01]
+        return changed * 2 if chance.random() < 0.02 else changed
+    return value
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_content_does_more_than_being_refused(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    place = Place(tmp_path, KINDS[seed % len(KINDS)])
+    place.add("<sql>")
+    tokenizer = json.loads((place.adapter_dir / "tokenizer.json").read_text("utf-8"))
+    entries = tokenizer["added_tokens"]
+    config = {"eos_token": "</s>", "pad_token": entries[-1], "extra_special_tokens": {"x": "<x>"}, "chat_template": "x"}
+    config["added_tokens_decoder"] = {str(each["id"]): each for each in entries}
+    files = {
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": config,
+        "special_tokens_map.json": {"additional_special_tokens": ["<y>"], "unk_token": entries[0]},
+        "added_tokens.json": {each["content"]: each["id"] for each in entries},
+        "generation_config.json": {"temperature": 1.0, "top_k": 5, "eos_token_id": [1, 2], "max_new_tokens": 9},
+    }
+    num_read = 0
+    for _ in range(25):
+        for name in files:
+            (place.adapter_dir / name).unlink(missing_ok=True)
+        for name in chance.sample(list(files), 2):
+            text = json.dumps(mutated(chance, files[name]))
+            cut = chance.randrange(len(text)) if chance.random() < 0.1 else len(text)
+            place.write(name, text[:cut])
+        try:
+            side = place.texts.of(place.read())
+        except AdapterError:
+            continue
+        num_read += 1
+        assert side.tokenizer is not None
+        before = place.base.encode(WORDS)
+        side.tokenizer.decode(side.tokenizer.encode(WORDS), skip_special_tokens=False)
+        assert place.base.encode(WORDS) == before
+    assert num_read
