@@ -118,6 +118,11 @@ class LoRAConfig:
     bias_enabled: bool = setting(
         True, "support for adapters with `bias` or `lora_bias`; off: such adapters are refused"
     )
+    adapter_text: bool = setting(
+        True,
+        "use of the added tokens, chat template and sampling defaults in an adapter's directory; off: the base model's "
+        "for all",
+    )
     fully_sharded_loras: bool = setting(False, "vLLM's option; on is refused until there is tensor parallelism")
     lora_extra_vocab_size: int = setting(
         256, "most tokens that an adapter may add to the base model's vocabulary (vLLM's name); 0: none"
@@ -208,6 +213,11 @@ class EngineSettings:
 
     revision: str | None = setting(None, "hub revision of the model", group="Model files")
     tokenizer: str | None = setting(None, "directory of the tokenizer (default: the model's)")
+    generation_config: str = setting(
+        "auto",
+        "source of sampling defaults: auto (generation_config.json of the model, or of an adapter for its requests), "
+        "or vllm (none; vLLM's name)",
+    )
     dtype: str = setting(
         "auto", "type of weights and activations: auto (the checkpoint's), float32, float16 or bfloat16"
     )
@@ -299,6 +309,10 @@ class EngineSettings:
         _require(
             self.attention_backend in ATTENTION_BACKENDS,
             f"attention_backend must be one of {ATTENTION_BACKENDS}, got {self.attention_backend!r}",
+        )
+        _require(
+            self.generation_config in ("auto", "vllm"),
+            f"generation_config must be auto or vllm, got {self.generation_config!r}",
         )
         _require(self.load_format in ("auto", "dummy"), f"load_format must be auto or dummy, got {self.load_format!r}")
         _require(

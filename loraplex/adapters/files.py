@@ -4,6 +4,7 @@
     adapter_model.safetensors                  or
     adapter_model.safetensors.index.json       with its shards, or
     adapter_model.bin                          (bin_file.py)
+    TEXT_NAMES                                 if there are any (text/adapter_text.py)
 
 From here to a tensor a file passes, in this order: its path (source.py), the open descriptor (regular_file.py: roots, a
 plain file), configuration (here, then fields.py, format.py), index and headers (here), names and shapes against the
@@ -50,6 +51,9 @@ BIN_NAME = "adapter_model.bin"
 WEIGHT_NAMES = (SAFETENSORS_NAME, INDEX_NAME, BIN_NAME)
 NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")
 """Where older vLLM looks for rows of added tokens: to serve without them would be another adapter."""
+_TOKEN_NAMES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TEXT_NAMES = (*_TOKEN_NAMES, "chat_template.jinja", "generation_config.json")
+"""What is about the text of its requests (text/adapter_text.py)."""
 
 MAX_CONFIG_BYTES = 2**20
 MAX_CONFIG_VALUES = 2**16
@@ -202,7 +206,7 @@ class AdapterFolder:
 
 def read_files(folder: AdapterFolder) -> list[Path]:
     """The files of an adapter's directory that a load may read, there or not. Raises what `shard_names` raises."""
-    names = (CONFIG_NAME, *WEIGHT_NAMES, *sorted(folder.shard_names()))
+    names = (CONFIG_NAME, *WEIGHT_NAMES, *TEXT_NAMES, *sorted(folder.shard_names()))
     return [folder.path / name for name in names]
 
 

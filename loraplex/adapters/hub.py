@@ -21,6 +21,7 @@ from loraplex.adapters.files import (
     INDEX_NAME,
     NEW_EMBEDDINGS,
     SAFETENSORS_NAME,
+    TEXT_NAMES,
     WEIGHT_NAMES,
     AdapterFolder,
     read_files,
@@ -39,7 +40,7 @@ from loraplex.errors import (
 )
 
 HUB_PREFIX = "hf://"
-WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors", *NEW_EMBEDDINGS)
+WANTED = (CONFIG_NAME, SAFETENSORS_NAME, INDEX_NAME, "adapter_model-*.safetensors", *NEW_EMBEDDINGS, *TEXT_NAMES)
 REQUEST_TIMEOUT_S = 10.0
 CACHE_PREFIX = "models--"
 MAX_REFERENCE_BYTES = 1024

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loraplex.adapters.conversion import ModuleCost, cost_of, file_widths, part_shapes
 from loraplex.adapters.fields import FieldVerdict, Verdict, is_set
-from loraplex.adapters.files import AdapterFolder, TensorEntry
+from loraplex.adapters.files import TEXT_NAMES, AdapterFolder, TensorEntry
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import (
     BASE_WEIGHT,
@@ -54,7 +54,8 @@ class AdapterReport:
     ranks, scalings, dtypes: value -> number of modules (of tensors, for dtypes); `nbytes` of the tensors; digest "" if
     unreadable. kind: its peft_type, and whether that is served, converted at load or refused. parts: (number, bytes) of
     tensors by part. own: what is beyond LoRA on linears; vocabulary: where the adapter's ends, if its file says it.
-    served_ranks, served_nbytes: what is made of a converted adapter, in float32.
+    served_ranks, served_nbytes: what is made of a converted adapter, in float32. text_files: those about the text of
+    its requests, which are read with the base's tokenizer alone, at a load.
     """
 
     path: str
@@ -77,6 +78,7 @@ class AdapterReport:
     weight_file: str = ""
     adapter_digest: str = ""
     is_checked_against_base: bool = False
+    text_files: tuple[str, ...] = ()
 
     @property
     def is_honoured(self) -> bool:
@@ -118,6 +120,7 @@ class AdapterReport:
             ("served as", served if self.served_ranks else ""),
             ("scaling", counts(self.scalings, "modules")),
             ("modules", ", ".join(sorted({module.rpartition(".")[2] for module in self.modules}))),
+            ("text of its requests", ", ".join(self.text_files)),
             ("digest", self.adapter_digest),
         ]
 
@@ -358,4 +361,5 @@ def _report(
         scalings=facts.scalings,
         served_ranks=served_ranks,
         served_nbytes=sum(cost.nbytes for cost in facts.costs.values()),
+        text_files=tuple(name for name in TEXT_NAMES if (Path(path) / name).is_file()),
     )

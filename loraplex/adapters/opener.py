@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapters.files import AdapterFolder
 from loraplex.adapters.format import PEFTHelper
-from loraplex.adapters.registry import OpenedAdapter
+from loraplex.adapters.registry import AdapterText, OpenedAdapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.weights import CheckedReader, LoRAModel
 from loraplex.core import AdapterSpec
 from loraplex.errors import shortened
 
 
+def no_text(folder: AdapterFolder, vocab_size: int | None) -> AdapterText | None:
+    """Nothing but where the vocabulary ends."""
+    return None if vocab_size is None else AdapterText.of({"vocab_size": vocab_size})
+
+
 @dataclass(frozen=True)
 class AdapterOpener:
-    """Opens adapters for one base model, whose reader it has. Raises AdapterLoadError and its kin."""
+    """Opens adapters for one base model, whose reader it has. Raises AdapterLoadError and its kin.
+
+    read_text: what an adapter's directory says about text, by its folder and where its vocabulary ends.
+    """
 
     source: AdapterSource
     reader: CheckedReader
+    read_text: Callable[[AdapterFolder, int | None], AdapterText | None] = no_text
 
     def open(self, path_or_id: str) -> OpenedAdapter:
         """Fetch, read and validate; the weights are let go again: the engine reads them for itself."""
         directory = str(self.source.fetch(path_or_id))
-        model = read_adapter(directory, shortened(path_or_id), self.source, self.reader)
-        return OpenedAdapter(directory, model.adapter_digest, model.nbytes, model.rank)
+        name = shortened(path_or_id)
+        model = read_adapter(directory, name, self.source, self.reader)
+        folder = AdapterFolder(Path(directory), name, self.source.roots_of(Path(directory)))
+        text = self.read_text(folder, model.vocab_size)
+        return OpenedAdapter(directory, model.adapter_digest, model.nbytes, model.rank, text)
 
 
 def read_adapter(path: str, adapter_name: str, source: AdapterSource, reader: CheckedReader) -> LoRAModel:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.conversion import Converter, are_equal, converter_of, with_tokens
-from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, AdapterFolder, read_files
+from loraplex.adapters.files import BIN_NAME, MIN_TENSORS, TEXT_NAMES, AdapterFolder, read_files
 from loraplex.adapters.format import PEFTHelper
 from loraplex.adapters.kinds import MAX_PARTS, PARTS, SHARED, Kind, TensorName
 from loraplex.adapters.own import Equal, OwnPart, OwnParts
@@ -313,7 +313,7 @@ class CheckedReader:
 def _bytes_to_read(folder: AdapterFolder) -> int:
     """At most, by the sizes of the files; those of .bin are in memory as a file, as a zip and as tensors."""
     nbytes = 0
-    for path in read_files(folder):
+    for path in (each for each in read_files(folder) if each.name not in TEXT_NAMES):
         with suppress(OSError):
             nbytes += os.stat(path).st_size * (BIN_COPIES if path.name == BIN_NAME else 1)
     return nbytes

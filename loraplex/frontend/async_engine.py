@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ from loraplex.performance.profile import LoraProfile
 from loraplex.performance.report import LoraPerformanceReport
 from loraplex.performance.requests import ServiceTargets
 from loraplex.text.processor import PreparedRequest
+from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -128,6 +130,7 @@ class AsyncEngine(AdapterVerbs):
         self._verbs = ThreadPoolExecutor(NUM_VERB_THREADS, thread_name_prefix="adapter-verb")
         self._views = ThreadPoolExecutor(NUM_VIEW_THREADS, thread_name_prefix="adapter-view")
         self._restores = ThreadPoolExecutor(1, thread_name_prefix="adapter-restore")  # never behind verbs that wait
+        self._at_end = ExitStack()
         # Set by start(), once the model is known.
         self.model_info: ModelInfo
         self._front: Front
@@ -135,6 +138,10 @@ class AsyncEngine(AdapterVerbs):
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._front.tokenizer
+
+    def text_of(self, ref: LoRARef | None) -> RequestText:
+        """What reads and writes the requests of an adapter's version; None: of the base model."""
+        return self._front.text_of(ref)
 
     @property
     def registry(self) -> LoRARegistry | None:
@@ -193,6 +200,7 @@ class AsyncEngine(AdapterVerbs):
             journal=self._journal,
             on_change=self._on_registry_change,
         )
+        self._at_end.callback(self._front.texts.close)
 
     def _on_registry_change(self, kind: EventKind, name: str, text: str, details: Mapping[str, Detail]) -> None:
         """A verb's thread tells what it did."""
@@ -243,6 +251,7 @@ class AsyncEngine(AdapterVerbs):
                 lora_request=lora_request,
                 cache_salt=cache_salt,
                 add_special_tokens=add_special_tokens,
+                text=self._front.text_for(refs),
             )
             stream = self._submit(prepared, refs)
         except BaseException:
@@ -431,6 +440,7 @@ class AsyncEngine(AdapterVerbs):
             await engine.stop()
         for threads in (self._verbs, self._views, self._restores):
             threads.shutdown(wait=False, cancel_futures=True)
+        self._at_end.close()
         if self._journal is not None:
             await asyncio.to_thread(self._journal.close)
 

@@ -22,7 +22,9 @@ from loraplex.core import (
     mix_digest,
 )
 from loraplex.errors import InvalidRequestError, LoraDisabledError
+from loraplex.text.adapter_text import AdapterTexts
 from loraplex.text.processor import AdapterRef, InputProcessor, ModelLimits, OutputProcessor
+from loraplex.text.request_text import RequestText, read_generation_defaults
 from loraplex.text.tokenizer import Tokenizer, read_eos_token_ids
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,22 @@ class Front:
     """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off."""
 
     served_model_name: str
-    tokenizer: Tokenizer | None
     inputs: InputProcessor
     outputs: OutputProcessor
     registry: LoRARegistry | None
+    texts: AdapterTexts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.text_of(None).tokenizer
+
+    def text_of(self, ref: LoRARef | None) -> RequestText:
+        """What reads and writes the requests of a version; None: of the base model."""
+        return self.texts.of(None if ref is None else ref.text)
+
+    def text_for(self, refs: Sequence[LoRARef]) -> RequestText:
+        """Of a request's adapters: a mix is read and written as the base is."""
+        return self.text_of(refs[0] if len(refs) == 1 else None)
 
     def registry_or_refuse(self) -> LoRARegistry:
         if self.registry is None:
@@ -123,13 +137,20 @@ def make_front(
     journal, on_change, abort_grace_s: as in `LoRARegistry`.
     """
     # These bring in torch: a second, spent while an engine process starts.
-    from loraplex.adapters.opener import AdapterOpener
+    from loraplex.adapters.opener import AdapterOpener, no_text
     from loraplex.adapters.weights import CheckedReader
 
-    tokenizer, eos_token_ids = open_tokenizer(config.tokenizer or info.model_path)
+    directory, has_defaults = config.tokenizer or info.model_path, config.generation_config == "auto"
+    tokenizer, eos_token_ids = open_tokenizer(directory)
+    defaults = read_generation_defaults(info.model_path) if has_defaults else {}
+    texts = AdapterTexts(RequestText(tokenizer, info.vocab_size, eos_token_ids, defaults), directory, has_defaults)
     registry = None
     if config.lora is not None and store is not None:
-        opener = AdapterOpener(AdapterSource(config.root_paths), CheckedReader(info.targets, config.lora))
+        reader, read_text = (
+            CheckedReader(info.targets, config.lora),
+            texts.read if config.lora.adapter_text else no_text,
+        )
+        opener = AdapterOpener(AdapterSource(config.root_paths), reader, read_text)
         names = {served_model_name, *base_names}
         registry = LoRARegistry(
             store,
@@ -144,10 +165,10 @@ def make_front(
         )
     return Front(
         served_model_name,
-        tokenizer,
         InputProcessor(tokenizer, ModelLimits(info.vocab_size, info.max_model_len), eos_token_ids),
         OutputProcessor(tokenizer),
         registry,
+        texts,
     )
 
 

@@ -40,16 +40,17 @@ from loraplex.events import Detail, EngineEvent, EventKind
 from loraplex.frontend.event_hub import EventBatch, EventHub
 from loraplex.frontend.frontend import adapter_ref, choice_of, lora_requests_of, make_front
 from loraplex.frontend.llm_arguments import (
+    Asked,
     LoRAInput,
     MakeBar,
     Messages,
     PromptInput,
     adapter_or_mix,
-    adapters_for,
+    asked_for,
     config_of,
     listed_prompts,
-    one_each,
     progress_bar,
+    rendered_chat,
     single_prompt,
 )
 from loraplex.frontend.lora_profiling import address_of, check_not_profiling, check_profiling, footprints_of, kernels_of
@@ -68,9 +69,6 @@ STALLED_WAIT_S = 0.05
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_Asked = tuple[str | Sequence[int], SamplingParams, LoRARequest | LoRAMix | None, bool]
-"""A prompt, how to sample, its adapter or mix, and whether the tokenizer adds special tokens."""
 
 
 def in_turn(method: Callable[Concatenate[LLM, P], T]) -> Callable[Concatenate[LLM, P], T]:
@@ -157,14 +155,19 @@ class LLM:
             if not self._is_closed:
                 self._is_closed = True
                 self.engine.close()
+                self._front.texts.close()
                 wait_until_saved()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self._front.tokenizer
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self._front.tokenizer
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Tokenizer | None:
+        """The base model's, or that of an adapter, which is loaded if it is not there."""
+        if lora_request is None:
+            return self._front.tokenizer
+        self.add_lora(lora_request)
+        return self._front.text_of(self._front.registry_or_refuse().resolve(lora_request.lora_name)).tokenizer
 
     # --------------------------------------------------------------------------------------------------------- generate
 
@@ -189,11 +192,7 @@ class LLM:
         use_tqdm: True shows a progress bar, and `tqdm` (or what is called as it is) makes its own.
         """
         listed = listed_prompts(prompts)
-        params = one_each(sampling_params, len(listed), "sampling_params", SamplingParams)
-        adapters = adapters_for(lora_request, len(listed))
-        requests = zip(listed, params, adapters, strict=True)
-        asked = [(prompt, chosen or SamplingParams(), adapter, True) for prompt, chosen, adapter in requests]
-        return self._run(asked, cache_salt, use_tqdm)
+        return self._run(asked_for(listed, sampling_params, lora_request, True), cache_salt, use_tqdm)
 
     @in_turn
     def chat(
@@ -206,24 +205,15 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | MakeBar = False,
     ) -> list[RequestOutput]:
-        """Answer conversations: one (a list of messages) or several. The model's chat template makes the prompts."""
-        if self.tokenizer is None:
-            raise InvalidRequestError("chat needs a tokenizer with a chat template, and this model has none")
+        """Answer conversations: one (a list of messages) or several.
+
+        The chat template of each one's adapter makes the prompt, or the model's where the adapter has none.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [
-            self.tokenizer.apply_chat_template(
-                cast(Messages, conversation),
-                add_generation_prompt=add_generation_prompt,
-                template_kwargs=dict(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        params = one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
-        adapters = adapters_for(lora_request, len(prompts))
+        variables, ends = dict(chat_template_kwargs or {}), add_generation_prompt
+        prompts = [partial(rendered_chat, cast(Messages, each), ends, variables) for each in conversations]
         # The template writes the special tokens itself.
-        requests = zip(prompts, params, adapters, strict=True)
-        asked = [(prompt, chosen or SamplingParams(), adapter, False) for prompt, chosen, adapter in requests]
-        return self._run(asked, "", use_tqdm)
+        return self._run(asked_for(prompts, sampling_params, lora_request, False), "", use_tqdm)
 
     # ----------------------------------------------------------------------------------------------- request by request
 
@@ -246,8 +236,8 @@ class LLM:
         adapter = adapter_or_mix(lora_request)
         self._load_each([adapter])
         try:
-            chosen = sampling_params or SamplingParams()
-            prepared = self._prepare((single_prompt(prompt), chosen, adapter, True), refs, cache_salt, request_id)
+            asked = (single_prompt(prompt), sampling_params, adapter, True)
+            prepared = self._prepare(asked, refs, cache_salt, request_id)
             self._front.outputs.add(prepared)
             self._queue(prepared)
         except BaseException:
@@ -309,7 +299,7 @@ class LLM:
 
     # -------------------------------------------------------------------------------------------------------- the steps
 
-    def _run(self, requests: Sequence[_Asked], cache_salt: str, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
+    def _run(self, requests: Sequence[Asked], cache_salt: str, use_tqdm: bool | MakeBar) -> list[RequestOutput]:
         if self._submitted:
             raise InvalidRequestError(
                 f"{len(self._submitted)} submitted requests have not ended: step until they have, or abort them, then "
@@ -331,20 +321,22 @@ class LLM:
             self.add_lora(lora_request)
 
     def _prepare(
-        self, asked: _Asked, refs: list[LoRARef], cache_salt: str, request_id: str | None = None
+        self, asked: Asked, refs: list[LoRARef], cache_salt: str, request_id: str | None = None
     ) -> PreparedRequest:
         prompt, params, lora_request, add_special_tokens = asked
         choice = choice_of(lora_request)
         acquired = self._front.acquire(choice)
         refs += acquired
+        text = self._front.text_for(acquired)
         return self._front.inputs.prepare(
             f"request-{next(self._request_ids)}" if request_id is None else request_id,
-            prompt,
-            params,
+            prompt(text.tokenizer) if callable(prompt) else prompt,
+            params or text.default_params(),
             adapter=adapter_ref(acquired, choice),
             lora_request=lora_request,
             cache_salt=cache_salt,
             add_special_tokens=add_special_tokens,
+            text=text,
         )
 
     def _queue(self, prepared: PreparedRequest) -> None:

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from loraplex.config import EngineConfig, LoRAConfig
-from loraplex.core import LoRAMix, LoRARequest
+from loraplex.core import LoRAMix, LoRARequest, SamplingParams
 from loraplex.errors import ConfigError, InvalidRequestError
 from loraplex.frontend.frontend import choice_of
 from loraplex.memory.eviction.custom import place_of
+from loraplex.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -25,6 +26,12 @@ LoRAInput = LoRARequest | Sequence[tuple[LoRARequest, float]] | None
 
 MakeBar = Callable[..., Any]
 """`tqdm`, or what takes its `total` and `desc` and returns what has its `update(n)` and `close()`."""
+
+PromptMaker = Callable[[Tokenizer | None], str]
+"""What makes a prompt with the tokenizer of its adapter."""
+
+Asked = tuple[str | Sequence[int] | PromptMaker, SamplingParams | None, LoRARequest | LoRAMix | None, bool]
+"""A prompt; how to sample, None: by the defaults of its adapter; adapter or mix; whether special tokens are added."""
 
 FIXED_SETTINGS: Mapping[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, "an engine runs on one device"),
@@ -83,6 +90,17 @@ def single_prompt(prompt: PromptInput) -> str | Sequence[int]:
     raise InvalidRequestError(f"a prompt is a string or a list of token ids, got {type(prompt).__name__}")
 
 
+def rendered_chat(
+    messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> str:
+    """The prompt of one conversation."""
+    if tokenizer is None:
+        raise InvalidRequestError("chat needs a tokenizer with a chat template, and this model has none")
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=add_generation_prompt, template_kwargs=variables
+    )
+
+
 def one_each(given: T | Sequence[T | None] | None, count: int, name: str, kind: type[T]) -> list[T | None]:
     """One for all, or one per prompt. Raises InvalidRequestError (a ValueError) when the lengths differ."""
     if given is None or isinstance(given, kind):
@@ -129,6 +147,19 @@ def _is_mix(given: Any) -> bool:
 def _is_weighted(given: Any) -> bool:
     is_pair = isinstance(given, list | tuple) and len(given) == 2
     return is_pair and isinstance(given[0], LoRARequest) and type(given[1]) in (int, float)
+
+
+def asked_for(
+    prompts: Sequence[str | Sequence[int] | PromptMaker],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    lora_request: LoRAInput | Sequence[LoRAInput],
+    add_special_tokens: bool,
+) -> list[Asked]:
+    """Raises InvalidRequestError when the lengths differ."""
+    params = one_each(sampling_params, len(prompts), "sampling_params", SamplingParams)
+    adapters = adapters_for(lora_request, len(prompts))
+    requests = zip(prompts, params, adapters, strict=True)
+    return [(prompt, chosen, adapter, add_special_tokens) for prompt, chosen, adapter in requests]
 
 
 # ------------------------------------------------------------------------------------------------------- a progress bar

@@ -133,7 +133,8 @@ class AdapterCard(msgspec.Struct, frozen=True):
     """One adapter. `bytes` are those of its weights where they are now; times are Unix seconds.
 
     references: requests that run on this version; draining: other versions that requests still run on;
-    alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; versions: the
+    alias_of: the adapter that answers for this name since a switch; loads, requests: of all versions; brings: what its
+    requests are read and written with beside the base's (tokenizer, chat_template, generation_config); versions: the
     newest first.
     """
 
@@ -158,6 +159,7 @@ class AdapterCard(msgspec.Struct, frozen=True):
     error: str | None
     loads: int
     requests: int
+    brings: tuple[str, ...]
     versions: tuple[VersionCard, ...]
 
     @classmethod
@@ -185,6 +187,7 @@ class AdapterCard(msgspec.Struct, frozen=True):
             error=info.error,
             loads=info.num_loads,
             requests=info.num_requests,
+            brings=() if ref.text is None else ref.text.brings,
             versions=tuple(map(VersionCard.of, info.versions)),
         )
 
@@ -208,6 +211,7 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
     lora_int_id: int | None
     alias_of: str | None
     aliases: tuple[str, ...]
+    brings: tuple[str, ...]
     versions: tuple[BriefVersionCard, ...]
 
     @classmethod
@@ -215,7 +219,15 @@ class BriefAdapterCard(msgspec.Struct, frozen=True):
         card = AdapterCard.of(info)
         versions = tuple(BriefVersionCard(each.version, each.digest, each.rank, each.state) for each in card.versions)
         return cls(
-            card.name, card.version, card.digest, card.rank, card.lora_int_id, card.alias_of, card.aliases, versions
+            name=card.name,
+            version=card.version,
+            digest=card.digest,
+            rank=card.rank,
+            lora_int_id=card.lora_int_id,
+            alias_of=card.alias_of,
+            aliases=card.aliases,
+            brings=card.brings,
+            versions=versions,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import CompletionOutput, RequestOutput
-from loraplex.server.engine_surface import TokenizerSurface
+from loraplex.server.engine_surface import tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from loraplex.server.responses import (
@@ -29,10 +29,10 @@ from loraplex.server.streaming import sse
 class ChatRenderer:
     """One request's answer: one prompt, `n` choices."""
 
-    def __init__(self, request: ChatCompletionRequest, generation: Generation, tokenizer: TokenizerSurface) -> None:
+    def __init__(self, request: ChatCompletionRequest, generation: Generation) -> None:
         self._request = request
         self._generation = generation
-        self._texts = TokenTexts(tokenizer, request.return_tokens_as_token_ids)
+        self._texts = TokenTexts(tokenizer_of(generation.items[0].target.text), request.return_tokens_as_token_ids)
         self._cursors = [Cursor() for _ in range(request.n)]
         self._usage = UsageCounter(shows_cached=generation.shows_cached_tokens)
 

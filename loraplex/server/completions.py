@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import CompletionOutput, FinishReason, RequestOutput
-from loraplex.server.engine_surface import TokenizerSurface
+from loraplex.server.engine_surface import TokenizerSurface, tokenizer_of
 from loraplex.server.generation import Cursor, Delta, Generation
 from loraplex.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
 from loraplex.server.responses import (
@@ -26,11 +26,9 @@ from loraplex.server.streaming import sse
 class CompletionRenderer:
     """One request's answer. Choice i of prompt p has index p * n + i."""
 
-    def __init__(self, request: CompletionRequest, generation: Generation, tokenizer: TokenizerSurface) -> None:
+    def __init__(self, request: CompletionRequest, generation: Generation) -> None:
         self._request = request
         self._generation = generation
-        self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer, request.return_tokens_as_token_ids)
         self._cursors: dict[int, Cursor] = {}
         self._decoded: dict[int, str] = {}
         self._usage = UsageCounter(request.is_echo_only, shows_cached=generation.shows_cached_tokens)
@@ -85,7 +83,7 @@ class CompletionRenderer:
         request, cursor = self._request, self._cursor(prompt_index, completion)
         delta = self._delta(prompt_index, output, completion, cursor)
         wants_ids, is_first = request.return_token_ids, delta.is_first
-        logprobs = self._logprobs(delta, cursor)
+        logprobs = self._logprobs(prompt_index, delta, cursor)
         if logprobs is not None and logprobs.tokens:
             cursor.text_offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return CompletionChoice(
@@ -109,14 +107,19 @@ class CompletionRenderer:
         if text is None:
             text = self._decoded.get(prompt_index)
         if text is None:  # once for all choices
-            text = self._decoded[prompt_index] = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            tokenizer = self._tokenizer(prompt_index)
+            text = self._decoded[prompt_index] = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         echoed = Delta(text, prompt.token_ids, output.prompt_logprobs, is_first=True)
         return echoed if self._request.is_echo_only else echoed.followed_by(delta)
 
-    def _logprobs(self, delta: Delta, cursor: Cursor) -> CompletionLogprobs | None:
+    def _tokenizer(self, prompt_index: int) -> TokenizerSurface:
+        return tokenizer_of(self._generation.items[prompt_index].target.text)
+
+    def _logprobs(self, prompt_index: int, delta: Delta, cursor: Cursor) -> CompletionLogprobs | None:
         if self._request.logprobs is None or delta.logprobs is None:
             return None
-        return completion_logprobs(delta.token_ids, delta.logprobs, self._texts, cursor.text_offset)
+        texts = TokenTexts(self._tokenizer(prompt_index), self._request.return_tokens_as_token_ids)
+        return completion_logprobs(delta.token_ids, delta.logprobs, texts, cursor.text_offset)
 
     def _prompt_logprobs(self, output: RequestOutput) -> PromptLogprobs | UnsetType:
         if self._request.prompt_logprobs is None or output.prompt_logprobs is None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
+from loraplex.core import AdapterChoice
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
 from loraplex.server.config import ServerConfig
 from loraplex.server.connections import Connections
-from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
+from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.event_streams import EventStreams
 from loraplex.server.generation import Generator, InFlight
 from loraplex.server.listener import max_connections
 from loraplex.server.metrics_page import MetricsPage
-from loraplex.server.model_names import ModelNames
+from loraplex.server.model_names import ModelNames, Target
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.pacing import Turns
 from loraplex.server.prompts import PromptEncoder
@@ -28,7 +30,6 @@ NUM_ANSWER_THREADS = 2
 class ServerContext:
     engine: EngineSurface
     config: ServerConfig
-    tokenizer: TokenizerSurface
     names: ModelNames
     bodies: BodyReader
     prompts: PromptEncoder
@@ -43,9 +44,14 @@ class ServerContext:
     answer_turns: Turns
     keys: KeyRing
 
+    async def target_of(self, adapter: AdapterChoice, client: str) -> Target:
+        """In a thread where an adapter's tokenizer may have to be made first, which takes tens of milliseconds."""
+        if self.names.brings_text(adapter):
+            return await self.views.run(client, partial(self.names.target_of, adapter), 0)
+        return self.names.target_of(adapter)
+
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
-        tokenizer = tokenizer_of(engine)
         in_flight = InFlight(engine, config.max_waiting_tokens)
         names = ModelNames(engine, config.served_model_names, int(time.time()))
         connections = Connections(config, max_connections(config))
@@ -54,7 +60,6 @@ class ServerContext:
         return cls(
             engine=engine,
             config=config,
-            tokenizer=tokenizer,
             names=names,
             bodies=BodyReader(
                 off_loop,
@@ -62,7 +67,7 @@ class ServerContext:
                 engine.model_info.max_model_len,
                 is_strict=config.strict_fields,
             ),
-            prompts=PromptEncoder(tokenizer, engine.model_info, off_loop),
+            prompts=PromptEncoder(engine.model_info, off_loop),
             in_flight=in_flight,
             generator=Generator(engine, in_flight, metrics_page.histograms),
             metrics_page=metrics_page,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from loraplex.adapters.registry import LoRARegistry
+from loraplex.adapters.registry import LoRARef, LoRARegistry
 from loraplex.core import AdapterChoice, RequestOutput, SamplingParams
 from loraplex.errors import InvalidRequestError
 from loraplex.frontend.event_hub import EventHub
@@ -38,6 +38,31 @@ class TokenizerSurface(Protocol):
     ) -> str: ...
 
 
+class TextSurface(Protocol):
+    """What reads and writes the requests of the base model, or of a version of an adapter: `text.RequestText`."""
+
+    @property
+    def tokenizer(self) -> TokenizerSurface | None: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Sampling parameters of a request that does not say them."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Empty unless an adapter brings something of its own."""
+        ...
+
+    @property
+    def renders_apart(self) -> bool:
+        """Whether a chat is rendered in another process, for which the event loop must not wait."""
+        ...
+
+
 class ModelInfoSurface(Protocol):
     @property
     def served_model_name(self) -> str: ...
@@ -66,8 +91,9 @@ class HealthSurface(Protocol):
 class EngineSurface(Protocol):
     """`registry` is None when LoRA is off. Verbs raise errors of errors.py."""
 
-    @property
-    def tokenizer(self) -> TokenizerSurface | None: ...
+    def text_of(self, ref: LoRARef | None) -> TextSurface:
+        """Of a version of an adapter; None: of the base model."""
+        ...
 
     @property
     def model_info(self) -> ModelInfoSurface: ...
@@ -158,5 +184,5 @@ class _NoTokenizer:
         )
 
 
-def tokenizer_of(engine: EngineSurface) -> TokenizerSurface:
-    return _NoTokenizer() if engine.tokenizer is None else engine.tokenizer
+def tokenizer_of(text: TextSurface) -> TokenizerSurface:
+    return _NoTokenizer() if text.tokenizer is None else text.tokenizer

@@ -27,6 +27,7 @@ from loraplex.errors import (
 )
 from loraplex.server.engine_surface import EngineSurface
 from loraplex.server.latency import LatencyHistograms
+from loraplex.server.model_names import Target
 from loraplex.server.pacing import Turns
 from loraplex.server.streaming import merge
 
@@ -53,14 +54,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationItem:
-    """A prompt for an adapter, or a mix (None: the base).
-
-    `engine_request_id` is the server's: clients' ids never collide.
-    """
+    """A prompt for an adapter, a mix, or the base. `engine_request_id` is the server's: clients' ids never collide."""
 
     prompt: Prompt
-    adapter: AdapterChoice
+    target: Target
     engine_request_id: str
+    params: SamplingParams
+
+    @property
+    def adapter(self) -> AdapterChoice:
+        return self.target.adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,6 @@ class Generation:
     created: int
     model: str
     items: tuple[GenerationItem, ...]
-    params: SamplingParams
     cache_salt: str = ""
     shows_cached_tokens: bool = True
     hides_paths: bool = False
@@ -205,7 +207,7 @@ class Generator:
     async def _outputs(self, item: GenerationItem, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         is_finished = False
         clock = self._histograms.clock()
-        if len(generation.items) * generation.params.n > 1:
+        if len(generation.items) * item.params.n > 1:
             await self._begins.next()  # a prompt of 128 completions takes 8 ms: one at a time, of all requests
         if self._in_flight.is_closing:
             raise _shutting_down()
@@ -213,9 +215,9 @@ class Generator:
             raise generation.deadline.error()
         source = self._engine.generate(
             item.prompt.token_ids,
-            generation.params,
+            item.params,
             item.engine_request_id,
-            model=item.adapter,
+            model=item.target.address,
             cache_salt=generation.cache_salt,
         )
         with self._in_flight.track(item.engine_request_id, len(item.prompt.token_ids), generation.deadline):

@@ -21,6 +21,7 @@ from loraplex.server.completions import CompletionRenderer
 from loraplex.server.context import ServerContext
 from loraplex.server.generation import CHARS_A_TOKEN, Deadline, Generation, GenerationItem, Prompt
 from loraplex.server.listing import PageQuery, encode_list
+from loraplex.server.model_names import Target
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import OF_GENERATION, operation
 from loraplex.server.request_id import new_request_id
@@ -96,22 +97,26 @@ class OpenAIRoutes:
         # before any work: while the engine starts again, failing requests must cost little
         context.engine.check_can_serve()
         body = await context.bodies.read(request, CompletionRequest)
-        params = body.to_sampling_params()
         num_prompts = len(body.prompt) if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else 1
         self._check_num_sequences(num_prompts, body.n)
-        params.check_logprobs(num_prompts * body.n)
         adapters = self._adapters_of(body, num_prompts)
         client = client_of(request)
-        prompts = await context.prompts.from_field(body.prompt, body.add_special_tokens, params.max_tokens, client)
+        targets = {each: await context.target_of(each, client) for each in dict.fromkeys(adapters)}
+        params = {each: body.to_sampling_params(target.text.defaults) for each, target in targets.items()}
+        for each in params.values():
+            each.check_logprobs(num_prompts * body.n)
+        limits = [body.limit(target.text.defaults) for target in targets.values()]
+        limit = None if None in limits else limits[0]
+        texts = [targets[each].text for each in adapters]
+        prompts = await context.prompts.from_field(body.prompt, texts, body.add_special_tokens, limit, client)
         num_written = body.n * sum(len(prompt.token_ids) for prompt in prompts)  # each choice says its prompt again
-        params.check_prompt_logprobs(num_written)
+        next(iter(params.values())).check_prompt_logprobs(num_written)
         if body.echo or body.return_token_ids:
             size = body.n * sum(prompt.size for prompt in prompts)
             _check_repeated("echo" if body.echo else "return_token_ids", body.n, size)
-        generation = self._generation("cmpl", request, body, params, prompts, adapters, arrived_s)
-        return await self._respond(
-            request, generation, CompletionRenderer(body, generation, context.tokenizer), body.stream
-        )
+        wanted = [(prompt, targets[each], params[each]) for prompt, each in zip(prompts, adapters, strict=True)]
+        generation = self._generation("cmpl", request, body, wanted, arrived_s)
+        return await self._respond(request, generation, CompletionRenderer(body, generation), body.stream)
 
     @requires(Access.KEY)
     async def chat(self, request: Request) -> Response:
@@ -119,17 +124,19 @@ class OpenAIRoutes:
         context, arrived_s = self._context, time.monotonic()
         context.engine.check_can_serve()
         body = await context.bodies.read(request, ChatCompletionRequest)
-        params = body.to_sampling_params()
         self._check_num_sequences(1, body.n)
-        params.check_logprobs(body.n)
+        client = client_of(request)
         adapter = context.names.choice_of(body.model, body.lora_path, body.mix)
-        prompt = await context.prompts.from_chat(body, client_of(request))
+        target = await context.target_of(adapter, client)
+        params = body.to_sampling_params(target.text.defaults)
+        params.check_logprobs(body.n)
+        prompt = await context.prompts.from_chat(body, target.text, client)
         limit_field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-        context.prompts.check(prompt, params.max_tokens, "messages", limit_field)
+        context.prompts.check(prompt, target.text, body.limit, "messages", limit_field)
         if body.return_token_ids and body.stream:
             _check_repeated("return_token_ids", body.n, body.n * len(prompt.token_ids))
-        generation = self._generation("chatcmpl", request, body, params, [prompt], [adapter], arrived_s)
-        return await self._respond(request, generation, ChatRenderer(body, generation, context.tokenizer), body.stream)
+        generation = self._generation("chatcmpl", request, body, [(prompt, target, params)], arrived_s)
+        return await self._respond(request, generation, ChatRenderer(body, generation), body.stream)
 
     @requires(Access.KEY)
     async def list_models(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
@@ -170,25 +177,22 @@ class OpenAIRoutes:
         prefix: str,
         request: Request,
         body: SamplingFields,
-        params: SamplingParams,
-        prompts: Sequence[Prompt],
-        adapters: Sequence[AdapterChoice],
+        wanted: Sequence[tuple[Prompt, Target, SamplingParams]],
         arrived_s: float,
     ) -> Generation:
         response_id = f"{prefix}-{body.request_id or request.state.request_id}"
         unique = new_request_id()[:16]
-        pairs = enumerate(zip(prompts, adapters, strict=True))
         items = tuple(
-            GenerationItem(prompt, adapter, f"{response_id}-{unique}-{index}") for index, (prompt, adapter) in pairs
+            GenerationItem(prompt, target, f"{response_id}-{unique}-{index}", params)
+            for index, (prompt, target, params) in enumerate(wanted)
         )
-        choices = set(adapters)
+        choices = {item.adapter for item in items}
         _log.debug("%s: adapters %s, user %r", response_id, choices, body.label)
         return Generation(
             response_id=response_id,
             created=int(time.time()),
-            model=self._context.names.answer_name(body.model, adapters[0] if len(choices) == 1 else None),
+            model=self._context.names.answer_name(body.model, items[0].adapter if len(choices) == 1 else None),
             items=items,
-            params=params,
             cache_salt=caller_of(request).owner + (body.cache_salt or ""),
             hides_paths=not caller_of(request).is_admin,
             shows_cached_tokens=self._context.config.shows_cached_tokens,

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from loraplex.errors import PromptTooLongError
 from loraplex.server.api_error import ApiError
 from loraplex.server.body import check_num_values
-from loraplex.server.engine_surface import ModelInfoSurface, TokenizerSurface
+from loraplex.server.engine_surface import ModelInfoSurface, TextSurface, tokenizer_of
 from loraplex.server.generation import Prompt
 from loraplex.server.off_loop import OffLoop
 from loraplex.server.request_model import bounded_json
@@ -38,17 +38,23 @@ MAX_COUNTED_IDS = 2**18
 
 
 class PromptEncoder:
-    """`client` of its methods is whose turn a long text takes."""
+    """`client` of its methods is whose turn a long text takes, `text` what the prompt's adapter reads it with."""
 
-    def __init__(self, tokenizer: TokenizerSurface, model_info: ModelInfoSurface, off_loop: OffLoop) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, model_info: ModelInfoSurface, off_loop: OffLoop) -> None:
         self._model_info = model_info
         self._off_loop = off_loop
 
     async def from_field(
-        self, field: str | Sequence[Any], add_special_tokens: bool, max_tokens: int | None, client: str
+        self,
+        field: str | Sequence[Any],
+        texts: Sequence[TextSurface],
+        add_special_tokens: bool,
+        max_tokens: int | None,
+        client: str,
     ) -> list[Prompt]:
         """The prompts of /v1/completions: a text, token ids, or a list of either, checked as `check` does.
+
+        texts: one for each of them.
 
         Raises ApiError for an empty list too. Each prompt is checked before the next becomes token ids.
         """
@@ -59,67 +65,58 @@ class PromptEncoder:
         self._check_all_chars(sum(len(item) for item in field if isinstance(item, str)))
         prompts: list[Prompt] = []
         for items in _batches(field):
+            some = texts[len(prompts) : len(prompts) + len(items)]
             if isinstance(items[0], str) and len(items[0]) > PIECE_CHARS:
                 long = await self._encoded(
-                    items[0], add_special_tokens, "prompt", self._model_info.max_model_len, client
+                    items[0], some[0], add_special_tokens, "prompt", self._model_info.max_model_len, client
                 )
-                self.check(long, max_tokens)
+                self.check(long, some[0], max_tokens)
                 prompts.append(long)
             else:
-                encode = functools.partial(self._prompts, items, add_special_tokens, max_tokens)
+                encode = functools.partial(self._prompts, items, some, add_special_tokens, max_tokens)
                 prompts += await self._run(encode, sum(map(len, items)), client)
         return prompts
 
-    def _prompts(self, items: Sequence[Any], add_special_tokens: bool, max_tokens: int | None) -> list[Prompt]:
+    def _prompts(
+        self, items: Sequence[Any], texts: Sequence[TextSurface], add_special_tokens: bool, max_tokens: int | None
+    ) -> list[Prompt]:
         prompts = []
-        for item in items:
+        for item, text in zip(items, texts, strict=True):
             if isinstance(item, str):
                 self._check_chars(len(item), "prompt")
-                prompts.append(self._prompt(item, add_special_tokens))
+                prompts.append(_prompt(item, text, add_special_tokens))
             else:
                 prompts.append(Prompt(tuple(item)))
-            self.check(prompts[-1], max_tokens)
+            self.check(prompts[-1], text, max_tokens)
         return prompts
 
-    async def from_text(self, text: str, add_special_tokens: bool, client: str) -> Prompt:
+    async def from_text(self, words: str, text: TextSurface, add_special_tokens: bool, client: str) -> Prompt:
         """One text of any length that may be counted."""
-        return await self._encoded(text, add_special_tokens, "prompt", self.max_counted_ids, client)
+        return await self._encoded(words, text, add_special_tokens, "prompt", self.max_counted_ids, client)
 
-    async def from_chat(self, chat: ChatFields, client: str, max_ids: int | None = None) -> Prompt:
-        """Messages through the model's chat template. Raises InvalidRequestError if there is none or it refuses."""
+    async def from_chat(self, chat: ChatFields, text: TextSurface, client: str, max_ids: int | None = None) -> Prompt:
+        """Messages through the chat template. Raises InvalidRequestError if there is none or it refuses."""
         num_chars = sum(map(_num_chars, chat.messages))
         self._check_chars(num_chars, "messages")
-        has_more = chat.tools or chat.documents or chat.chat_template_kwargs
+        has_more = chat.tools or chat.documents or chat.chat_template_kwargs or text.renders_apart
         is_long = has_more or len(chat.messages) > 64 or any(message.tool_calls for message in chat.messages)
-        render = functools.partial(self._rendered, chat)
-        text = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client)
+        render = functools.partial(_rendered, chat, text)
+        words = await self._run(render, max(num_chars, LONG_TEXT_CHARS + 1) if is_long else num_chars, client)
         max_ids = max_ids or self._model_info.max_model_len
-        return await self._encoded(text, chat.add_special_tokens, "messages", max_ids, client)
+        return await self._encoded(words, text, chat.add_special_tokens, "messages", max_ids, client)
 
     @property
     def max_counted_ids(self) -> int:
         return max(MAX_COUNTED_IDS, self._model_info.max_model_len)
 
-    def _rendered(self, chat: ChatFields) -> str:
-        _check_arguments(chat)
-        return self._tokenizer.apply_chat_template(
-            [_template_message(message) for message in chat.messages],
-            chat.tools or None,
-            chat.add_generation_prompt and not chat.continue_final_message,
-            chat.chat_template_kwargs,
-            documents=chat.documents or None,
-            continue_final_message=chat.continue_final_message,
-        )
-
-    async def _encoded(self, text: str, add_special_tokens: bool, field: str, max_ids: int, client: str) -> Prompt:
+    async def _encoded(
+        self, words: str, text: TextSurface, add_special_tokens: bool, field: str, max_ids: int, client: str
+    ) -> Prompt:
         """`field` is what the client sent it in: errors name it."""
-        self._check_chars(len(text), field)
-        if len(text) > max(PIECE_CHARS, USUAL_CHARS_PER_TOKEN * max_ids):
-            await self._count_in_pieces(text, field, max_ids, client)
-        return await self._run(functools.partial(self._prompt, text, add_special_tokens), len(text), client)
-
-    def _prompt(self, text: str, add_special_tokens: bool) -> Prompt:
-        return Prompt(tuple(self._tokenizer.encode(text, add_special_tokens)), text)
+        self._check_chars(len(words), field)
+        if len(words) > max(PIECE_CHARS, USUAL_CHARS_PER_TOKEN * max_ids):
+            await self._count_in_pieces(words, text, field, max_ids, client)
+        return await self._run(functools.partial(_prompt, words, text, add_special_tokens), len(words), client)
 
     def _check_chars(self, num_chars: int, field: str) -> None:
         longest = MAX_CHARS_PER_TOKEN * self._model_info.max_model_len
@@ -137,14 +134,14 @@ class PromptEncoder:
                 param="prompt",
             )
 
-    async def _count_in_pieces(self, text: str, field: str, max_ids: int, client: str) -> None:
+    async def _count_in_pieces(self, words: str, text: TextSurface, field: str, max_ids: int, client: str) -> None:
         """Refuse a text that is far too long as soon as that is certain: a token takes a hundred bytes of memory.
 
         A cut makes a few tokens more, so twice the limit is certain.
         """
-        num_ids = 0
-        for start in range(0, len(text), PIECE_CHARS):
-            encode = functools.partial(self._tokenizer.encode, text[start : start + PIECE_CHARS], False)
+        num_ids, tokenizer = 0, tokenizer_of(text)
+        for start in range(0, len(words), PIECE_CHARS):
+            encode = functools.partial(tokenizer.encode, words[start : start + PIECE_CHARS], False)
             num_ids += len(await self._run(encode, PIECE_CHARS, client))
             if num_ids > 2 * max_ids:
                 raise PromptTooLongError(
@@ -156,7 +153,12 @@ class PromptEncoder:
         return work() if num_chars <= LONG_TEXT_CHARS else await self._off_loop.run(client, work, num_chars)
 
     def check(
-        self, prompt: Prompt, max_tokens: int | None, field: str = "prompt", limit_field: str = "max_tokens"
+        self,
+        prompt: Prompt,
+        text: TextSurface,
+        max_tokens: int | None,
+        field: str = "prompt",
+        limit_field: str = "max_tokens",
     ) -> None:
         """Raises PromptTooLongError and ApiError with the value, the limit and the field: prompt or `max_tokens`."""
         num_prompt, limit = len(prompt.token_ids), self._model_info.max_model_len
@@ -170,10 +172,24 @@ class PromptEncoder:
                 param=field if num_prompt >= limit else limit_field,
             )
         largest = max(prompt.token_ids)
-        if largest >= self._model_info.vocab_size:
-            raise ApiError(
-                f"token id {largest} is not in the vocabulary, 0..{self._model_info.vocab_size - 1}", param=field
-            )
+        if largest >= text.vocab_size:
+            raise ApiError(f"token id {largest} is not in the vocabulary, 0..{text.vocab_size - 1}", param=field)
+
+
+def _prompt(words: str, text: TextSurface, add_special_tokens: bool) -> Prompt:
+    return Prompt(tuple(tokenizer_of(text).encode(words, add_special_tokens)), words)
+
+
+def _rendered(chat: ChatFields, text: TextSurface) -> str:
+    _check_arguments(chat)
+    return tokenizer_of(text).apply_chat_template(
+        [_template_message(message) for message in chat.messages],
+        chat.tools or None,
+        chat.add_generation_prompt and not chat.continue_final_message,
+        chat.chat_template_kwargs,
+        documents=chat.documents or None,
+        continue_final_message=chat.continue_final_message,
+    )
 
 
 def _batches(items: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -47,6 +47,10 @@ MAX_PARTS = 2**10
 MAX_TOOLS = 2**10
 MAX_DOCUMENTS = 2**12
 TRUE = {"const": True}
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Beside max_tokens: what generation_config.json of a model or an adapter may have another default of."""
+
+NO_DEFAULTS: Mapping[str, Any] = {}
 LONGEST_BODY = 2**40
 """As long as the server's `max_body_bytes`."""
 
@@ -284,15 +288,14 @@ class SamplingFields(RequestModel):
         return self.stream_options or StreamOptions()
 
     def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, defaults: Mapping[str, Any]
     ) -> SamplingParams:
         """Raises InvalidRequestError with all reasons when a value is out of its range."""
+        told = {name: getattr(self, name) for name in DEFAULTED}
+        told |= {name: defaults[name] for name in defaults.keys() & told.keys() - self.model_fields_set}
         return SamplingParams(
             n=self.n,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+            **told,
             seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
@@ -303,7 +306,6 @@ class SamplingFields(RequestModel):
             prompt_logprobs=prompt_logprobs,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias={_token_id(key): value for key, value in self.logit_bias.items()},
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -357,9 +359,16 @@ class CompletionRequest(SamplingFields):
         """`max_tokens=0`: the prompt and its logprobs are asked, and no new token."""
         return self.max_tokens == 0
 
-    def to_sampling_params(self) -> SamplingParams:
+    def limit(self, defaults: Mapping[str, Any]) -> int | None:
+        """`max_tokens` that a prompt must leave room for: None for a default of generation_config.json."""
+        return None if "max_tokens" in defaults and "max_tokens" not in self.model_fields_set else self.max_tokens
+
+    def to_sampling_params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """defaults: of the adapter, or the base, for fields that are not sent."""
         prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
-        return self.sampling_params(max(self.max_tokens, 1), self.logprobs, prompt_logprobs)
+        limit = self.limit(defaults)
+        max_tokens = defaults["max_tokens"] if limit is None else max(limit, 1)
+        return self.sampling_params(max_tokens, self.logprobs, prompt_logprobs, defaults)
 
 
 FreeObjects = Annotated[list[FreeObject], Field(max_length=MAX_TOOLS, fail_fast=True)]
@@ -512,9 +521,15 @@ class ChatCompletionRequest(SamplingFields, ChatFields):
     def label(self) -> str | None:
         return self.user if self.safety_identifier is None else self.safety_identifier
 
-    def to_sampling_params(self) -> SamplingParams:
-        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self.sampling_params(limit, self.top_logprobs if self.logprobs else None, self.prompt_logprobs)
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def to_sampling_params(self, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """defaults: of the adapter, or the base, for fields that are not sent."""
+        max_tokens = defaults.get("max_tokens") if self.limit is None else self.limit
+        logprobs = self.top_logprobs if self.logprobs else None
+        return self.sampling_params(max_tokens, logprobs, self.prompt_logprobs, defaults)
 
 
 class TokenizeTextRequest(RequestModel):

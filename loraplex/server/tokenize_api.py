@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from loraplex.server.access import Access, StrictRoute, requires
 from loraplex.server.api_error import ApiError
 from loraplex.server.context import ServerContext
+from loraplex.server.engine_surface import TextSurface, tokenizer_of
 from loraplex.server.generation import Prompt
 from loraplex.server.off_loop import client_of
 from loraplex.server.openapi import operation
@@ -21,7 +22,7 @@ FEW_IDS = 4096
 
 
 class TokenizeRoutes:
-    """`model` may be left out: adapters share the base model's tokenizer. A name that is sent must exist."""
+    """Without `model` it is the base model's text: an adapter may have tokens and a chat template of its own."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
@@ -40,35 +41,36 @@ class TokenizeRoutes:
         context = self._context
         client = client_of(request)
         body = await context.bodies.read_one_of(request, _kind_of, TokenizeTextRequest.limits)
-        self._check_name(body.model)
+        text = await self._text_of(body.model, client)
         if isinstance(body, TokenizeChatRequest):
-            prompt = await context.prompts.from_chat(body, client, context.prompts.max_counted_ids)
+            prompt = await context.prompts.from_chat(body, text, client, context.prompts.max_counted_ids)
         else:
-            prompt = await context.prompts.from_text(body.prompt, body.add_special_tokens, client)
-        if len(prompt.token_ids) <= FEW_IDS:
-            return self._reply(prompt, body.return_token_strs)
-        return await context.answers.run(client, partial(self._reply, prompt, body.return_token_strs), 0)
+            prompt = await context.prompts.from_text(body.prompt, text, body.add_special_tokens, client)
+        reply = partial(self._reply, prompt, text, body.return_token_strs)
+        return reply() if len(prompt.token_ids) <= FEW_IDS else await context.answers.run(client, reply, 0)
 
     @requires(Access.KEY)
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         context = self._context
         body = await context.bodies.read(request, DetokenizeRequest)
-        self._check_name(body.model)
-        vocab_size = context.engine.model_info.vocab_size
+        client = client_of(request)
+        text = await self._text_of(body.model, client)
+        vocab_size = text.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             raise ApiError(f"token id {max(body.tokens)} is not in the vocabulary, 0..{vocab_size - 1}", param="tokens")
-        decode = partial(context.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        text = decode() if len(body.tokens) <= FEW_IDS else await context.answers.run(client_of(request), decode, 0)
-        return Response(encode(Detokenized(text)), media_type="application/json")
+        decode = partial(tokenizer_of(text).decode, body.tokens, skip_special_tokens=False)
+        words = decode() if len(body.tokens) <= FEW_IDS else await context.answers.run(client, decode, 0)
+        return Response(encode(Detokenized(words)), media_type="application/json")
 
-    def _check_name(self, model: str | None) -> None:
-        if model is not None:
-            self._context.names.choice_of(model)
+    async def _text_of(self, model: str | None, client: str) -> TextSurface:
+        """A name that is sent must exist."""
+        adapter = None if model is None else self._context.names.choice_of(model)
+        return (await self._context.target_of(adapter, client)).text
 
-    def _reply(self, prompt: Prompt, wants_strings: bool) -> Response:
-        ids = list(prompt.token_ids)
-        strings = [self._context.tokenizer.token_text(each) for each in ids] if wants_strings else None
+    def _reply(self, prompt: Prompt, text: TextSurface, wants_strings: bool) -> Response:
+        ids, tokenizer = list(prompt.token_ids), tokenizer_of(text)
+        strings = [tokenizer.token_text(each) for each in ids] if wants_strings else None
         reply = Tokenized(len(ids), self._context.engine.model_info.max_model_len, ids, strings)
         return Response(encode(reply), media_type="application/json")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from loraplex.testing.fake_adapter_store import FakeAdapterStore
 from loraplex.testing.fake_completion import fake_logprobs
-from loraplex.testing.fake_engine import FakeAsyncEngine, FakeHealth, FakeModelInfo, FakeRequest
+from loraplex.testing.fake_engine import FakeAsyncEngine, FakeHealth, FakeModelInfo, FakeRequest, FakeText
 from loraplex.testing.fake_tokenizer import FakeTokenizer
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "FakeHealth",
     "FakeModelInfo",
     "FakeRequest",
+    "FakeText",
     "FakeTokenizer",
     "fake_logprobs",
 ]

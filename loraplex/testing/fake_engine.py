@@ -8,9 +8,9 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from loraplex.adapters.registry import LoRARegistry, OpenedAdapter
+from loraplex.adapters.registry import LoRARef, LoRARegistry, OpenedAdapter
 from loraplex.core import AdapterChoice, AdapterMix, LoRAMix, LoRARequest, RequestOutput, SamplingParams
 from loraplex.errors import (
     EngineDeadError,
@@ -49,6 +49,17 @@ class FakeModelInfo:
     vocab_size: int = FakeTokenizer.vocab_size
     dtype: str = "float32"
     backend: str = "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeText:
+    """What reads and writes requests; `texts` of an engine has those of adapters with one of their own, by name."""
+
+    tokenizer: FakeTokenizer | None
+    vocab_size: int = FakeTokenizer.vocab_size
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    renders_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,7 @@ class FakeAsyncEngine(AdapterVerbs):
         self.errors_by_path = dict(errors_by_path or {})
         self.token_delay_s = token_delay_s
         self.max_waiting_requests = max_waiting_requests
+        self.texts: dict[str, FakeText] = {}
         self.store = FakeAdapterStore(max_resident)
         self._registry = self._make_registry() if enable_lora else None
         self.requests: list[FakeRequest] = []
@@ -121,6 +133,10 @@ class FakeAsyncEngine(AdapterVerbs):
         self._has_given_up = asyncio.Event()
         for name, path in (adapters or {}).items():
             self._registry_or_refuse().load(name, path)
+
+    def text_of(self, ref: LoRARef | None) -> FakeText:
+        own = None if ref is None else self.texts.get(ref.adapter_name)
+        return own or FakeText(self.tokenizer, self.model_info.vocab_size)
 
     @property
     def registry(self) -> LoRARegistry | None:
@@ -198,7 +214,7 @@ class FakeAsyncEngine(AdapterVerbs):
         is_finished = False
         try:
             said = " + ".join(ref.adapter_name for ref in refs) or "base"
-            completions = self._completions(token_ids, params, said)
+            completions = self._completions(token_ids, params, said, refs[0] if len(refs) == 1 else None)
             for num_tokens in itertools.count():
                 await self._pause(run, num_tokens, failure)
                 self._num_steps += 1
@@ -228,12 +244,16 @@ class FakeAsyncEngine(AdapterVerbs):
         if run.error is not None:
             raise run.error
 
-    def _completions(self, token_ids: tuple[int, ...], params: SamplingParams, name: str) -> list[FakeCompletion]:
+    def _completions(
+        self, token_ids: tuple[int, ...], params: SamplingParams, name: str, ref: LoRARef | None
+    ) -> list[FakeCompletion]:
+        """ref: of one adapter, whose text its requests have."""
         room = self.model_info.max_model_len - len(token_ids)
-        reply = f"[{name}] {self._tokenizer.decode(token_ids)}"
+        tokenizer = self.text_of(ref).tokenizer or self._tokenizer
+        reply = f"[{name}] {tokenizer.decode(token_ids)}"
         max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
         return [
-            FakeCompletion(index, reply if index == 0 else f"{reply} #{index}", params, max_tokens, self._tokenizer)
+            FakeCompletion(index, reply if index == 0 else f"{reply} #{index}", params, max_tokens, tokenizer)
             for index in range(params.n)
         ]
 

@@ -1,9 +1,9 @@
 """Chats to text as `transformers.PreTrainedTokenizerBase.apply_chat_template` renders them, with `jinja2` alone.
 
 A template is a program of the model's author: it runs in jinja2's sandbox, over plain JSON data. The sandbox bounds
-what it can reach, not how long it runs, so a server takes templates from the model's directory and its operator, not
-from strangers. What it makes of a client's data is bounded: a variable that a template writes for each message may be
-as long as a body.
+what it can reach, not how long it runs, so here a server renders templates of the model's directory alone; those of
+adapters run in `template_process`. What it makes of a client's data is bounded: a variable that a template writes for
+each message may be as long as a body.
 """
 
 from __future__ import annotations
@@ -91,14 +91,27 @@ def _plain(value: Json) -> Json:
     return json.loads(json.dumps(value, ensure_ascii=False))
 
 
+def check_template(source: str) -> None:
+    """Raises InvalidRequestError for what jinja2 cannot compile."""
+    try:
+        _compile_template(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise _syntax_error(error) from error
+    except Exception as error:  # of nesting too deep, or constants too large, which it folds
+        raise InvalidRequestError(f"the chat template cannot be compiled: {type(error).__name__}") from error
+
+
+def _syntax_error(error: jinja2.TemplateSyntaxError) -> InvalidRequestError:
+    text = f"the chat template is wrong at line {error.lineno}: {error.message}"
+    return InvalidRequestError(text, param="messages")
+
+
 def render_chat(source: str, variables: Mapping[str, Json]) -> str:
     """Render a chat template over plain data. Whatever goes wrong inside is an InvalidRequestError with its reason."""
     try:
         return "".join(_bounded(_compile_template(source).generate(**variables)))
     except jinja2.TemplateSyntaxError as error:
-        raise InvalidRequestError(
-            f"the chat template is wrong at line {error.lineno}: {error.message}", param="messages"
-        ) from error
+        raise _syntax_error(error) from error
     except PromptTooLongError:
         raise
     except Exception as error:  # a template is a program: it can raise anything

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from loraplex.core import (
 from loraplex.errors import EngineError, InvalidRequestError, LoraplexError, PromptTooLongError, error_from_payload
 from loraplex.performance.requests import RequestRecorder
 from loraplex.text.detokenizer import IncrementalDetokenizer, prompt_context
+from loraplex.text.request_text import RequestText
 from loraplex.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,15 +70,15 @@ class PreparedRequest:
     children: tuple[Request, ...]
     arrival_s: float
     lora_request: LoRARequest | LoRAMix | None = None
+    text: RequestText | None = None
 
 
 class InputProcessor:
     """Checks prompts and makes requests of them. Raises InvalidRequestError with the value and the limit."""
 
     def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits, eos_token_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._base = RequestText(tokenizer, limits.vocab_size, tuple(eos_token_ids))
         self._limits = limits
-        self._eos_token_ids = tuple(eos_token_ids)
         self._serials = itertools.count()
 
     def prepare(
@@ -90,10 +91,12 @@ class InputProcessor:
         lora_request: LoRARequest | LoRAMix | None = None,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        text: RequestText | None = None,
     ) -> PreparedRequest:
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self._token_ids(prompt, add_special_tokens)
-        self._check(token_ids, params)
+        """text: of the version of an adapter that the request goes through; None: the base's."""
+        side = text or self._base
+        token_ids = self._token_ids(prompt, add_special_tokens, side)
+        self._check(token_ids, params, side)
         seed = params.seed
         if seed is None:
             seed = Request.random_seed() >> 8  # room for `seed + index` of the children
@@ -111,7 +114,7 @@ class InputProcessor:
                     sampling_params=child,
                     max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                     seed=child.seed,
-                    eos_token_ids=self._eos_token_ids,
+                    eos_token_ids=side.eos_token_ids,
                     adapter_id=None if adapter is None else adapter.adapter_id,
                     adapter_digest="" if adapter is None else adapter.adapter_digest,
                     cache_salt=cache_salt,
@@ -119,12 +122,13 @@ class InputProcessor:
                     mix=() if adapter is None else adapter.mix,
                 )
             )
-        return PreparedRequest(request_id, text, token_ids, params, tuple(children), arrival_s, lora_request)
+        words = prompt if isinstance(prompt, str) else None
+        return PreparedRequest(request_id, words, token_ids, params, tuple(children), arrival_s, lora_request, text)
 
-    def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:
+    def _token_ids(self, prompt: str | Sequence[int], add_special_tokens: bool, side: RequestText) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(prompt)
-        if self._tokenizer is None:
+        if side.tokenizer is None:
             raise InvalidRequestError("this model has no tokenizer: give the prompt as token ids", param="prompt")
         # A character is at most a few tokens and a token is seldom longer than 64 characters: refuse before the work.
         longest = 256 * self._limits.max_model_len
@@ -132,10 +136,10 @@ class InputProcessor:
             raise PromptTooLongError(
                 f"the prompt has {len(prompt)} characters, more than {longest}; shorten it", param="prompt"
             )
-        return tuple(self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        return tuple(side.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
-    def _check(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        vocab_size, max_model_len = self._limits.vocab_size, self._limits.max_model_len
+    def _check(self, token_ids: tuple[int, ...], params: SamplingParams, side: RequestText) -> None:
+        vocab_size, max_model_len = side.vocab_size, self._limits.max_model_len
         if not token_ids:
             raise InvalidRequestError("the prompt is empty: it must have at least one token", param="prompt")
         if len(token_ids) >= max_model_len:
@@ -154,7 +158,7 @@ class InputProcessor:
                 raise InvalidRequestError(
                     f"token id {wrong} in {name} is not in the vocabulary, 0..{vocab_size - 1}", param=name
                 )
-        if params.stop and self._tokenizer is None:
+        if params.stop and side.tokenizer is None:
             raise InvalidRequestError(
                 "stop strings need a tokenizer, and this model has none; use stop_token_ids", param="stop"
             )
@@ -280,27 +284,26 @@ class OutputProcessor:
             raise InvalidRequestError(
                 f"request id {prepared.request_id!r} is in use; give each request an id of its own"
             )
-        context = self._context(prepared)
-        completions = (self._completion(request, index, context) for index, request in enumerate(prepared.children))
-        generation = _Generation(prepared, tuple(completions))
+        generation = _Generation(prepared, tuple(self._completions(prepared)))
         self._generations[prepared.request_id] = generation
         for completion in generation.completions:
             self._owner_of[completion.request.request_id] = (generation, completion)
             if self.recorder is not None:
                 self.recorder.begin(completion.request)
 
-    def _context(self, prepared: PreparedRequest) -> Sequence[int]:
-        """What the completions' texts follow, once for all of them."""
-        params = prepared.sampling_params
-        if self._tokenizer is None or not params.detokenize:
-            return ()
-        return prompt_context(self._tokenizer, prepared.prompt_token_ids, params.skip_special_tokens)
+    def _tokenizer_of(self, prepared: PreparedRequest) -> Tokenizer | None:
+        return self._tokenizer if prepared.text is None else prepared.text.tokenizer
 
-    def _completion(self, request: Request, index: int, context: Sequence[int]) -> _Completion:
-        params = request.sampling_params
-        if self._tokenizer is None or not params.detokenize:
-            return _Completion(request, index, None)
-        return _Completion(request, index, IncrementalDetokenizer(self._tokenizer, context, params))
+    def _completions(self, prepared: PreparedRequest) -> Iterator[_Completion]:
+        """What their texts follow is found once for all of them."""
+        params, tokenizer = prepared.sampling_params, self._tokenizer_of(prepared)
+        if tokenizer is None or not params.detokenize:
+            yield from (_Completion(request, index, None) for index, request in enumerate(prepared.children))
+            return
+        context = prompt_context(tokenizer, prepared.prompt_token_ids, params.skip_special_tokens)
+        for index, request in enumerate(prepared.children):
+            detokenizer = IncrementalDetokenizer(tokenizer, context, request.sampling_params)
+            yield _Completion(request, index, detokenizer)
 
     def process(self, token_output: TokenOutput, *, is_final_only: bool = False) -> ProcessedOutput | None:
         """Take over one token output; None when there is nothing for the client yet."""
@@ -331,7 +334,7 @@ class OutputProcessor:
             return self._failed(request_id, error_from_payload(token_output.error))
         try:
             self._note_first(generation, token_output)
-            is_stopped = completion.add(self._with_text(token_output))
+            is_stopped = completion.add(self._with_text(token_output, self._tokenizer_of(generation.prepared)))
         except Exception as error:  # a tokenizer that fails on one request's tokens must not stop the others
             logger.exception("the output of request %r cannot be read", request_id)
             reason = f"the output of this request cannot be read: {type(error).__name__}: {error}"
@@ -358,20 +361,19 @@ class OutputProcessor:
 
     def _note_first(self, generation: _Generation, output: TokenOutput) -> None:
         if output.prompt_logprobs is not None:
-            generation.scored += map(self._named, output.prompt_logprobs)
+            tokenizer = self._tokenizer_of(generation.prepared)
+            generation.scored += (_named(logprobs, tokenizer) for logprobs in output.prompt_logprobs)
             if output.token_ids:
                 generation.prompt_logprobs = tuple(generation.scored)
         if generation.first_token_s is None and output.token_ids:
             generation.first_token_s = time.time()
             generation.num_cached_tokens = output.num_cached_tokens
 
-    def _with_text(self, output: TokenOutput) -> TokenOutput:
+    @staticmethod
+    def _with_text(output: TokenOutput, tokenizer: Tokenizer | None) -> TokenOutput:
         if output.logprobs is None:
             return output
-        return replace(output, logprobs=tuple(self._named(logprobs) for logprobs in output.logprobs))
-
-    def _named(self, logprobs: TokenLogprobs) -> TokenLogprobs:
-        return logprobs if self._tokenizer is None else PackedLogprobs(logprobs, self._tokenizer.token_text)
+        return replace(output, logprobs=tuple(_named(logprobs, tokenizer) for logprobs in output.logprobs))
 
     def remove(self, request_id: str) -> tuple[str, ...]:
         """Forget a prompt; returns the ids of its requests that the engine may still run."""
@@ -385,3 +387,7 @@ class OutputProcessor:
         return tuple(
             completion.request.request_id for completion in generation.completions if completion.finish_reason is None
         )
+
+
+def _named(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenLogprobs:
+    return logprobs if tokenizer is None else PackedLogprobs(logprobs, tokenizer.token_text)

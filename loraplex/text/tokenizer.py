@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 from tokenizers import AddedToken, decoders
 
-from loraplex.errors import InvalidRequestError, ModelConfigError, ModelNotFoundError
+from loraplex.errors import InvalidRequestError, ModelConfigError, ModelNotFoundError, shown
 from loraplex.text.chat_template import (
     MAX_ARGUMENT_CHARS,
     Json,
@@ -39,7 +40,7 @@ def _read_text(path: Path) -> str:
         raise ModelConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Json]:
+def read_json(path: Path) -> dict[str, Json]:
     """The object in a JSON file; {} when there is no such file. ModelConfigError when it is something else."""
     if not path.is_file():
         return {}
@@ -56,16 +57,19 @@ def _read_json(path: Path) -> dict[str, Json]:
 def read_eos_token_ids(directory: str | Path) -> tuple[int, ...]:
     """End-of-sequence ids that the model states, without a tokenizer: of generation_config.json, else config.json."""
     for name in ("generation_config.json", "config.json"):
-        stated = _read_json(Path(directory) / name).get("eos_token_id")
-        if stated is None:
-            continue
-        token_ids = stated if isinstance(stated, list) else [stated]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in token_ids):
-            raise ModelConfigError(
-                f"{name} in {directory}: eos_token_id must be a token id or a list of them, got {stated!r}"
-            )
-        return tuple(token_ids)
+        fields = read_json(Path(directory) / name)
+        if fields.get("eos_token_id") is not None:
+            return stated_eos_token_ids(fields, f"{name} in {directory}")
     return ()
+
+
+def stated_eos_token_ids(fields: Mapping[str, Json], where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a configuration: an id, a list of them, or nothing. Raises ModelConfigError."""
+    stated = fields.get("eos_token_id")
+    token_ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in token_ids):
+        raise ModelConfigError(f"{where}: eos_token_id must be a token id or a list of them, got {shown(stated)}")
+    return tuple(token_ids)
 
 
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:
@@ -94,7 +98,7 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _added_token(value: Json, *, is_special: bool) -> AddedToken | None:
+def added_token(value: Json, *, is_special: bool) -> AddedToken | None:
     """An AddedToken of its JSON form (a string, or an object with `content`); None for anything else."""
     if isinstance(value, str):
         return AddedToken(value, special=is_special, normalized=not is_special)
@@ -104,7 +108,7 @@ def _added_token(value: Json, *, is_special: bool) -> AddedToken | None:
     return AddedToken(value["content"], special=bool(value.get("special", is_special)) or is_special, **flags)
 
 
-class _SpecialTokens:
+class SpecialTokens:
     """Special tokens of a tokenizer_config.json: the named ones, the other added ones, those without a name."""
 
     def __init__(self, config: Mapping[str, Json]) -> None:
@@ -112,18 +116,18 @@ class _SpecialTokens:
         named = {name: config[name] for name in (*NAMED_SPECIAL_TOKENS, *_own_token_names(config)) if config.get(name)}
         if isinstance(extra, dict):
             named, extra = {**named, **extra}, []
-        named_tokens = {name: _added_token(value, is_special=True) for name, value in named.items()}
+        named_tokens = {name: added_token(value, is_special=True) for name, value in named.items()}
         self.named = {name: token for name, token in named_tokens.items() if token is not None}
         listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-        self.others = [token for _, v in listed if (token := _added_token(v, is_special=False)) is not None]
-        self.extra = [token for v in extra if (token := _added_token(v, is_special=True)) is not None]
+        self.others = [token for _, v in listed if (token := added_token(v, is_special=False)) is not None]
+        self.extra = [token for v in extra if (token := added_token(v, is_special=True)) is not None]
 
     @classmethod
-    def from_dir(cls, directory: Path) -> _SpecialTokens:
+    def from_dir(cls, directory: Path) -> SpecialTokens:
         path = directory / "tokenizer_config.json"
-        config = _read_json(path)
+        config = read_json(path)
         if "added_tokens_decoder" not in config:  # the form before 2023 has them in a file of their own
-            config |= _read_json(directory / "special_tokens_map.json")
+            config |= read_json(directory / "special_tokens_map.json")
         try:
             return cls(config)
         except (TypeError, ValueError, AttributeError) as error:
@@ -132,9 +136,12 @@ class _SpecialTokens:
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Make the backend know them all. A token that it has keeps its id, and its flags if it need not be special."""
         known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
-        for token in (*self.others, *self.named.values()):
-            if token.content not in known or (token.special and not known[token.content]):
-                (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        new = [
+            token
+            for token in (*self.others, *self.named.values())
+            if token.content not in known or (token.special and not known[token.content])
+        ]
+        backend.add_tokens(new)  # one call: each builds an index of all
         names = {*known, *(token.content for token in (*self.others, *self.named.values()))}
         backend.add_special_tokens([token for token in self.extra if token.content not in names])
 
@@ -152,13 +159,13 @@ def _read_chat_templates(directory: Path) -> dict[str, str]:
     if files:
         return {name: _read_text(path) for name, path in files.items()}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        stated = _read_json(directory / name).get("chat_template")
+        stated = read_json(directory / name).get("chat_template")
         if stated:
-            return _named_templates(stated, directory / name)
+            return named_templates(stated, directory / name)
     return {}
 
 
-def _named_templates(stated: Json, path: Path) -> dict[str, str]:
+def named_templates(stated: Json, path: Path) -> dict[str, str]:
     if isinstance(stated, str):
         return {"default": stated}
     try:
@@ -173,6 +180,17 @@ def _named_templates(stated: Json, path: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------- the tokenizer
 
 
+class TemplateRenderer(Protocol):
+    def render(self, source: str, variables: Mapping[str, Json], is_open: bool = False) -> str: ...
+
+
+class TrustedTemplates:
+    """Renders the templates of the model's own directory, here and now."""
+
+    def render(self, source: str, variables: Mapping[str, Json], is_open: bool = False) -> str:
+        return (render_open_chat if is_open else render_chat)(source, variables)
+
+
 class Tokenizer:
     """Immutable once made; its calls may come from several threads."""
 
@@ -183,14 +201,18 @@ class Tokenizer:
         special_tokens_map: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
+        base: Tokenizer | None = None,
+        templates: TemplateRenderer | None = None,
     ) -> None:
+        """base: whose tokens mean the same here, and are looked up there. templates: renders chat_templates apart."""
         self.backend = backend
+        self._base = base
+        self._templates = templates or TrustedTemplates()
         self.special_tokens_map = dict(special_tokens_map or {})
         self.chat_templates = dict(chat_templates or {})
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._named_id("bos_token")
-        own_eos = self._named_id("eos_token")
-        self.eos_token_ids = tuple(dict.fromkeys([*([] if own_eos is None else [own_eos]), *eos_token_ids]))
+        self.eos_token_ids = self.with_own_eos(eos_token_ids)
         self.special_ids = frozenset(i for i in backend.get_added_tokens_decoder() if self._is_special(i))
         state = b"" if backend.decoder is None else bytes(backend.decoder.__getstate__())
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
@@ -203,7 +225,7 @@ class Tokenizer:
         """Raises ModelNotFoundError (no directory), ModelConfigError (a file that is missing or wrong, by name)."""
         directory = Path(path)
         backend = _read_backend(directory)
-        special = _SpecialTokens.from_dir(directory)
+        special = SpecialTokens.from_dir(directory)
         special.add_to(backend)
         return cls(
             backend,
@@ -211,6 +233,15 @@ class Tokenizer:
             chat_templates=_read_chat_templates(directory),
             eos_token_ids=read_eos_token_ids(directory),
         )
+
+    def with_own_eos(self, stated: Sequence[int]) -> tuple[int, ...]:
+        """The end-of-sequence ids that a configuration states, behind the tokenizer's own."""
+        own = self._named_id("eos_token")
+        return tuple(dict.fromkeys([*([] if own is None else [own]), *stated]))
+
+    @property
+    def num_added_tokens(self) -> int:
+        return len(self.backend.get_added_tokens_decoder())
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
@@ -254,6 +285,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, b"" for an unknown one; a piece of a character is exactly its bytes."""
         known = self._token_bytes.get(token_id)
+        if known is None and self._base is not None and self._base.has_token(token_id):
+            return self._base.token_bytes(token_id)
         if known is None:
             known = self._token_bytes[token_id] = self._find_token_bytes(token_id)
         return known
@@ -309,7 +342,7 @@ class Tokenizer:
         variables = self._template_variables(template_kwargs or {})
         variables |= {"messages": chat, "add_generation_prompt": add_generation_prompt}
         variables |= {"tools": plain_json(tools, "tools"), "documents": plain_json(documents, "documents")}
-        return (render_open_chat if continue_final_message else render_chat)(source, variables)
+        return self._templates.render(source, variables, continue_final_message)
 
     def _template_variables(self, template_kwargs: Mapping[str, Json]) -> dict[str, Json]:
         taken = [name for name in _TEMPLATE_ARGUMENTS if name in template_kwargs]

@@ -54,6 +54,13 @@ def test_a_good_adapter(adapter: PeftAdapter) -> None:
         assert word in text
 
 
+def test_it_says_which_files_are_about_text(adapter: PeftAdapter) -> None:
+    assert "text of its requests" not in inspect_adapter(adapter.path).describe()
+    (adapter.path / "chat_template.jinja").write_text("x")
+    (adapter.path / "tokenizer.json").write_text("{}")
+    assert "text of its requests: tokenizer.json, chat_template.jinja" in inspect_adapter(adapter.path).describe()
+
+
 def test_without_a_base_it_says_so_and_finds_what_it_can(adapter: PeftAdapter) -> None:
     report = inspect_adapter(adapter.path)
     assert report.is_honoured

@@ -20,7 +20,7 @@ from loraplex.server.body import MAX_LONG_NUMBERS, check_num_values
 from loraplex.server.off_loop import SHORT_BYTES, OffLoop, client_of
 from loraplex.server.prompts import MAX_CHARS_OF_PROMPTS, PIECE_CHARS, PromptEncoder
 from loraplex.testing import FakeTokenizer
-from loraplex.testing.fake_engine import FakeModelInfo
+from loraplex.testing.fake_engine import FakeModelInfo, FakeText
 
 LONG = 2**24
 
@@ -129,10 +129,11 @@ class Encoder:
     def __init__(self, max_model_len: int) -> None:
         self.tokenizer, self.off_loop = CountingTokenizer(), CountingOffLoop()
         info = FakeModelInfo(max_model_len=max_model_len)
-        self.prompts = PromptEncoder(self.tokenizer, info, self.off_loop)
+        self.prompts = PromptEncoder(info, self.off_loop)
 
     async def encode(self, *texts: str) -> int:
-        return len(await self.prompts.from_field(texts, True, 1, "a client"))
+        side = FakeText(self.tokenizer)
+        return len(await self.prompts.from_field(texts, [side] * len(texts), True, 1, "a client"))
 
 
 async def test_a_prompt_that_is_too_long_ends_the_work_on_its_request() -> None:

@@ -17,8 +17,9 @@ from loraplex.server.api_error import ApiError
 from loraplex.server.body import check_model
 from loraplex.server.completions import CompletionRenderer
 from loraplex.server.generation import CHARS_A_TOKEN, Generation, GenerationItem, Prompt
+from loraplex.server.model_names import Target
 from loraplex.server.schemas import CompletionRequest
-from loraplex.testing import FakeAsyncEngine, FakeTokenizer
+from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
 
 
 def client_of(app: FastAPI) -> httpx.AsyncClient:
@@ -44,7 +45,8 @@ def test_an_echoed_prompt_becomes_text_once_for_all_choices() -> None:
     """A prompt of ids was decoded for each choice, on the event loop: 131,000 ids with n=128 took seconds."""
     n, ids, tokenizer = 64, (100,) * 50, CountingTokenizer()
     body = CompletionRequest.model_validate({"model": "base", "prompt": list(ids), "echo": True, "n": n})
-    generation = Generation("id", 0, "base", (GenerationItem(Prompt(ids), None, "x"),), body.to_sampling_params())
+    target = Target(None, None, FakeText(tokenizer))
+    generation = Generation("id", 0, "base", (GenerationItem(Prompt(ids), target, "x", body.to_sampling_params()),))
     completions = tuple(
         CompletionOutput(
             index=index,
@@ -59,7 +61,7 @@ def test_an_echoed_prompt_becomes_text_once_for_all_choices() -> None:
         for index in range(n)
     )
     output = RequestOutput("x", None, ids, completions, True, None, None, None, 0)
-    CompletionRenderer(body, generation, tokenizer).response([output])
+    CompletionRenderer(body, generation).response([output])
     assert tokenizer.num_decoded == 1
 
 

@@ -24,6 +24,7 @@ from loraplex.adapters.journal.copies import JournalCopies, time_of
 from loraplex.adapters.journal.damage import summary
 from loraplex.adapters.journal.state_directory import StateDirectory
 from loraplex.adapters.journal.tables import DamagedJournalError, JournalTables
+from loraplex.adapters.journal.texts import SavedTexts
 from loraplex.adapters.registry.records import NameChange, NameRecord, NameUsage
 from loraplex.errors import ConfigError, JournalError
 
@@ -53,6 +54,7 @@ class SqliteJournal:
         self._directory = StateDirectory(state_dir)
         try:
             self._copies = JournalCopies(self._directory.make_folder(self._directory.copies))
+            self._texts = SavedTexts(self._directory)
             self._tables = self._open(base_model)
         except BaseException:
             self._directory.close()
@@ -89,8 +91,8 @@ class SqliteJournal:
                 raise ConfigError(f"{error}; {remedy}") from error
             if contents.damages:
                 raise ConfigError(f"{directory.journal_file} is damaged: {summary(contents.damages)}; {remedy}")
+            self.names: Mapping[str, NameRecord] = self._texts.attach(contents.names)
             opened.pop_all()
-        self.names: Mapping[str, NameRecord] = contents.names
         self.last_adapter_id = contents.last_adapter_id
         return tables
 
@@ -160,7 +162,10 @@ class SqliteJournal:
             self._unwritten.update({change.name: change for change in changes})
         try:
             if self._unwritten:
-                self._tables.write(list(self._unwritten.values()))
+                changes = list(self._unwritten.values())
+                self._texts.save(changes)
+                self._tables.write(changes)
+                self._texts.prune(changes)
                 self._is_changed = True
         except Exception as cause:
             reason = getattr(cause, "orig", cause)  # SQLite's, without SQLAlchemy's link

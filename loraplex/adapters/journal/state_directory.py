@@ -2,6 +2,7 @@
 
 DIR/journal.sqlite   the journal, mode 0600 (with SQLite's -wal and -shm beside it)
 DIR/copies/          dated copies of the journal (copies.py)
+DIR/texts/           texts of adapters that bring one (texts.py), made when there is one
 DIR/damaged/         what `loraplex state repair` replaced
 DIR/lock             held by the process that uses the directory, as long as it lives; its number is in it
 """

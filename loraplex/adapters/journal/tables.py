@@ -7,7 +7,7 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,11 @@ def _name_row(name: str, record: NameRecord) -> dict[str, Any]:
 
 
 def _version_rows(name: str, record: NameRecord) -> list[dict[str, Any]]:
-    return [{"name": name, "place": place, **asdict(version)} for place, version in enumerate(record.versions)]
+    columns = [column.name for column in _versions.columns if column.name not in ("name", "place")]
+    return [
+        {"name": name, "place": place, **{column: getattr(version, column) for column in columns}}
+        for place, version in enumerate(record.versions)
+    ]
 
 
 def _counters(usage: NameUsage) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class AdapterLoader:
         digest, max_rank = opened.adapter_digest, opened.max_rank
         now = self._clock()
         return AdapterVersion(
-            ref=LoRARef(adapter_id, wish.name, number, digest, wish.lora_int_id, max_rank, wish.path),
+            ref=LoRARef(adapter_id, wish.name, number, digest, wish.lora_int_id, max_rank, wish.path, opened.text),
             spec=AdapterSpec(adapter_id, wish.name, number, digest, opened.path, opened.nbytes, max_rank),
             origin=wish.origin,
             is_pinned=wish.is_pinned or (previous is not None and previous.is_pinned),
@@ -179,4 +179,4 @@ class AdapterLoader:
 def _is_equal(version: AdapterVersion, wish: LoadWish, opened: OpenedAdapter) -> bool:
     ref = version.ref
     is_same_source = (ref.lora_path, version.spec.path) == (wish.path, opened.path)
-    return is_same_source and ref.adapter_digest == opened.adapter_digest
+    return is_same_source and (ref.adapter_digest, ref.text) == (opened.adapter_digest, opened.text)

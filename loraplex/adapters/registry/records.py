@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 Answer = int | str
 """What a name answers with: a version of its own, by number, or what answers for the name it was switched to."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterText:
+    """What the directory of a version says about the text of its requests, as JSON (text/adapter_text.py reads it).
+
+    It stays with the version: files that change, or go, change nothing of what is loaded.
+    """
+
+    document: Mapping[str, Any] = field(compare=False)
+    digest: str
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        return cls(document, hashlib.sha256(cls(document, "").to_json()).hexdigest())
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.document, sort_keys=True).encode()
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """What of its own the version has: `tokenizer`, `chat_template`, `generation_config`."""
+        parts = {
+            "tokenizer": ("added_tokens", "special_tokens"),
+            "chat_template": ("chat_templates",),
+            "generation_config": ("generation_config",),
+        }
+        return tuple(part for part, names in parts.items() if self.document.keys() & set(names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +55,7 @@ class VersionRecord:
     max_rank: int
     is_pinned: bool
     loaded_time: float
+    text: AdapterText | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import enum
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from loraplex.adapters.registry.records import NameRecord, VersionRecord
+from loraplex.adapters.registry.records import AdapterText, NameRecord, VersionRecord
 from loraplex.core import AdapterId, AdapterSpec
 
 
@@ -23,7 +23,7 @@ from loraplex.core import AdapterId, AdapterSpec
 class LoRARef:
     """What a request holds while it runs: one version of one adapter.
 
-    `lora_path` is the source as its owner named it.
+    `lora_path` is the source as its owner named it; `text` is None where requests are read and written as the base's.
     """
 
     adapter_id: AdapterId
@@ -33,6 +33,7 @@ class LoRARef:
     lora_int_id: int | None
     max_rank: int
     lora_path: str = ""
+    text: AdapterText | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class OpenedAdapter:
     adapter_digest: str
     nbytes: int
     max_rank: int
+    text: AdapterText | None = None
 
 
 class AfterDrain(enum.Enum):
@@ -132,6 +134,7 @@ class AdapterVersion:
             max_rank=ref.max_rank,
             is_pinned=self.is_pinned,
             loaded_time=self.loaded_time,
+            text=ref.text,
         )
 
     @classmethod
@@ -139,7 +142,7 @@ class AdapterVersion:
         adapter_id = AdapterId(record.adapter_id)
         number, digest, max_rank = record.number, record.digest, record.max_rank
         return cls(
-            ref=LoRARef(adapter_id, name, number, digest, owner.lora_int_id, max_rank, record.lora_path),
+            ref=LoRARef(adapter_id, name, number, digest, owner.lora_int_id, max_rank, record.lora_path, record.text),
             spec=AdapterSpec(adapter_id, name, number, digest, record.path, record.nbytes, max_rank),
             origin=record.origin,
             is_pinned=record.is_pinned,

@@ -1,0 +1,339 @@
+"""What an adapter's directory says about the text of its requests: added tokens, chat template, generation defaults.
+
+    tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json    added and special tokens
+    chat_template.jinja, or chat_template in tokenizer_config.json                       chat templates
+    generation_config.json                                                               sampling defaults, end tokens
+
+`read` makes a small JSON document of them (`AdapterText`), which the registry carries with the version; `of` makes the
+tokenizer. Files that equal the base's say nothing. Text is cut by the base's own rules and vocabulary, which the two
+share in memory, and the adapter's tokens are added to them: one that means another id than the base's is refused.
+
+The files are a stranger's: bytes are bounded before they are read, values before they are kept, JSON that may be long
+is parsed value by value, and no part of them but added tokens comes to the tokenizer's library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from loraplex.adapters.files import AdapterFolder
+from loraplex.adapters.registry import AdapterText
+from loraplex.errors import (
+    AdapterValidationError,
+    AdapterWeightsMissingError,
+    InvalidRequestError,
+    ModelConfigError,
+    shown,
+)
+from loraplex.sampling_params import MAX_STOP_TOKEN_IDS
+from loraplex.text.chat_template import Json
+from loraplex.text.request_text import GENERATION_CONFIG, RequestText, generation_defaults, json_object
+from loraplex.text.template_process import TemplateProcesses
+from loraplex.text.tokenizer import SpecialTokens, Tokenizer, named_templates, stated_eos_token_ids
+from loraplex.text.tokenizer_file import TOKENIZER, Declared, check_meaning, read_added_tokens, token_entry
+
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+TOKEN_FILES = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS)
+MAX_SMALL_BYTES = 2**21
+MAX_TEMPLATE_BYTES = 2**17
+MAX_BASE_SIZES = 4
+"""How many times the base's tokenizer.json the adapter's may be: a later version of the library writes it longer."""
+
+MAX_ADDED_TOKENS = 2048
+"""To add them is one call of the library, which keeps the interpreter for 40 ms."""
+
+MAX_TOKEN_CHARS = 256
+MAX_NAMES = 256
+MAX_BUILT, MAX_KNOWN_FILES = 256, 64
+FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+
+_log = logging.getLogger(__name__)
+_FILES_ERRORS = (ValueError, RecursionError, ModelConfigError, InvalidRequestError)
+
+
+class AdapterTexts:
+    """Any thread may call it. directory: of the base's tokenizer.
+
+    has_defaults: whether generation_config.json counts.
+    """
+
+    def __init__(self, base: RequestText, directory: str | Path, has_defaults: bool = True) -> None:
+        self._base = base
+        self._directory = Path(directory)
+        self._has_defaults = has_defaults
+        self._templates = TemplateProcesses()
+        self._base_digests: dict[str, bytes | None] = {}
+        self._known: OrderedDict[bytes, Declared] = OrderedDict()
+        self._built: OrderedDict[str, RequestText] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the processes of chat templates."""
+        self._templates.close()
+
+    # ---------------------------------------------------------------------------------------------- files to a document
+
+    def read(self, folder: AdapterFolder, vocab_size: int | None) -> AdapterText | None:
+        """None when the directory brings nothing of its own. vocab_size: where the adapter's vocabulary ends.
+
+        Raises AdapterValidationError with every reason, and what opening a file raises.
+        """
+        document: dict[str, Json] = {} if vocab_size is None else {"vocab_size": vocab_size}
+        reasons: list[str] = []
+        parts = [self._read_tokens] if self._base.tokenizer is not None else []
+        for part in (*parts, *([self._read_generation] if self._has_defaults else [])):
+            try:
+                document |= part(folder)
+            except _FILES_ERRORS as error:
+                reasons.append(str(error))
+        if reasons:
+            raise AdapterValidationError.from_reasons(folder.adapter, reasons)
+        if not document:
+            return None
+        text = AdapterText.of(document)
+        built = self.of(text)
+        end, known = built.vocab_size, document.get("added_tokens", [])
+        beyond = [token["content"] for token in known if token["id"] >= end]
+        if beyond:
+            _log.warning(
+                "adapter %r adds %d tokens without a row in its embedding (%s): prompts that have one are refused",
+                folder.adapter,
+                len(beyond),
+                shown(beyond[0]),
+            )
+        return text
+
+    def _read_tokens(self, folder: AdapterFolder) -> dict[str, Json]:
+        base = self._base.tokenizer
+        assert base is not None
+        files = {name: data for name in TOKEN_FILES if (data := self._bytes(folder, name)) is not None}
+        template = self._bytes(folder, TEMPLATE)
+        is_copy = {name: self._digest(data) == self._base_digest(name) for name, data in files.items()}
+        document: dict[str, Json] = {}
+        config: dict[str, Json] = {}
+        if not all(is_copy.values()):
+            config = json_object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG) if TOKENIZER_CONFIG in files else {}
+            document |= self._own_tokens(files, is_copy, config)
+        templates = _templates(template, config)
+        if templates and templates != base.chat_templates:
+            for name, source in templates.items():
+                self._check_template(name, source)
+            document["chat_templates"] = templates
+        return document
+
+    def _check_template(self, name: str, source: str) -> None:
+        try:
+            self._templates.check(source)
+        except InvalidRequestError as error:
+            raise ValueError(f"chat template {shown(name)}: {error}") from error
+
+    def _own_tokens(
+        self, files: Mapping[str, bytes], is_copy: Mapping[str, bool], config: dict[str, Json]
+    ) -> dict[str, Json]:
+        base = self._base.tokenizer
+        assert base is not None
+        declared: list[tuple[int, AddedToken]] = []
+        if not is_copy.get(TOKENIZER, True):
+            declared += self._declared(files[TOKENIZER])
+        if ADDED_TOKENS in files:
+            listed = json_object(files[ADDED_TOKENS], ADDED_TOKENS)
+            declared += [token_entry({"id": i, "content": content}, ADDED_TOKENS) for content, i in listed.items()]
+        if SPECIAL_TOKENS in files and "added_tokens_decoder" not in config:
+            config |= json_object(files[SPECIAL_TOKENS], SPECIAL_TOKENS)
+        decoder = config.get("added_tokens_decoder") or {}
+        if not isinstance(decoder, dict):
+            raise ValueError(f"{TOKENIZER_CONFIG}: added_tokens_decoder must be an object of token ids")
+        for token_id, value in decoder.items():
+            number = int(token_id) if token_id.isdecimal() and len(token_id) < 12 else token_id
+            declared.append(
+                token_entry({**value, "id": number} if isinstance(value, dict) else value, TOKENIZER_CONFIG)
+            )
+        try:
+            special = SpecialTokens(config)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{TOKENIZER_CONFIG}: its special or added tokens cannot be read: {error}") from error
+        return self._checked(base, declared, special)
+
+    def _checked(
+        self, base: Tokenizer, declared: list[tuple[int, AddedToken]], special: SpecialTokens
+    ) -> dict[str, Json]:
+        """What of them is not the base's, once all ids are as declared and none of the base's means something else."""
+        listed = [token for _, token in declared]
+        listed += [*special.named.values(), *special.others, *special.extra]
+        if any(len(token.content) > MAX_TOKEN_CHARS for token in listed):
+            raise ValueError(f"an added token has more than {MAX_TOKEN_CHARS} characters")
+        if len(special.named) > MAX_NAMES:
+            raise ValueError(f"{TOKENIZER_CONFIG} names more than {MAX_NAMES} special tokens")
+        if len({token.content for token in listed}) - base.num_added_tokens > MAX_ADDED_TOKENS:
+            raise ValueError(f"there are more than {MAX_ADDED_TOKENS} added tokens")
+        for token_id, token in declared:
+            check_meaning(base, token.content, token_id)
+        known = base.backend.get_added_tokens_decoder()
+        own = {i: token for i, token in declared if i not in known or _fields(i, known[i]) != _fields(i, token)}
+        backend = extended(base.backend, own)
+        special.add_to(backend)
+        for token_id, token in declared:
+            found = backend.token_to_id(token.content)
+            if found != token_id:
+                raise ValueError(
+                    f"added token {shown(token.content)} has id {token_id}, but would be {found}: ids of added tokens "
+                    f"follow the base's, from {base.vocab_size} on, without a gap"
+                )
+        document: dict[str, Json] = {}
+        made = backend.get_added_tokens_decoder()
+        fields = [_fields(i, made[i]) for i in sorted(made)]
+        if added := [
+            each for each in fields if each["id"] not in known or _fields(each["id"], known[each["id"]]) != each
+        ]:
+            document["added_tokens"] = added
+        names = {name: token.content for name, token in special.named.items()}
+        if names and names != base.special_tokens_map:
+            document["special_tokens"] = names
+        return document
+
+    def _declared(self, data: bytes) -> Declared:
+        """Of a tokenizer.json; those of the last files are remembered, since those of a thousand adapters are equal."""
+        digest = self._digest(data)
+        with self._lock:
+            declared = self._known.get(digest)
+        if declared is None:
+            assert self._base.tokenizer is not None
+            declared = read_added_tokens(data, self._base.tokenizer)
+            with self._lock:
+                self._known[digest] = declared
+                if len(self._known) > MAX_KNOWN_FILES:
+                    self._known.popitem(last=False)
+        return declared
+
+    def _read_generation(self, folder: AdapterFolder) -> dict[str, Json]:
+        data = self._bytes(folder, GENERATION_CONFIG)
+        if data is None:
+            return {}
+        fields, base = json_object(data, GENERATION_CONFIG), self._base
+        try:
+            defaults, stated = generation_defaults(fields), stated_eos_token_ids(fields, GENERATION_CONFIG)
+        except (InvalidRequestError, ModelConfigError) as error:
+            raise ValueError(f"{GENERATION_CONFIG}: {error}") from error
+        if len(stated) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"{GENERATION_CONFIG}: eos_token_id has more than {MAX_STOP_TOKEN_IDS} ids")
+        eos_token_ids = stated if base.tokenizer is None else base.tokenizer.with_own_eos(stated)
+        has_other_ends = bool(stated) and eos_token_ids != base.eos_token_ids
+        if defaults == base.defaults and not has_other_ends:
+            return {}
+        ends: dict[str, Json] = {"eos_token_ids": list(stated)} if has_other_ends else {}
+        return {"generation_config": defaults, **ends}
+
+    def _bytes(self, folder: AdapterFolder, name: str) -> bytes | None:
+        most = MAX_TEMPLATE_BYTES if name == TEMPLATE else MAX_SMALL_BYTES
+        if name == TOKENIZER:
+            most += MAX_BASE_SIZES * _size_of(self._directory / TOKENIZER)
+        try:
+            return folder.read(name, most)
+        except AdapterWeightsMissingError:
+            return None
+
+    @staticmethod
+    def _digest(data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()
+
+    def _base_digest(self, name: str) -> bytes | None:
+        if name not in self._base_digests:
+            path = self._directory / name
+            self._base_digests[name] = self._digest(path.read_bytes()) if path.is_file() else None
+        return self._base_digests[name]
+
+    # ---------------------------------------------------------------------------------------- a document to a tokenizer
+
+    def of(self, text: AdapterText | None) -> RequestText:
+        """The base's where an adapter brings nothing. Equal documents are one object, while they are among the last."""
+        if text is None:
+            return self._base
+        with self._lock:
+            built = self._built.get(text.digest)
+            if built is not None:
+                self._built.move_to_end(text.digest)
+                return built
+        built = self._build(text)
+        with self._lock:
+            built = self._built.setdefault(text.digest, built)
+            if len(self._built) > MAX_BUILT:
+                self._built.popitem(last=False)
+        return built
+
+    def _build(self, text: AdapterText) -> RequestText:
+        document, base = text.document, self._base
+        tokenizer, eos_token_ids = base.tokenizer, tuple(document.get("eos_token_ids", base.eos_token_ids))
+        if tokenizer is not None and document.keys() & {"added_tokens", "special_tokens", "chat_templates"}:
+            tokenizer = self._tokenizer(tokenizer, document, eos_token_ids)
+        if tokenizer is not None:
+            eos_token_ids = tokenizer.with_own_eos(eos_token_ids)
+        vocab_size = document.get("vocab_size", base.vocab_size)
+        return replace(
+            base,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            eos_token_ids=tuple(each for each in eos_token_ids if each < vocab_size),  # others are never drawn
+            defaults=document.get("generation_config", base.defaults) if self._has_defaults else base.defaults,
+            digest=text.digest,
+            renders_apart="chat_templates" in document,
+        )
+
+    def _tokenizer(self, base: Tokenizer, document: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Tokenizer:
+        added = {each["id"]: _token(each) for each in document.get("added_tokens", [])}
+        has_templates = "chat_templates" in document
+        return Tokenizer(
+            extended(base.backend, added) if added else base.backend,
+            special_tokens_map=document.get("special_tokens", base.special_tokens_map),
+            chat_templates=document.get("chat_templates", base.chat_templates),
+            eos_token_ids=eos_token_ids,
+            base=base,
+            templates=self._templates if has_templates else None,
+        )
+
+
+def extended(base: tokenizers.Tokenizer, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
+    """The base's rules and vocabulary, the same objects in memory, with these tokens beside the base's added ones."""
+    backend = tokenizers.Tokenizer(base.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(base, part) is not None:
+            setattr(backend, part, getattr(base, part))
+    tokens = base.get_added_tokens_decoder() | dict(added)
+    backend.add_tokens([tokens[token_id] for token_id in sorted(tokens)])  # one call: each builds an index of all
+    return backend
+
+
+def _fields(token_id: int, token: AddedToken) -> dict[str, Json]:
+    return {"id": token_id, "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
+
+
+def _token(fields: Mapping[str, Any]) -> AddedToken:
+    return AddedToken(fields["content"], **{flag: fields[flag] for flag in FLAGS})
+
+
+def _templates(template: bytes | None, config: Mapping[str, Json]) -> dict[str, str]:
+    """As of the base: the .jinja file goes before tokenizer_config.json."""
+    if template is not None:
+        try:
+            return {"default": template.decode("utf-8")}
+        except ValueError as error:
+            raise ValueError(f"{TEMPLATE} is not UTF-8: {error}") from error
+    stated = config.get("chat_template")
+    templates = named_templates(stated, Path(TOKENIZER_CONFIG)) if stated else {}
+    if sum(map(len, templates.values())) > MAX_TEMPLATE_BYTES:
+        raise ValueError(f"{TOKENIZER_CONFIG}: chat_template has more than {MAX_TEMPLATE_BYTES} characters")
+    return templates
+
+
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,173 @@
+"""Chat templates of adapters, rendered in processes of their own: `TemplateProcesses` here, `main` over there.
+
+A template is a program, and an adapter's comes from a stranger. The sandbox of `chat_template` bounds what it reaches;
+the limits of the process bound what it costs: CPU time by a timer of the kernel that ends the process in the middle of
+any call, memory by RLIMIT_AS. A process that was ended is started again by the next render.
+
+A message on either pipe is its length in 8 bytes, then JSON. A process ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, Any
+
+from loraplex.environment import child_environment
+from loraplex.errors import InvalidRequestError
+from loraplex.text.chat_template import Json, check_template, render_chat, render_open_chat
+
+MAX_RENDER_CPU_S = 2.0
+MAX_RENDER_BYTES = 2**29
+"""Of address space beside what the process has when it starts."""
+MAX_TEXT_BYTES = 2**25
+NUM_PROCESSES = 2
+_LENGTH_BYTES = 8
+
+
+class TemplateProcesses:
+    """Any thread may call it, and waits where all processes are busy. The first render starts a process."""
+
+    def __init__(self) -> None:
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+        self._all = [_Process() for _ in range(NUM_PROCESSES)]
+        for process in self._all:
+            self._idle.put(process)
+        self.close = weakref.finalize(self, _end_all, self._all)
+
+    def check(self, source: str) -> None:
+        """Raises InvalidRequestError for a template that cannot be compiled."""
+        self._ask({"source": source})
+
+    def render(self, source: str, variables: Mapping[str, Json], is_open: bool = False) -> str:
+        """`render_chat`, or `render_open_chat`; also raises InvalidRequestError for a template that costs too much."""
+        text = self._ask({"source": source, "variables": dict(variables), "is_open": is_open})
+        assert isinstance(text, str)
+        return text
+
+    def _ask(self, question: Mapping[str, Json]) -> str | None:
+        data = json.dumps(question).encode()
+        process = self._idle.get()
+        try:
+            answer = process.ask(data)
+        finally:
+            self._idle.put(process)
+        if answer is None:
+            raise InvalidRequestError(
+                f"the chat template of this adapter needs more than {MAX_RENDER_CPU_S:g} s or too much memory, and was "
+                "ended: correct it in the adapter's directory",
+                param="messages",
+            )
+        if "error" in answer:
+            raise InvalidRequestError(answer["error"], param=answer["param"])
+        text: str | None = answer["text"]
+        return text
+
+
+class _Process:
+    """One of them, for one caller at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, data: bytes) -> Any:
+        """None: the process ended, or wrote too much."""
+        if self._process is None or self._process.poll() is not None:
+            self.end()
+            self._process = _start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        answer = None
+        try:
+            _write(self._process.stdin, data)
+            answer = _read(self._process.stdout)
+        except OSError:
+            pass
+        finally:
+            if answer is None:  # also of a caller that was interrupted: the next one must not read this one's answer
+                self.end()
+        return None if answer is None else json.loads(answer)
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with suppress(OSError):
+                process.communicate()
+
+
+def _end_all(processes: list[_Process]) -> None:
+    for process in processes:
+        process.end()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__],
+        env={**child_environment(), "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _write(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> bytes | None:
+    """None at the end, or for a message that is too long."""
+    length = int.from_bytes(pipe.read(_LENGTH_BYTES), "little")
+    data = pipe.read(length) if 0 < length <= MAX_TEXT_BYTES else b""
+    return data if data and len(data) == length else None
+
+
+# ------------------------------------------------------------------------------------------------- in the process
+
+
+def main() -> None:
+    _limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while (data := _read(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, MAX_RENDER_CPU_S)
+        answer = json.dumps(_answer(json.loads(data))).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(sys.stdout.buffer, answer)
+
+
+def _limit_memory() -> None:
+    """And no files, and no processes. A system that has not one of the limits goes without it."""
+    own = 0
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as sizes:
+        own = int(sizes.read().split()[0]) * resource.getpagesize()
+    limits = {"RLIMIT_AS": own + MAX_RENDER_BYTES, "RLIMIT_FSIZE": 0, "RLIMIT_NPROC": 0, "RLIMIT_CORE": 0}
+    for name, most in limits.items():
+        with suppress(OSError, ValueError, AttributeError):
+            resource.setrlimit(getattr(resource, name), (most, most))
+
+
+def _answer(question: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        source = question["source"]
+        if "variables" not in question:
+            check_template(source)
+            return {"text": None}
+        render = render_open_chat if question["is_open"] else render_chat
+        return {"text": render(source, question["variables"])}
+    except InvalidRequestError as error:
+        return {"error": error.message[:2000], "param": error.param}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Routes with an adapter that has a tokenizer, a vocabulary and sampling defaults of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from httpx import ASGITransport, AsyncClient
+
+from loraplex.adapters.registry import AdapterText, LoRARegistry, OpenedAdapter
+from loraplex.server import create_app
+from loraplex.testing import FakeAsyncEngine, FakeText, FakeTokenizer
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+class ShoutingTokenizer(FakeTokenizer):
+    """Of an adapter: every text is read in capitals, a token more ends its vocabulary, and chats begin with a line."""
+
+    vocab_size = FakeTokenizer.vocab_size + 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return super().encode(text.upper(), add_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<own>" if token_id == FakeTokenizer.vocab_size else super().token_bytes(token_id)
+
+    def apply_chat_template(self, *arguments: Any, **options: Any) -> str:
+        return "own template\n" + super().apply_chat_template(*arguments, **options)
+
+
+OWN_TOKEN = FakeTokenizer.vocab_size
+
+
+@pytest.fixture
+def engine() -> FakeAsyncEngine:
+    engine = FakeAsyncEngine({"own": "/own", "plain": "/plain"})
+    defaults = {"temperature": 0.25, "top_k": 7, "max_tokens": 40}
+    engine.texts["own"] = FakeText(ShoutingTokenizer(), ShoutingTokenizer.vocab_size, defaults, "d" * 64, True)
+    return engine
+
+
+@pytest.fixture
+async def client(engine: FakeAsyncEngine) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(transport=ASGITransport(create_app(engine)), base_url="http://localhost") as client:
+        yield client
+
+
+async def post(client: AsyncClient, path: str, status: int = 200, **body: Any) -> Any:
+    reply = await client.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def read(engine: FakeAsyncEngine, index: int = -1) -> str:
+    return FakeTokenizer().decode(engine.requests[index].prompt_token_ids)
+
+
+async def test_prompts_are_read_by_their_adapters(client: AsyncClient, engine: FakeAsyncEngine) -> None:
+    """In one request, too."""
+    prompts = ["one", "two", "three"]
+    await post(client, "/v1/completions", model="base", prompt=prompts, lora_path=["own", "plain", None])
+    assert {read(engine, index) for index in range(3)} == {"ONE", "two", "three"}
+    params = {read(engine, index): engine.requests[index].params for index in range(3)}
+    assert [params[each].temperature for each in ("ONE", "two", "three")] == [0.25, 1.0, 1.0]
+    assert [params[each].max_tokens for each in ("ONE", "two", "three")] == [40, 16, 16]
+
+
+async def test_chats_are_rendered_by_their_adapters(client: AsyncClient, engine: FakeAsyncEngine) -> None:
+    await post(client, "/v1/chat/completions", model="own", messages=CHAT)
+    assert read(engine) == "OWN TEMPLATE\n<|USER|>HI\n<|ASSISTANT|>"
+    assert engine.requests[-1].params.max_tokens == 40
+    await post(client, "/v1/chat/completions", model="plain", messages=CHAT)
+    assert read(engine) == "<|user|>hi\n<|assistant|>"
+    assert engine.requests[-1].params.max_tokens is None
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_what_a_request_says_goes_before_the_defaults(
+    client: AsyncClient, engine: FakeAsyncEngine, path: str
+) -> None:
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": CHAT}
+    await post(client, path, model="own", temperature=1.0, max_tokens=16, top_k=None, **body)
+    params = engine.requests[-1].params
+    assert (params.temperature, params.max_tokens, params.top_k) == (1.0, 16, 7)
+
+
+async def test_a_default_length_does_not_refuse_a_prompt_that_fits(
+    client: AsyncClient, engine: FakeAsyncEngine
+) -> None:
+    prompt = "x" * (engine.model_info.max_model_len - 10)
+    await post(client, "/v1/completions", model="own", prompt=prompt)
+    await post(client, "/v1/completions", 400, model="own", prompt=prompt, max_tokens=40)
+    await post(client, "/v1/completions", 400, model="plain", prompt=prompt)
+
+
+async def test_token_ids_are_checked_against_the_vocabulary_of_the_adapter(client: AsyncClient) -> None:
+    await post(client, "/v1/completions", model="own", prompt=[OWN_TOKEN])
+    for model, token_id, last in (("plain", OWN_TOKEN, OWN_TOKEN - 1), ("own", OWN_TOKEN + 1, OWN_TOKEN)):
+        reply = await post(client, "/v1/completions", 400, model=model, prompt=[token_id])
+        assert reply["error"]["message"] == f"token id {token_id} is not in the vocabulary, 0..{last}"
+
+
+async def test_tokenize_and_detokenize_ask_the_adapter(client: AsyncClient) -> None:
+    own = await post(client, "/tokenize", model="own", prompt="ab", return_token_strs=True)
+    assert own["token_strs"] == ["<s>", "A", "B"]
+    for named in ({}, {"model": "plain"}, {"model": "base"}):
+        reply = await post(client, "/tokenize", prompt="ab", return_token_strs=True, **named)
+        assert reply["token_strs"] == ["<s>", "a", "b"]
+    chat = await post(client, "/tokenize", model="own", messages=CHAT)
+    assert FakeTokenizer().decode(chat["tokens"]).startswith("OWN TEMPLATE")
+    assert (await post(client, "/detokenize", model="own", tokens=[OWN_TOKEN]))["prompt"] == "<own>"
+    await post(client, "/detokenize", 400, model="plain", tokens=[OWN_TOKEN])
+    await post(client, "/detokenize", 404, model="unknown", tokens=[5])
+
+
+async def test_logprobs_have_the_texts_of_the_adapter(client: AsyncClient) -> None:
+    body = {"prompt": [OWN_TOKEN, 70], "echo": True, "max_tokens": 0, "logprobs": 0}
+    reply = await post(client, "/v1/completions", model="own", **body)
+    assert reply["choices"][0]["logprobs"]["tokens"][0] == "<own>"
+    assert reply["choices"][0]["text"].startswith("<own>")
+
+
+async def test_a_prompt_goes_to_the_version_that_read_it(client: AsyncClient, engine: FakeAsyncEngine) -> None:
+    """A reload meanwhile, with another template, does not answer it; an adapter without a text needs no such care."""
+    await post(client, "/v1/completions", model="own", prompt="x")
+    assert engine.requests[-1].model == "own@1"
+    await post(client, "/v1/completions", model="plain", prompt="x")
+    assert engine.requests[-1].model == "plain"
+
+
+async def test_the_adapters_page_says_what_each_brings(client: AsyncClient, engine: FakeAsyncEngine) -> None:
+    def open_with_text(path: str) -> OpenedAdapter:
+        text = AdapterText.of({"chat_templates": {"default": "x"}, "generation_config": {}})
+        return OpenedAdapter(path, "e" * 64, 1, 1, text)
+
+    registry = LoRARegistry(engine.store, open_with_text, base_names=["base"])
+    registry.load("texts", "/texts")
+    engine._registry = registry
+    assert (await client.get("/v1/adapters/texts")).json()["brings"] == ["chat_template", "generation_config"]
