@@ -59,9 +59,9 @@ class Driver:
         """Greedy to `max_tokens`, past the end of sequence, unless `params` say otherwise. Raises as to a client."""
         request_id = f"r{next(self._request_ids)}"
         refs = self._front.acquire(name)
-        chosen = SamplingParams(**{"temperature": 0, "ignore_eos": True, **params})
-        adapter = adapter_ref(refs, name)
         try:
+            chosen = SamplingParams(**{"temperature": 0, "ignore_eos": True, **params})
+            adapter = adapter_ref(refs, name)
             prepared = self._front.inputs.prepare(request_id, prompt, chosen, adapter=adapter, cache_salt=cache_salt)
         except BaseException:
             self._front.release(refs)
