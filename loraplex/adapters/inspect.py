@@ -22,6 +22,7 @@ from loraplex.adapters.kinds import (
     Kind,
     TensorName,
     TypeVerdict,
+    no_part,
     unused_reasons,
 )
 from loraplex.adapters.regular_file import check_size
@@ -267,13 +268,30 @@ def _pairs(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> list[str
         numbers, feedforward = helper.numbers(modules), helper.match_feedforward(modules)
     except AdapterValidationError as error:
         return list(error.reasons)
-    reasons = helper.unusable_scalings(numbers)
+    reasons = [*helper.unusable_scalings(numbers), *_uncalled_own(names, helper)]
     if not modules and not any(name.part in OWN_PARTS for name in names):
         first = next(iter(PARTS[helper.kind].values()), WEIGHT)
         reasons.append(f"the file has no {first}: there is no {helper.kind} adapter in it")
     for module, rank in numbers.ranks.items():
         reasons += _odd_parts(module, rank, _entries_of(module, names, helper), helper, module in feedforward)
     return reasons
+
+
+def _uncalled_own(names: dict[TensorName, TensorEntry], helper: PEFTHelper) -> Iterator[str]:
+    """What no field calls for. Layers of tokens may be there in any case: peft saves them as it sees fit."""
+    modules = tuple({name.module for name in names if name.part in OWN_PARTS})
+    is_tuning = helper.kind is Kind.LN_TUNING
+    saved = helper.match_saved(modules).keys() | (helper.match_modules(modules) if is_tuning else frozenset())
+    for name, entry in names.items():
+        is_end = name.module.rpartition(".")[2] in (_OF_EMBEDDING, _OF_HEAD)
+        is_called = {
+            WEIGHT: is_end or name.module in saved,
+            BASE_WEIGHT: is_end,
+            COPY: name.module in saved,
+            TOKENS: bool(helper.token_indices),
+        }.get(name.part, True)
+        if not is_called:
+            yield f"tensor {entry.name!r} is not used: no field calls for its {name.part}: {no_part(helper.kind)}"
 
 
 def _odd_parts(

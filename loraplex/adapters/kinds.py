@@ -156,8 +156,8 @@ OWN_PARTS = (WEIGHT, BASE_WEIGHT, COPY, TOKENS)
 SHARED = {f"base_model.{part}{end}": part for part in ("vera_A", "vera_B") for end in ("", ".default")}
 """Names of tensors that all modules of an adapter share -> parts; their module is "" (VeRA)."""
 
-MAX_PARTS = 6
-"""That one module has at a time: an embedding with LoRA and rows of its own."""
+MAX_PARTS = 4
+"""That one module has at a time; an embedding and a head may have two more."""
 
 _LORA = re.compile(r"(?P<module>.+)\.(?P<part>lora_[AB])(?:\.default)?\.(?P<kind>weight|bias)")
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.(?P<part>lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
@@ -232,7 +232,7 @@ def parse_tensor_name(name: str, kind: Kind = Kind.LORA) -> TensorName | None:
         match = None
     if match is not None:
         return TensorName(match["module"], match["part"])
-    return None if ".lora_" in bare else _own_name(bare, kind)
+    return None if ".lora_" in f".{bare}" else _own_name(bare, kind)
 
 
 def _own_name(bare: str, kind: Kind) -> TensorName | None:

@@ -354,6 +354,15 @@ def test_inspect_says_what_each_part_is_and_costs(zoo: ModelZoo, name: str, line
         assert f"\n  {line}" in text
 
 
+@pytest.mark.parametrize(
+    "name", [f"{EMBED[:-13]}.norm.weight", f"{HEAD}.modules_to_save.weight", f"{EMBED}.trainable_tokens_delta"]
+)
+def test_inspect_refuses_what_no_field_calls_for(adapter: PeftAdapter, name: str) -> None:
+    """Without a base, too."""
+    write_tensors(adapter.path, {**read_tensors(adapter.path), name: torch.zeros(64, 32)})
+    assert any(name in reason for reason in inspect_adapter(adapter.path).reasons)
+
+
 def test_inspect_says_why_without_a_base(adapter: PeftAdapter) -> None:
     tensors = read_tensors(adapter.path)
     tensors[f"{EMBED}.lora_embedding_A"] = torch.zeros(5, 64)
