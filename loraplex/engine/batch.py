@@ -75,9 +75,9 @@ class LoRAMapping:
         return [LoraSegment(start, end, slot) for start, end, slot in runs if slot != BASE_SLOT]
 
 
-def logit_segments(states: Sequence[RequestState]) -> list[LoraSegment]:
-    """Of rows of logits, one a request."""
-    return LoRAMapping.from_prompts([_slot_of(state) for state in states], [1] * len(states)).to_segments()
+def logit_segments(states: Sequence[RequestState], num_rows: int = 1) -> list[LoraSegment]:
+    """Of rows of logits, `num_rows` a request."""
+    return LoRAMapping.from_prompts([_slot_of(state) for state in states], [num_rows] * len(states)).to_segments()
 
 
 @dataclass(frozen=True, slots=True)
