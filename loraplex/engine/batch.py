@@ -114,9 +114,9 @@ def route_of(state: RequestState) -> Route:
     return () if state.lora_slot is None else ((state.lora_slot, 1.0),)
 
 
-def logit_segments(states: Sequence[RequestState]) -> list[LoraSegment]:
-    """Of rows of logits, one a request."""
-    return _segments_of(map(route_of, states), itertools.repeat(1, len(states)))
+def logit_segments(states: Sequence[RequestState], num_rows: int = 1) -> list[LoraSegment]:
+    """Of rows of logits, `num_rows` a request."""
+    return _segments_of(map(route_of, states), itertools.repeat(num_rows, len(states)))
 
 
 def _segments_of(routes: Iterable[Route], lens: Iterable[int]) -> list[LoraSegment]:

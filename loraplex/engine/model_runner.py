@@ -17,7 +17,7 @@ from loraplex.engine.sampler import DrawnTokens, Sampler, SamplingRow, SamplingS
 from loraplex.engine.schedule_plan import RequestState, SampledToken, ScheduledSequence, SchedulePlan
 from loraplex.errors import AdapterFaultError, EngineError, InvalidRequestError, LoraplexError
 from loraplex.kernels.device_copies import upload
-from loraplex.kernels.plan import LoraSegment, StepBatch
+from loraplex.kernels.plan import StepBatch
 from loraplex.kernels.profiled import PART_OF
 from loraplex.memory.weights.copies import StepGate
 from loraplex.metrics import KernelSpeedup
@@ -258,12 +258,12 @@ class ModelRunner:
         segments = logit_segments([each.state for each in sampled]) if self._model.has_own_heads else ()
         return self._model.compute_logits(hidden, segments)
 
-    def _logits_of(self, hidden: torch.Tensor, lora_slot: int | None) -> torch.Tensor:
-        """Of rows that go through one adapter, up to the end of its vocabulary."""
-        if lora_slot is None or not self._model.has_own_heads:
+    def _logits_of(self, hidden: torch.Tensor, state: RequestState) -> torch.Tensor:
+        """Of rows of one request, up to the end of its adapter's vocabulary."""
+        if state.lora_slot is None or not self._model.has_own_heads:
             return self._model.compute_logits(hidden)
-        logits = self._model.compute_logits(hidden, [LoraSegment(0, len(hidden), lora_slot)])
-        return logits[:, : self._model.vocab_size_of(lora_slot)]
+        logits = self._model.compute_logits(hidden, logit_segments([state], len(hidden)))
+        return logits[:, : self._model.vocab_size_of(state.lora_slot)]
 
     @torch.inference_mode()
     def answer(self, request: Request, lora_slot: int) -> tuple[int, ...] | None:
@@ -272,7 +272,7 @@ class ModelRunner:
         state = RequestState(request, -1, token_ids, lora_slot=None if lora_slot == BASE_SLOT else lora_slot)
         plan = SchedulePlan(-1, (ScheduledSequence(state, 0, len(token_ids), is_sampled=True),))
         batch = _gated(self._builder.build(plan).batch, self._prepare(plan))
-        logits = self._logits_of(self._model.forward(batch, self._kv), state.lora_slot)
+        logits = self._logits_of(self._model.forward(batch, self._kv), state)
         return tuple(logits.argmax(-1).tolist()) if bool(logits.isfinite().all()) else None
 
     @torch.inference_mode()
@@ -332,7 +332,7 @@ class ModelRunner:
         parts = []
         for begin in range(0, len(rows.next_ids), self._sampler.rows_at_once):
             next_ids = rows.next_ids[begin : begin + self._sampler.rows_at_once]
-            logits = self._logits_of(hidden[rows.start + begin :][: len(next_ids)], rows.state.lora_slot)
+            logits = self._logits_of(hidden[rows.start + begin :][: len(next_ids)], rows.state)
             parts.append(self._sampler.launch_prompt_logprobs(logits, next_ids, count))
         return _PromptLogprobs(rows.state, len(rows.state.prompt_logprobs), parts)
 

@@ -275,8 +275,6 @@ class SlotTable:
         self.embedding_slots: set[int] = set()
         """Slots of adapters that change the embedding. head_slots: the head, or where the vocabulary ends."""
         self.head_slots: set[int] = set()
-        self.own_slots: set[int] = set()
-        """Slots of adapters with any weight or vocabulary of their own: a mix with a share of one has no meaning."""
         self.vocab_sizes: dict[int, int] = {}
         """Slot -> where the adapter's vocabulary ends, if not where the base's does."""
 
@@ -331,14 +329,11 @@ class SlotTable:
     def _note(self, lora_slot: int, first_row: int, layouts: Sequence[SliceLayout | None]) -> None:
         """In the sets of slots, what this block means for a step."""
         kind = self._by_first_row[first_row].kind
-        has_weight = any(layout is not None and layout.has_weight for layout in layouts)
-        if has_weight:
-            self.own_slots.add(lora_slot)
         if kind is ShardKind.EMBEDDING:
             self.embedding_slots.add(lora_slot)
         elif kind is ShardKind.HEAD:
             self.head_slots.add(lora_slot)
-        elif has_weight:
+        elif any(layout is not None and layout.has_weight for layout in layouts):
             self.own_layers.add(lora_slot)
 
     def image(self, blocks: Blocks, vocab_size: int | None = None) -> SlotImage:
@@ -397,7 +392,6 @@ class SlotTable:
         """The vocabulary of the adapter in `lora_slot` ends there, and not where the base's does."""
         self.vocab_sizes[lora_slot] = vocab_size
         self.head_slots.add(lora_slot)
-        self.own_slots.add(lora_slot)
 
     def clear_slot(self, lora_slot: int) -> None:
         """Forget the adapter in `lora_slot`: every row of the column is zero again."""
@@ -408,7 +402,7 @@ class SlotTable:
         self._taken.discard(lora_slot)
         self._placed[lora_slot].clear()
         self.derived[lora_slot].clear()
-        for slots in (self.own_layers, self.embedding_slots, self.head_slots, self.own_slots):
+        for slots in (self.own_layers, self.embedding_slots, self.head_slots):
             slots.discard(lora_slot)
         self.vocab_sizes.pop(lora_slot, None)
 

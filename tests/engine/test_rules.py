@@ -36,6 +36,7 @@ from loraplex.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
+from loraplex.kernels.plan import LoraSegment
 from tests.engine.driver import Driver, packed_nbytes
 from tests.engine.rules_bench import (
     MAX_MODEL_LEN,
@@ -296,8 +297,8 @@ class LogitsOfSteps:
         model = driver.engine._runner._model
         compute_logits = model.compute_logits
 
-        def recording(hidden: torch.Tensor) -> torch.Tensor:
-            logits = compute_logits(hidden)
+        def recording(hidden: torch.Tensor, segments: Sequence[LoraSegment] = ()) -> torch.Tensor:
+            logits = compute_logits(hidden, segments)
             self.steps.append(logits.clone())
             return logits
 

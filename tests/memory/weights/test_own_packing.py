@@ -265,8 +265,8 @@ def test_the_slot_table_knows_which_slots_have_what(is_mirrored: bool) -> None:
     image = table.image([(block.target_name, block.layouts) for block in layout.blocks], layout.vocab_size)
     offsets = [4096 * index for index in range(len(layout.blocks))]
     table.set_image(2, image, offsets)
-    sets = (table.own_layers, table.embedding_slots, table.head_slots, table.own_slots)
-    assert sets == ({2}, {2}, {2}, {2})
+    sets = (table.own_layers, table.embedding_slots, table.head_slots)
+    assert sets == ({2}, {2}, {2})
     assert table.vocab_sizes == {2: VOCAB - 9}
     assert table.block_dtypes == {torch.float32}
     before = [table.addresses(row, 2) for row in range(6)]
@@ -286,7 +286,7 @@ def test_a_plain_adapter_is_in_none_of_the_sets() -> None:
     layout = packer.lay_out(make_model("plain", modules=("k_proj",)))
     table = SlotTable(TARGETS, 1, torch.zeros(1 << 16, dtype=torch.uint8))
     table.set_image(0, table.image([(block.target_name, block.layouts) for block in layout.blocks]), [0, 4096])
-    assert not any((table.own_layers, table.embedding_slots, table.head_slots, table.own_slots, table.vocab_sizes))
+    assert not any((table.own_layers, table.embedding_slots, table.head_slots, table.vocab_sizes))
 
 
 # -------------------------------------------------------------------------------------------------- the vocabulary
