@@ -125,7 +125,7 @@ class EngineCore:
         request.check(self.info.max_model_len)
         if request.adapter_id is not None and self._adapters is None:
             raise LoraDisabledError("LoRA is off in this engine")
-        vocab_size = self._vocab_size_of(request.adapter_id)
+        vocab_size = self._vocab_size_of(None if request.mix else request.adapter_id)  # no adapter of a mix has its own
         checked = request.prompt_token_ids, vocab_size
         if checked[0] is not self._checked_prompt[0] or vocab_size != self._checked_prompt[1]:
             request.check_prompt(vocab_size or MAX_VOCABULARY)

@@ -427,8 +427,8 @@ def test_odd_logits_of_a_mix_put_each_of_its_adapters_in_doubt_and_end_it_alone(
         model = llm.engine._runner._model
         compute_logits = model.compute_logits
 
-        def spoiled(hidden: torch.Tensor) -> torch.Tensor:
-            logits = compute_logits(hidden)
+        def spoiled(hidden: torch.Tensor, *segments: Any) -> torch.Tensor:
+            logits = compute_logits(hidden, *segments)
             if len(logits) == 2:
                 logits[-1] = torch.nan  # rows of the mix come last
             return logits

@@ -68,7 +68,7 @@ class FakeResidency:
             return AcquireResult(None, WaitsFor.ROOM)
         for adapter_id in adapter_ids:
             self.refs[adapter_id] = self.refs.get(adapter_id, 0) + 1
-        return AcquireResult(adapter_ids[0], None, tuple(adapter_ids))
+        return AcquireResult(adapter_ids[0], mix_slots=tuple(adapter_ids))
 
     def victims_for_mix(self, adapter_ids: Sequence[int], in_use: Sequence[int]) -> Sequence[int]:
         num_lacking = len({*self.refs, *adapter_ids}) - self.room

@@ -321,7 +321,7 @@ def test_what_a_template_costs_is_bounded(source: str, monkeypatch: pytest.Monke
     """And the next chat is rendered all the same."""
     templates, chat = TemplateProcesses(), {"messages": [{"role": "user", "content": "hi"}]}
     began_s = time.monotonic()
-    with pytest.raises(InvalidRequestError, match=r"needs more than 2 s or too much memory|MemoryError|more than 16777216 char"):
+    with pytest.raises(InvalidRequestError, match=r"more than 2 s or too much memory|MemoryError|more than 16777216"):
         templates.render(source, chat)
     assert time.monotonic() - began_s < 30
     assert templates.render("{{ messages[0].content }}", chat) == "hi"
