@@ -100,6 +100,9 @@ def test_the_surface_is_frozen() -> None:
 def test_commands_are_those_of_the_docs() -> None:
     assert [" ".join(path) for path, _ in commands()] == [
         "adapter inspect",
+        "adapter merge",
+        "adapter export",
+        "adapter clone",
         "state check",
         "state repair",
         "serve",

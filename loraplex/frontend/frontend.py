@@ -83,6 +83,7 @@ def make_front(
             names,
             run_later=run_later,
             max_versions_kept=config.lora.max_versions_kept,
+            max_lora_rank=config.lora.max_lora_rank,
             journal=journal,
             on_change=on_change,
             abort_grace_s=abort_grace_s,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from loraplex.frontend.making import AdapterMaker
 from loraplex.server.audit import Audit
 from loraplex.server.auth import KeyRing
 from loraplex.server.body import BodyReader
-from loraplex.server.config import ServerConfig
+from loraplex.server.config import ServerConfig, output_folder
 from loraplex.server.connections import Connections
 from loraplex.server.engine_surface import EngineSurface, TokenizerSurface, tokenizer_of
 from loraplex.server.event_streams import EventStreams
@@ -42,6 +43,7 @@ class ServerContext:
     answers: OffLoop
     answer_turns: Turns
     keys: KeyRing
+    maker: AdapterMaker
 
     @classmethod
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
@@ -73,4 +75,11 @@ class ServerContext:
             answers=OffLoop(NUM_ANSWER_THREADS),
             answer_turns=Turns(),
             keys=KeyRing.of(config),
+            maker=AdapterMaker(
+                engine.registry,
+                engine.on_registry,
+                output_folder(config),
+                config.max_merge_bytes,
+                config.local_adapter_roots,
+            ),
         )

@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from loraplex.adapters.kinds import Kind
 from loraplex.adapters.merging.combine import Part, combine
-from loraplex.adapters.merging.outline import Origin, Outline
+from loraplex.adapters.merging.outline import Origin, Outline, reader_limits
 from loraplex.adapters.merging.wish import Combination, MergeWish
-from loraplex.adapters.merging.written import MadeAdapter
+from loraplex.adapters.merging.written import MadeAdapter, check_output, write_directory
+from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.tensors import is_finite
 from loraplex.adapters.weights import LoRAModel
-from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
 from loraplex.errors import (
     AdapterBaseMismatchError,
     AdapterTooLargeError,
@@ -73,6 +74,16 @@ class MergePlan:
         return sum(module.nbytes for module in self.modules)
 
 
+def merge_directories(wish: MergeWish, output: Path, max_bytes: int) -> MadeAdapter:
+    """Merge adapters that are named by directory or hub id, and write the result. Raises what the steps raise."""
+    check_output(output)
+    source = AdapterSource()
+    plan = plan_merge([Origin(path, str(source.fetch(path)), source) for path, _ in wish.adapters], wish, max_bytes)
+    made = run_merge(plan, max_bytes)
+    write_directory(made, output)
+    return made
+
+
 # -------------------------------------------------------------------------------------------------------------- plan
 
 
@@ -84,7 +95,7 @@ def plan_merge(
     Raises AdapterValidationError for what cannot be merged, AdapterBaseMismatchError, AdapterTooLargeError, and the
     errors of the files.
     """
-    outlines = tuple(Outline.read(origin, _limits(max_bytes)) for origin in origins)
+    outlines = tuple(Outline.read(origin, reader_limits(max_bytes)) for origin in origins)
     for outline in outlines:
         if reasons := _reasons(outline):
             raise AdapterValidationError.from_reasons(outline.origin.name, reasons)
@@ -106,11 +117,6 @@ def plan_merge(
         text = f"the merge would take {plan.total_bytes} bytes of memory and {max_bytes} are the limit"
         raise AdapterTooLargeError(f"{text} (max_merge_bytes); merge fewer adapters, or raise it")
     return plan
-
-
-def _limits(max_bytes: int) -> LoRAConfig:
-    """Of the reader, which bounds what conversions make by its host budget."""
-    return LoRAConfig(host_memory_bytes=max(max_bytes, DEFAULT_HOST_BYTES))
 
 
 def _reasons(outline: Outline) -> list[str]:
@@ -197,7 +203,7 @@ def run_merge(
     models: list[LoRAModel] = []
     for done, outline in enumerate(plan.outlines):
         begin(done)
-        models.append(outline.model(_limits(max_bytes)))
+        models.append(outline.model(reader_limits(max_bytes)))
     factors = {}
     generator = torch.Generator().manual_seed(wish.seed or 0)
     for done, module in enumerate(plan.modules, len(models)):

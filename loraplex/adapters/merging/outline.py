@@ -20,9 +20,14 @@ from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
 from loraplex.adapters.tensors import WeightFile
 from loraplex.adapters.weights import CheckedReader, LoRAModel
-from loraplex.config import LoRAConfig
+from loraplex.config import DEFAULT_HOST_BYTES, LoRAConfig
 from loraplex.core import LoraSlice, LoraTarget
 from loraplex.errors import AdapterContentChangedError, AdapterValidationError
+
+
+def reader_limits(max_bytes: int) -> LoRAConfig:
+    """Of the reader, which bounds by its host budget what conversions make, too."""
+    return LoRAConfig(host_memory_bytes=max(max_bytes, DEFAULT_HOST_BYTES))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from loraplex.errors import InvalidRequestError, shown
 
 MAX_MERGED = 16
 MAX_SVD_RANK = 512
+MAX_MERGE_BYTES = 2 * 2**30
+"""Of memory, unless the operator chooses another limit."""
 
 
 class Combination(enum.StrEnum):
@@ -100,6 +102,18 @@ class MergeWish:
             text = f"combination_type {self.combination_type}: one adapter alone is merged by linear, as in peft"
             return "combination_type", text
         return None
+
+
+def parse_weighted(text: str) -> tuple[str, float]:
+    """(path, weight) of `PATH=WEIGHT`. Raises InvalidRequestError."""
+    path, _, weight = text.rpartition("=")
+    try:
+        number = float(weight)
+    except ValueError:
+        path, number = "", 0.0
+    if not path:
+        raise InvalidRequestError(f"adapter {shown(text)}: write PATH=WEIGHT, such as sql=0.7", param="adapters")
+    return path, number
 
 
 def _of_density(wish: MergeWish, combination: Combination) -> str | None:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from loraplex.adapters.files import CONFIG_NAME, SAFETENSORS_NAME
 from loraplex.adapters.kinds import PREFIX
-from loraplex.errors import AdapterConflictError, AdapterMemoryError
+from loraplex.errors import AdapterConflictError, AdapterMemoryError, AdapterPathNotFoundError, LoraplexError
 
 PART_PREFIX = ".making-"
 SPARE_DISK_BYTES = 64 * 2**20
@@ -99,11 +99,26 @@ def check_disk(folder: Path, nbytes: int) -> None:
         raise AdapterMemoryError(f"the disk of the output folder is too full: {text}; make room on it")
 
 
-def write_directory(made: MadeAdapter, folder: Path) -> None:
-    """Make `folder`, which must not be there. Raises AdapterConflictError, AdapterMemoryError, OSError."""
+def check_output(folder: Path) -> None:
+    """Raise AdapterConflictError for one that is there, AdapterPathNotFoundError for one that cannot be made."""
     if os.path.lexists(folder):
         raise AdapterConflictError(f"{folder} is there already; give a folder that is not")
+    if not os.access(folder.absolute().parent, os.W_OK | os.X_OK):
+        raise AdapterPathNotFoundError(f"{folder.absolute().parent} is no directory that can be written to")
+
+
+def write_directory(made: MadeAdapter, folder: Path) -> None:
+    """Make `folder`, which must not be there. Raises what the checks raise, and LoraplexError for a disk that fails."""
+    folder = folder.absolute()
+    check_output(folder)
     check_disk(folder.parent, made.nbytes)
+    try:
+        _write(made, folder)
+    except OSError as error:
+        raise LoraplexError(f"{folder} could not be written: {error.strerror or error}") from error
+
+
+def _write(made: MadeAdapter, folder: Path) -> None:
     part = Path(tempfile.mkdtemp(prefix=PART_PREFIX, dir=folder.parent))
     try:
         (part / CONFIG_NAME).write_text(json.dumps(made.config, indent=2) + "\n")
