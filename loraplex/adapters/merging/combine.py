@@ -10,8 +10,8 @@
     ..._svd, svd     the same of the products delta_i; the result is cut to its main singular directions
 
 Draws are those of torch's generator of the seed, in peft's order: modules as the model has them, A before B, adapter by
-adapter. A product whose rank is that of its adapters is never made: the decomposition is that of a small matrix. Others
-are decomposed by the eigenvectors of the smaller of D D^T and D^T D, in float64.
+adapter. Without rules and svd_clamp (which depends on the signs of singular vectors), no product is made: the matrix
+that is decomposed is as small as the ranks.
 
 Sources: TIES-Merging (arXiv:2306.01708), DARE (arXiv:2311.03099).
 """
@@ -109,10 +109,10 @@ def _decomposed(parts: Sequence[Part], wish: MergeWish, rank: int, generator: to
         return _of_low_rank(parts, rank)
     deltas = [part.lora_b @ part.lora_a * part.scaling for part in parts]
     delta = _rule_of(wish, generator)(deltas, [part.weight for part in parts])
-    if wish.svd_clamp is None:
-        return _main_directions(delta, rank)
-    left, values, right = torch.linalg.svd(delta, full_matrices=False)  # its signs decide what is cut off
+    left, values, right = torch.linalg.svd(delta, full_matrices=False)
     lora_a, lora_b = right[:rank], left[:, :rank] * values[:rank]
+    if wish.svd_clamp is None:
+        return lora_a, lora_b
     limit = torch.quantile(torch.cat([lora_b.flatten(), lora_a.flatten()]), wish.svd_clamp).item()
     return lora_a.clamp(-limit, limit), lora_b.clamp(-limit, limit)
 
@@ -127,19 +127,3 @@ def _of_low_rank(parts: Sequence[Part], rank: int) -> Factors:
     q_a, r_a = torch.linalg.qr(torch.cat([part.lora_a.double() for part in parts]).T)
     left, values, right = torch.linalg.svd(r_b @ r_a.T)
     return (right[:rank] @ q_a.T).float(), (q_b @ (left[:, :rank] * values[:rank])).float()
-
-
-def _main_directions(delta: torch.Tensor, rank: int) -> Factors:
-    """B = U S and A = V^T of the largest singular values, or of fewer where the rest are 0."""
-    is_wide = delta.shape[0] < delta.shape[1]
-    wide = (delta if is_wide else delta.T).double()  # [n, m], n <= m
-    squares, vectors = torch.linalg.eigh(wide @ wide.T)
-    values, short = squares[-rank:].clamp(min=0).sqrt(), vectors[:, -rank:]
-    is_there = values > values[-1] * 1e-12
-    if not is_there.any():
-        return torch.zeros(1, delta.shape[1]), torch.zeros(len(delta), 1)
-    values, short = values[is_there], short[:, is_there]
-    long = (short.T @ wide) / values[:, None]
-    if is_wide:
-        return long.float(), (short * values).float()
-    return short.T.float().contiguous(), (long.T * values).float().contiguous()

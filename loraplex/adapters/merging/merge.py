@@ -167,7 +167,7 @@ def _work_bytes(module: MergedModule, outlines: Sequence[Outline], wish: MergeWi
     if wish.combination.is_svd and (
         wish.combination is not Combination.SVD or wish.svd_clamp or _is_full(module, total_rank)
     ):
-        return 4 * (3 * num + 5) * width * height + 40 * min(width, height) ** 2
+        return 4 * (3 * num + 4) * width * height + 16 * min(width, height) ** 2
     return 4 * 8 * total_rank * (width + height)
 
 
