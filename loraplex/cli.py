@@ -70,6 +70,7 @@ def serve(
     lora_modules: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
     lora_paths: Annotated[tuple[str, ...], Listed, ModelsGroup] = (),
     enable_lora: Annotated[bool, ModelsGroup] = True,
+    merge_adapter: Annotated[str | None, ModelsGroup] = None,
     adapter_root: Annotated[tuple[str, ...], SecurityGroup] = (),
     keys: Annotated[KeySettings | None, Flat] = None,
     server: Annotated[ServerSettings | None, Flat] = None,
@@ -90,6 +91,8 @@ def serve(
         Adapters to load at start, in SGLang's form: name=path or a path alone.
     enable_lora
         Support for adapters; off: they are refused, and layers have no LoRA code.
+    merge_adapter
+        The one adapter to serve, name=path, merged into the base weights; the base and others are refused then.
     adapter_root
         A directory that load requests may read, or hf://ORG; may be given several times.
     """
@@ -103,15 +106,23 @@ def serve(
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
     check_lora_modules(modules, names)
+    merged = None
+    if merge_adapter is not None:
+        if modules or lora is not None:
+            raise ConfigError("merge_adapter serves one adapter alone: leave other adapters and their settings out")
+        ((merged_name, merged),) = parse_lora_modules((merge_adapter,), base_names=names, is_name_optional=True)
+        check_lora_modules([(merged_name, merged)], names)
     keys = keys or KeySettings()
     config = ServerConfig(
         **asdict(server or ServerSettings()),
-        served_model_names=names,
+        served_model_names=names if merged is None else (merged_name,),
+        merged_into=() if merged is None else names,
         api_keys=keys.inference_keys(),
         admin_api_keys=keys.admin_keys(),
         adapter_roots=adapter_root or None,
     )
-    engine_config = _engine_config(model, engine, lora, enable_lora)
+    engine_config = _engine_config(model, engine, lora, enable_lora and merged is None)
+    engine_config = replace(engine_config, merge_adapter=merged)
     return run_server(lambda: _start_engine(engine_config, config, modules), config, _in_options_of("serve"))
 
 

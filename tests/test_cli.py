@@ -794,6 +794,57 @@ def test_the_demos_adapters_fit_their_base(run: Run, task: Any) -> None:
     assert run("adapter", "inspect", str(adapter_path(task.name)), "--base", BASE)[0] == 0
 
 
+def test_merge_and_export_write_adapters_that_fit_the_base(run: Run, tmp_path: Path) -> None:
+    pair = [f"{adapter_path('upper')}=0.7", f"{adapter_path('reverse')}=-0.3"]
+    merged = tmp_path / "both"
+    code, out, err = run(
+        "adapter", "merge", *pair, "--output", str(merged), "--combination", "ties_svd", "--density", "0.5"
+    )
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{merged}: ties_svd, density=0.5: 0.7 * ")
+    assert run("adapter", "inspect", str(merged), "--base", BASE)[0] == 0
+    code, out, err = run("adapter", "export", str(merged), "--output", str(tmp_path / "copy"))
+    assert (code, err) == (0, "")
+    digests = [run("adapter", "inspect", str(path), "--json")[1] for path in (merged, tmp_path / "copy")]
+    first, second = (json.loads(text)["adapter_digest"] for text in digests)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["merge", UPPER, "--output", "out"], "write PATH=WEIGHT"),
+        (["merge", f"{UPPER}=1", "--output", BASE], "is there already"),
+        (["merge", f"{UPPER}=1", "--output", "/nowhere/out"], "/nowhere is no directory"),
+        (["merge", "/nowhere=1", "--output", "out"], "adapter '/nowhere': no such directory"),
+        (["merge", f"{UPPER}=1", "--output", "out", "--density", "0.5"], "--density is of no use with linear"),
+        (["merge", f"{UPPER}=1", "--output", "out", "--max-merge-bytes", "1KiB"], "1024 are the limit"),
+        (["export", UPPER], "give --output, or the --url"),
+        (["export", UPPER, "--output", "out", "--url", "localhost:1"], "give --output, or the --url"),
+        (["export", "sql", "--url", "http://127.0.0.1:9"], "did not answer"),
+        (["clone", "sql", "copy", "--url", "http://127.0.0.1:9"], "did not answer"),
+    ],
+    ids=str,
+)
+def test_errors_of_merge_export_and_clone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("adapter", *arguments)
+    assert (code, out) == (1, "")
+    assert error in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clone_on_a_running_server(run: Run, live: LiveServer) -> None:
+    code, out, err = run("adapter", "clone", "sql", "copy", "--url", live.url)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["name"] == "copy"
+    code, out, err = run("adapter", "export", "sql", "--url", live.url)
+    assert code == 1
+    assert "--adapter-output-dir" in err
+
+
 def test_inspect_says_every_reason(run: Run, copy_of_upper: Path) -> None:
     change_config(copy_of_upper, use_qalora=True, lora_alpha=-1)
     code, out, err = run("adapter", "inspect", str(copy_of_upper))

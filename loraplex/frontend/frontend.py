@@ -23,15 +23,20 @@ RunLater = Callable[[Callable[[], None]], object]
 
 @dataclass(frozen=True)
 class Front:
-    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off."""
+    """`tokenizer` is None for a model without tokenizer.json, `registry` when LoRA is off. merged: what is merged into
+    the base weights."""
 
     served_model_name: str
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     outputs: OutputProcessor
     registry: LoRARegistry | None
+    merged: str | None = None
 
     def registry_or_refuse(self) -> LoRARegistry:
+        if self.merged is not None:
+            text = f"merge_adapter {self.merged!r} is merged into the base weights, and no other adapter is served"
+            raise LoraDisabledError(f"{text}: send requests without an adapter, or start without merge_adapter")
         if self.registry is None:
             raise LoraDisabledError("LoRA is off here: start with enable_lora (the default) to use adapters")
         return self.registry
@@ -94,6 +99,7 @@ def make_front(
         InputProcessor(tokenizer, ModelLimits(info.vocab_size, info.max_model_len), eos_token_ids),
         OutputProcessor(tokenizer),
         registry,
+        config.merge_adapter,
     )
 
 

@@ -385,7 +385,7 @@ class AdapterRoutes:
 
     def _registry(self, what: str) -> LoRARegistry:
         if self._engine.registry is None:
-            raise lora_is_off(what)
+            raise lora_is_off(what, bool(self._context.config.merged_into))
         return self._engine.registry
 
 

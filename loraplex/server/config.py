@@ -231,6 +231,9 @@ class ServerConfig(ServerSettings):
         repr=False,
         metadata={"help": "keys for the routes that change the server; other keys are then for inference"},
     )
+    merged_into: tuple[str, ...] = setting(
+        (), "names of the base model that are refused, since served_model_names is an adapter merged into its weights"
+    )
     adapter_roots: tuple[str, ...] | None = setting(
         None,
         "directories that the load routes may read, or hf://ORG for hub ids (default: anything on a loopback host, "

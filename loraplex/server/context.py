@@ -49,7 +49,7 @@ class ServerContext:
     def create(cls, engine: EngineSurface, config: ServerConfig) -> ServerContext:
         tokenizer = tokenizer_of(engine)
         in_flight = InFlight(engine, config.max_waiting_tokens)
-        names = ModelNames(engine, config.served_model_names, int(time.time()))
+        names = ModelNames(engine, config.served_model_names, int(time.time()), config.merged_into)
         connections = Connections(config, max_connections(config))
         metrics_page = MetricsPage(names.served[0], connections)
         off_loop = OffLoop()

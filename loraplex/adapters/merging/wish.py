@@ -118,7 +118,7 @@ def parse_weighted(text: str) -> tuple[str, float]:
 
 def _of_density(wish: MergeWish, combination: Combination) -> str | None:
     if not combination.is_sparse:
-        return None if wish.density is None else f"has no meaning with {combination}; leave it out"
+        return None if wish.density is None else f"is of no use with {combination}; leave it out"
     if wish.density is None:
         return f"is needed with {combination}: the share of numbers that is kept"
     return None if 0 < wish.density <= 1 else f"must be above 0 and at most 1, got {wish.density}"
@@ -129,7 +129,7 @@ def _of_method(wish: MergeWish, combination: Combination) -> str | None:
     if method is None:
         return None
     if not combination.elects_signs:
-        return f"has no meaning with {combination}; leave it out"
+        return f"is of no use with {combination}; leave it out"
     return None if method in ("total", "frequency") else f"must be total or frequency, got {shown(method)}"
 
 
@@ -137,7 +137,7 @@ def _of_rank(wish: MergeWish, combination: Combination) -> str | None:
     if wish.svd_rank is None:
         return None
     if not combination.is_svd:
-        return f"has no meaning with {combination}; leave it out"
+        return f"is of no use with {combination}; leave it out"
     return None if 1 <= wish.svd_rank <= MAX_SVD_RANK else f"must be 1..{MAX_SVD_RANK}, got {wish.svd_rank}"
 
 
@@ -145,7 +145,7 @@ def _of_clamp(wish: MergeWish, combination: Combination) -> str | None:
     if wish.svd_clamp is None:
         return None
     if not combination.is_svd:
-        return f"has no meaning with {combination}; leave it out"
+        return f"is of no use with {combination}; leave it out"
     return None if 0 < wish.svd_clamp <= 1 else f"must be above 0 and at most 1, got {wish.svd_clamp}"
 
 
@@ -153,7 +153,7 @@ def _of_seed(wish: MergeWish, combination: Combination) -> str | None:
     if wish.seed is None:
         return None
     if not combination.is_random:
-        return f"has no meaning with {combination}, which draws nothing; leave it out"
+        return f"is of no use with {combination}, which draws nothing; leave it out"
     return None if 0 <= wish.seed < 2**63 else f"must be 0..{2**63 - 1}, got {wish.seed}"
 
 
