@@ -106,23 +106,16 @@ def serve(
     if modules and not enable_lora:
         raise ConfigError("adapters are given, but LoRA is off: leave out --no-enable-lora")
     check_lora_modules(modules, names)
-    merged = None
-    if merge_adapter is not None:
-        if modules or lora is not None:
-            raise ConfigError("merge_adapter serves one adapter alone: leave other adapters and their settings out")
-        ((merged_name, merged),) = parse_lora_modules((merge_adapter,), base_names=names, is_name_optional=True)
-        check_lora_modules([(merged_name, merged)], names)
-    keys = keys or KeySettings()
+    merged_name, merged = _merged_module(merge_adapter, names, is_alone=not modules and lora is None)
     config = ServerConfig(
         **asdict(server or ServerSettings()),
-        served_model_names=names if merged is None else (merged_name,),
-        merged_into=() if merged is None else names,
-        api_keys=keys.inference_keys(),
-        admin_api_keys=keys.admin_keys(),
+        served_model_names=names if merged_name is None else (merged_name,),
+        merged_into=() if merged_name is None else names,
+        api_keys=(keys or KeySettings()).inference_keys(),
+        admin_api_keys=(keys or KeySettings()).admin_keys(),
         adapter_roots=adapter_root or None,
     )
-    engine_config = _engine_config(model, engine, lora, enable_lora and merged is None)
-    engine_config = replace(engine_config, merge_adapter=merged)
+    engine_config = _engine_config(model, engine, lora, enable_lora and merged is None, merged)
     return run_server(lambda: _start_engine(engine_config, config, modules), config, _in_options_of("serve"))
 
 
@@ -523,12 +516,29 @@ def _bytes(text: str) -> str:
 
 
 def _engine_config(
-    model: str, engine: EngineSettings | None, lora: LoRAConfig | None, enable_lora: bool
+    model: str,
+    engine: EngineSettings | None,
+    lora: LoRAConfig | None,
+    enable_lora: bool,
+    merge_adapter: str | None = None,
 ) -> EngineConfig:
     if lora is not None and not enable_lora:
         raise ConfigError("settings of LoRA are given, but LoRA is off: leave them out, or --no-enable-lora")
     lora_config = (lora or LoRAConfig()) if enable_lora else None
-    return EngineConfig(**asdict(engine or EngineSettings()), model=model, lora=lora_config)
+    return EngineConfig(
+        **asdict(engine or EngineSettings()), model=model, lora=lora_config, merge_adapter=merge_adapter
+    )
+
+
+def _merged_module(given: str | None, base_names: Sequence[str], is_alone: bool) -> tuple[str | None, str | None]:
+    """(name, path) of --merge-adapter."""
+    if given is None:
+        return None, None
+    if not is_alone:
+        raise ConfigError("merge_adapter serves one adapter alone: leave other adapters and their settings out")
+    (module,) = parse_lora_modules((given,), base_names=base_names, is_name_optional=True)
+    check_lora_modules([module], base_names)
+    return module
 
 
 async def _start_engine(config: EngineConfig, server: ServerConfig, modules: Sequence[tuple[str, str]]) -> AsyncEngine:

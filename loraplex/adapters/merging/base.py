@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from loraplex.adapters.merging.deltas import compute_delta_weight
 from loraplex.adapters.merging.outline import Origin, Outline
 from loraplex.adapters.opener import read_adapter
 from loraplex.adapters.source import AdapterSource
@@ -62,6 +61,11 @@ class MergedAdapter:
         return merged
 
 
+def delta_weight(lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """scaling * B @ A, [out, in], computed in float32, as peft does on a CPU."""
+    return (lora_b.float() @ lora_a.float()) * scaling
+
+
 def fetched(path_or_id: str) -> tuple[str, str]:
     """(local directory, digest) of an adapter to merge, before a base model is there to check it against."""
     source = AdapterSource()
@@ -81,8 +85,7 @@ def _unmergeable(layer: LoRALayerWeights, has_bias: bool) -> list[str]:
 
 def _weight(layer: LoRALayerWeights, weight: torch.Tensor) -> torch.Tensor:
     if layer.lora_a is not None and layer.lora_b is not None:
-        factors = {"lora_a": layer.lora_a.float(), "lora_b": layer.lora_b.float()}
-        weight = weight + compute_delta_weight(layer.with_tensors(factors))
+        weight = weight + delta_weight(layer.lora_a, layer.lora_b, layer.scaling)
     if layer.magnitude is not None:
         weight = weight * (layer.magnitude / weight.norm(dim=1))[:, None]
     if layer.gain is not None:
