@@ -514,6 +514,40 @@ def test_serve_without_lora(run: Run, served: Served) -> None:
     assert served.engine.lora is None
 
 
+@pytest.mark.parametrize(("given", "name", "path"), [("x=/x", "x", "/x"), ("/y/", "/y", "/y/")])
+def test_a_merged_adapter_has_the_place_of_the_base_model(
+    run: Run, served: Served, given: str, name: str, path: str
+) -> None:
+    assert run("serve", "/m", "--served-model-name", "a", "b", "--merge-adapter", given)[0] == 7
+    assert served.engine == EngineConfig(model="/m", lora=None, merge_adapter=path)
+    assert served.server == ServerConfig(served_model_names=(name,), merged_into=("a", "b"))
+    assert served.arguments["served_model_name"] == name
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--merge-adapter", "x=/x", "--lora-modules", "y=/y"], "--merge-adapter serves one adapter alone"),
+        (["--merge-adapter", "x=/x", "--max-loras", "3"], "--merge-adapter serves one adapter alone"),
+        (["--merge-adapter", "/m=/x"], "would select the base model '/m'"),
+        (["--merge-adapter", ""], "must be a non-empty string"),
+    ],
+    ids=str,
+)
+def test_a_merged_adapter_that_cannot_be(run: Run, served: Served, flags: list[str], error: str) -> None:
+    code, out, err = run("serve", "/m", *flags)
+    assert (code, out) == (1, "")
+    assert error in err
+
+
+def test_made_adapters_may_be_read_where_roots_are_bounded(run: Run, served: Served, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    run("serve", "/m", "--adapter-root", "/roots", "--lora-modules", "x=/x", "--adapter-output-dir", str(made))
+    assert served.engine is not None
+    assert served.engine.adapter_roots == ("/roots", "/x", str(made))
+    assert made.is_dir()
+
+
 def test_an_adapter_that_fails_at_the_start_ends_the_engine(run: Run, served: Served) -> None:
     code, _, err = run("serve", "/model", "--lora-modules", "x=/x", "y=/bad")
     assert (code, err.splitlines()[-1]) == (1, "error: adapter 'y' of --lora-modules or --lora-paths: bad")

@@ -340,10 +340,7 @@ class AdapterRoutes:
     def _check_can_write(self) -> None:
         if self._context.maker.folder is None:
             raise ApiError(
-                "this server writes no adapters: start it with --adapter-output-dir DIR",
-                status=403,
-                kind="permission_error",
-                code="no_adapter_output_dir",
+                "this server writes no adapters: start it with --adapter-output-dir DIR", code="no_adapter_output_dir"
             )
 
     @requires(Access.VERB)

@@ -238,7 +238,7 @@ async def test_without_a_folder_nothing_is_written(engine: FakeAsyncEngine) -> N
     async with client_of(create_app(engine, ServerConfig())) as client:
         for path, body in ((MERGE, {"name": "both", "adapters": PAIR}), ("/v1/adapters/upper/export", None)):
             response = await client.post(path, json=body)
-            assert response.status_code == 403
+            assert response.status_code == 400
             assert response.json()["error"]["code"] == "no_adapter_output_dir"
             assert "--adapter-output-dir" in response.text
 
